@@ -109,7 +109,7 @@ class GroupedProduct:
         """The operands that the GEMM takes."""
         a_fmt, b_fmt = self.formats
         if self.along == "k":
-            a, b = (ops.grouped_quantize(x, ends, a_fmt, rowwise=False, columnwise=True) for x in (first, second))
+            a, b = (ops.quantize(x, a_fmt, groups=ends, rowwise=False, columnwise=True) for x in (first, second))
             return a.columnwise, b.columnwise
         transposed = self.kind == "grad_input"
         weights = ops.quantize(second, b_fmt, rowwise=not transposed, columnwise=transposed)

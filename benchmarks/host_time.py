@@ -38,8 +38,8 @@ def stub_the_gpu() -> None:
     from triton.backends.nvidia import driver
 
     from torchao_blockwise.ops import backend
-    from torchao_blockwise.ops.gemm.plain import cublas
-    from torchao_blockwise.ops.gemm.plain import kernels_gluon as gluon
+    from torchao_blockwise.ops.gemm import cublas
+    from torchao_blockwise.ops.gemm import kernels_gluon as gluon
 
     def nothing(*args, **kwargs):
         return None

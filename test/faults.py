@@ -26,7 +26,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 # Area → (files of the package, tests of the default tier).
 AREAS = {
-    "kernels": (("ops/**/kernels_*.py", "ops/device/*.py", "ops/gemm/gluon_*.py"), ("test/ops",)),
+    "kernels": (("ops/**/kernels_*.py", "ops/device/*.py", "ops/gemm/*_*.py"), ("test/ops",)),
     "layers": (("nn/**/*.py",), ("test/nn",)),
     "tensors": (("tensors/**/*.py",), ("test/tensors",)),
     "sharding": (("distributed/**/*.py", "ops/shards/**/*.py"), ("test/distributed", "test/ops/test_shards.py")),

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import threading
 import types
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -16,15 +15,6 @@ _POISON = 0xFF  # NaN in e4m3, bf16 and f32
 
 class SimulationError(AssertionError):
     """What would be a race, a deadlock or an access out of bounds on the hardware."""
-
-
-def split_dim(layout) -> int | None:
-    """Which dim, counted from the last, a layout deals out to a pair of multiprocessors; None if each has it all."""
-    bases = getattr(layout, "cga_layout", None)
-    if not bases or not any(bases[0]):
-        return None
-    assert len(bases) == 1 and max(bases[0]) == 1
-    return list(bases[0]).index(1) - len(bases[0])
 
 
 @dataclass
@@ -44,31 +34,26 @@ class Descriptor:
         base = descriptor.base.as_strided(descriptor.shape, descriptor.strides)
         return cls(base, list(descriptor.block_shape), descriptor.layout)
 
-    def window(self, coordinates, rank: int):
-        """(slices of the matrix, slices of the tile) of what lies in the matrix of a multiprocessor's part."""
-        shape, starts = list(self.block_shape), [int(c) for c in coordinates]
-        dim = split_dim(self.layout)
-        if dim is not None:
-            shape[dim] //= 2
-            starts[dim] += rank * shape[dim]
+    def window(self, coordinates):
+        """(slices of the matrix, slices of the tile) of what lies in the matrix."""
+        starts = [int(c) for c in coordinates]
         if starts[-1] * self.base.itemsize % 16:
             raise SimulationError(
                 f"the copy engine begins at multiples of 16 bytes, got column {starts[-1]}: an H200 stops"
             )
         inside, tile = [], []
-        for start, size, block in zip(starts, self.base.shape, shape):
+        for start, size, block in zip(starts, self.base.shape, self.block_shape):
             first, last = max(start, 0), min(start + block, size)
             inside.append(slice(first, max(first, last)))
             tile.append(slice(first - start, max(first, last) - start))
-        return shape, tuple(inside), tuple(tile)
+        return tuple(inside), tuple(tile)
 
 
 @dataclass
 class Shared:
-    """A view of a multiprocessor's shared memory; `of_peer` is the same view of another's."""
+    """A view of shared memory."""
 
     data: torch.Tensor
-    of_peer: Callable[[int], Shared] | None = None
 
     dtype = property(lambda self: self.data.dtype)
     shape = property(lambda self: self.data.shape)
@@ -77,7 +62,7 @@ class Shared:
         i = int(i)
         if not 0 <= i < self.data.shape[0]:
             raise SimulationError(f"index {i} of shared memory of shape {list(self.data.shape)}")
-        return Shared(self.data[i], lambda rank: self.of_peer(rank).index(i))
+        return Shared(self.data[i])
 
     def permute(self, order):
         return Shared(self.data.permute(order))
@@ -130,7 +115,6 @@ class Loaded:
 
 @dataclass
 class Barrier:
-    of_peer: Callable[[int], Barrier] | None = None
     count: int = 0
     pending: int = 0
     bytes: int = 0

@@ -10,8 +10,6 @@ hardware may take is tried, and what only works in one order fails:
     stores       leave shared memory at some time before they are waited for; a change before that is an error
     loads        of vectors from shared memory come when they are first used: a copy may overtake them until then
     barriers     phases and pending counts as in PTX; partitions that wait for each other are an error, not a hang
-    clusters     a pair of multiprocessors runs as two, each on its part of every tile; what one sends to the other when
-                 that has ended is an error
 
 Layouts, registers, bank conflicts, proxies' fences and speed are beyond it.
 """
@@ -27,7 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from gluon_memories import Barrier, Barriers, Descriptor, Pointer, Shared, SimulationError, split_dim
+from gluon_memories import Barrier, Barriers, Descriptor, Pointer, Shared, SimulationError
 from gluon_scheduler import WARPGROUP, Scheduler
 
 
@@ -55,17 +53,13 @@ class _Product:
 
 @dataclass
 class Multiprocessor:
-    """What `gl`, `tma`, `mbarrier` .. do on one multiprocessor of a program. `cluster`: all of the program's."""
+    """What `gl`, `tma`, `mbarrier` .. do on the multiprocessor that a program has."""
 
     program: int
     programs: int
-    rank: int
-    cluster: list[Multiprocessor]
     scheduler: Scheduler
     shared_bytes: int = 0
-    allocations: list = field(default_factory=list)
     partitions: list = field(default_factory=list)
-    running: int = 0
     stores: dict = field(default_factory=dict)
     products: dict[int, list[_Product]] = field(default_factory=dict)  # of each thread, which are not waited for
     free_stages: list[Barrier] = field(default_factory=list)
@@ -74,7 +68,7 @@ class Multiprocessor:
         return {
             "gl": self._gl(),
             "mbarrier": types.SimpleNamespace(
-                MBarrierLayout=lambda bases: bases,
+                MBarrierLayout=lambda: None,
                 init=self._init,
                 expect=self._expect,
                 wait=self._wait,
@@ -82,11 +76,10 @@ class Multiprocessor:
             "make_barriers": self._make_barriers,
             "free_stage": self._free_stage,
             "free_stage_after": self._free_stage_after,
-            "wait_for_stage": lambda stage, phase, ctas: self._wait(self.free_stages[int(stage)], phase),
+            "wait_for_stage": lambda stage, phase: self._wait(self.free_stages[int(stage)], phase),
             "tma": types.SimpleNamespace(store_wait=self._store_wait),
             "_load_async": self._load_async,
             "_store_async": self._store_async,
-            "_rank": lambda ctas: self.rank,
             "_reciprocal": self._reciprocal,
             "warpgroup_mma": self._warpgroup_mma,
             "warpgroup_mma_wait": self._warpgroup_mma_wait,
@@ -103,13 +96,13 @@ class Multiprocessor:
             num_programs=lambda axis: self.programs,
             static_range=range,
             static_assert=self._static_assert,
-            zeros=lambda shape, dtype, layout: torch.zeros(self._part(shape, layout), dtype=dtype),
-            arange=self._arange,
+            zeros=lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype),
+            arange=lambda start, end, layout: torch.arange(start, end),
             load=lambda ptr, mask=None, other=0.0: ptr.load(mask, other),
             store=lambda ptr, value, mask=None: ptr.store(value, mask),
             allocate_shared_memory=self._allocate,
             warp_specialize=self._warp_specialize,
-            NVMMADistributedLayout=self._mma_layout,
+            NVMMADistributedLayout=lambda *args: args,
             SliceLayout=lambda dim, parent: (dim, parent),
             float32=torch.float32,
             int32=torch.int32,
@@ -117,56 +110,20 @@ class Multiprocessor:
         )
 
     @staticmethod
-    def _mma_layout(version, warps_per_cta, instr_shape, cga_layout=None):
-        return types.SimpleNamespace(cga_layout=cga_layout)
-
-    @staticmethod
     def _static_assert(condition):
         assert condition
 
-    @staticmethod
-    def _part(shape, layout) -> list[int]:
-        """The shape of what one multiprocessor has of a tile."""
-        shape, dim = list(shape), split_dim(layout)
-        if dim is not None:
-            shape[dim] //= 2
-        return shape
-
-    def _arange(self, start, end, layout):
-        dim, parent = layout
-        if split_dim(parent) == {0: -1, 1: -2}[dim]:
-            end = (end - start) // 2
-            start = self.rank * end
-            end += start
-        return torch.arange(start, end)
-
     def _allocate(self, dtype, shape, layout):
-        i = len(self.allocations)
         if dtype == torch.int64:
-            assert shape[1] == len(self.cluster), "a barrier a multiprocessor"
-            peers = [lambda rank, j=j: self.cluster[rank].allocations[i].index(j) for j in range(shape[0])]
-            result = Barriers([Barrier(of_peer) for of_peer in peers])
-        else:
-            data = torch.empty(self._part(shape, layout), dtype=dtype)
-            result = Shared(data, lambda rank: self.cluster[rank].allocations[i])
-            result.poison()
-            self.shared_bytes += data.nbytes
-        self.allocations.append(result)
+            return Barriers([Barrier() for _ in range(shape[0])])
+        result = Shared(torch.empty(shape, dtype=dtype))
+        result.poison()
+        self.shared_bytes += result.data.nbytes
         return result
 
     def _warp_specialize(self, functions_and_args, worker_num_warps, worker_num_regs):
         assert len(worker_num_warps) == len(worker_num_regs) == len(functions_and_args) - 1
-        self.running = len(functions_and_args)
-
-        def partition(function, args):
-            function(*args)
-            self.running -= 1
-
-        self.partitions = [lambda f=f, args=args: partition(f, args) for f, args in functions_and_args]
-
-    def _check_running(self):
-        if not self.running:
-            raise SimulationError("a multiprocessor was written to after it had ended")
+        self.partitions = [functools.partial(function, *args) for function, args in functions_and_args]
 
     def _reciprocal(self, x):
         # The hardware's is an ulp off, up or down.
@@ -192,54 +149,42 @@ class Multiprocessor:
         if pred:
             self.scheduler.pause(until=lambda: barrier.phase != int(phase))
 
-    # gluon_barriers.py
+    # gluon_ring.py
     def _make_barriers(self, stages, arrivals):
         self.free_stages = [Barrier() for _ in range(stages)]
         for barrier in self.free_stages:
             self._init(barrier, arrivals)
 
-    def _free_stage(self, stage, ctas):
-        for multiprocessor in self.cluster:
-            multiprocessor._check_running()
-            for _ in range(WARPGROUP):
-                self._arrive(multiprocessor.free_stages[int(stage)])
+    def _free_stage(self, stage):
+        for _ in range(WARPGROUP):
+            self._arrive(self.free_stages[int(stage)])
 
-    def _free_stage_after(self, values, per_thread, stage, zero, ctas):
+    def _free_stage_after(self, values, per_thread, stage, zero):
         assert zero == 0
         values.come()
-        self._free_stage(stage, ctas)
+        self._free_stage(stage)
 
     # tma
-    def _load_async(self, descriptor, coordinates, barrier, result, multicast=False):
-        if multicast and self.rank > 0:
-            return
-        assert not (multicast and split_dim(descriptor.layout)), "a tile that is shared is not dealt out"
-        shape, inside, tile = descriptor.window(coordinates, self.rank)
-        assert list(result.shape) == shape, "the ring's tiles differ from the descriptor's"
-        targets = [(result, barrier, self)]
-        if multicast:
-            peers = range(1, len(self.cluster))
-            targets += [(result.of_peer(r), barrier.of_peer(r), self.cluster[r]) for r in peers]
-        for target, _, _ in targets:
-            target.poison()
+    def _load_async(self, descriptor, coordinates, barrier, result):
+        inside, tile = descriptor.window(coordinates)
+        assert list(result.shape) == descriptor.block_shape, "the ring's tiles differ from the descriptor's"
+        result.poison()
 
-        def copy(target, bar, multiprocessor):
-            multiprocessor._check_running()
-            target.data.zero_()
-            target.data[tile] = descriptor.base[inside]
-            bar.bytes -= target.data.nbytes
-            # The other's bytes may come before it expects them; they do not complete a phase then.
-            if bar.bytes < 0 and not multicast:
+        def copy():
+            result.data.zero_()
+            result.data[tile] = descriptor.base[inside]
+            barrier.bytes -= result.data.nbytes
+            if barrier.bytes < 0:
                 raise SimulationError("a barrier got more bytes than it expects")
-            bar.settle()
+            barrier.settle()
 
-        self.scheduler.copies += [lambda t=t: copy(*t) for t in targets]
+        self.scheduler.copies.append(copy)
         self.scheduler.pause()
 
     def _store_async(self, descriptor, coordinates, source):
         before = source.bytes()
-        shape, inside, tile = descriptor.window(coordinates, self.rank)
-        assert list(source.shape) == shape
+        inside, tile = descriptor.window(coordinates)
+        assert list(source.shape) == descriptor.block_shape
 
         def copy():
             if not torch.equal(before, source.bytes()):
@@ -281,7 +226,7 @@ def _argument(x):
     return Descriptor.of(x) if hasattr(x, "block_shape") else x
 
 
-def run(kernel, grid: int, *args, num_ctas: int = 1, seed: int = 0, **kwargs) -> int:
+def run(kernel, grid: int, *args, seed: int = 0, **kwargs) -> int:
     """Run each program of a grid of the jit function `kernel`, one after the other, in an order drawn from `seed`.
 
     Returns the bytes of shared memory that a multiprocessor takes.
@@ -289,16 +234,15 @@ def run(kernel, grid: int, *args, num_ctas: int = 1, seed: int = 0, **kwargs) ->
     """
     shared = 0
     for program in random.Random(seed).sample(range(grid), grid):
-        scheduler, cluster = Scheduler(seed + program), []
-        cluster += [Multiprocessor(program, grid, rank, cluster, scheduler) for rank in range(num_ctas)]
-        for multiprocessor in cluster:
-            _simulated(kernel, multiprocessor.names(), {})(*map(_argument, args), **kwargs)
-        scheduler.run([partition for multiprocessor in cluster for partition in multiprocessor.partitions])
-        if any(any(multiprocessor.stores.values()) for multiprocessor in cluster):
+        scheduler = Scheduler(seed + program)
+        multiprocessor = Multiprocessor(program, grid, scheduler)
+        _simulated(kernel, multiprocessor.names(), {})(*map(_argument, args), **kwargs)
+        scheduler.run(multiprocessor.partitions)
+        if any(multiprocessor.stores.values()):
             raise SimulationError("a program ended before its stores had left shared memory")
-        if any(any(multiprocessor.products.values()) for multiprocessor in cluster):
+        if any(multiprocessor.products.values()):
             raise SimulationError("a program ended before its products were waited for")
-        shared = max(multiprocessor.shared_bytes for multiprocessor in cluster)
+        shared = multiprocessor.shared_bytes
     return shared
 
 
@@ -320,8 +264,8 @@ class Launcher:
     """In the place of a kernel: `launcher[grid](..)` runs it in the simulator, its output poisoned before."""
 
     kernel: object
-    output: int  # which argument; what is no tensor is left as it is
-    programs: int = 3  # pairs count as one
+    outputs: tuple[int, ...]  # which arguments; what is no tensor is left as it is
+    programs: int = 3
     seed: int = 0
     shared: list[int] = field(default_factory=list)  # bytes of each launch
     # Where there is a GPU: not to be launched past this object.
@@ -330,14 +274,14 @@ class Launcher:
     def __getitem__(self, grid):
         return functools.partial(self._launch, grid[0])
 
-    def _launch(self, programs, *args, B, num_warps, num_ctas):
-        out = args[self.output]
-        if isinstance(out, torch.Tensor) and not B.accumulate:
-            out.fill_(float("nan"))
-        self.shared.append(run(self.kernel, programs, *args, num_ctas=num_ctas, seed=self.seed, B=B))
+    def _launch(self, programs, *args, B, num_warps):
+        for i in self.outputs:
+            if isinstance(args[i], torch.Tensor) and not B.accumulate:
+                args[i].fill_(float("nan"))
+        self.shared.append(run(self.kernel, programs, *args, seed=self.seed, B=B))
 
     def multiprocessors(self, device) -> int:
-        return 2 * self.programs
+        return self.programs
 
 
 def with_fault(module, old: str, new: str, folder: Path):

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
-import torch.nn.functional as F
 
 from torchao_blockwise import ops
-from torchao_blockwise.formats import (
-    FP8_1X128,
-    NVFP4_1X16,
-    BlockFormat,
-    Copies,
-    Operand,
-)
+from torchao_blockwise.formats import FP8_1X128, NVFP4_1X16, BlockFormat, Copies, hadamard_number, hadamard_transform
 from torchao_blockwise.ops.groups.ends import padded_tokens
-from torchao_blockwise.testing import assert_operands_equal, random_tensor, with_special_values
+from torchao_blockwise.testing import assert_bitwise_equal, assert_operands_equal, random_tensor, with_special_values
 
 # (group ends, tokens)
 GROUPS = {
@@ -29,53 +24,75 @@ GROUPS = {
     "tail of a token": ([1], 2),
     "all tail": ([0, 0], 140),
     "no tokens": ([0, 0, 0], 0),
-    "257 groups": ([2 * i // 100 + 3 * (i > 200) for i in range(257)], 10),
+    "many": ([2 * i // 100 + 3 * (i > 200) for i in range(257)], 10),
 }
-groups = pytest.mark.parametrize("ends, tokens", GROUPS.values(), ids=GROUPS)
-few_groups = pytest.mark.parametrize("ends, tokens", [GROUPS["ragged"], GROUPS["tail"]], ids=("ragged", "tail"))
 formats = pytest.mark.parametrize("fmt", (FP8_1X128, NVFP4_1X16), ids=lambda f: f.name)
 backends = pytest.mark.parametrize("backend", ("reference", "triton"))
 COPIES = {"rowwise": (True, False), "columnwise": (False, True), "both": (True, True)}
-copies = pytest.mark.parametrize("copies", COPIES.values(), ids=COPIES)
 
 
 def int32(ends, device="cpu") -> torch.Tensor:
     return torch.tensor(ends, dtype=torch.int32, device=device)
 
 
-def tokens_of(ends, tokens: int, columns: int, fmt=FP8_1X128, dtype=torch.bfloat16, device="cpu") -> torch.Tensor:
-    """Values of many magnitudes in the groups, NaN and Inf after the last."""
+def tokens_of(ends, tokens: int, columns: int, dtype=torch.bfloat16, device="cpu", magnitudes: int = 1) -> torch.Tensor:
+    """Values of many magnitudes, in this many different ones the groups; NaN and Inf after the last group."""
     x = random_tensor(tokens, columns, dtype=dtype) if tokens else torch.zeros(0, columns, dtype=dtype)
-    if tokens:
-        x = with_special_values(x, fmt)
+    if tokens and magnitudes == 1:
+        x = with_special_values(x, FP8_1X128)
+    for group, (start, end) in enumerate(itertools.pairwise([0, *ends])):
+        x[start:end] *= 4.0 ** (group % magnitudes)
     x[ends[-1] :] = torch.tensor([float("nan"), float("inf")])[torch.arange(columns) % 2].to(dtype)
     return x.to(device)
 
 
-def each_group_alone(x, ends, fmt: BlockFormat, rowwise=True, columnwise=True, power_of_2_scales=False) -> Copies:
-    """By the plain reference, a group at a time, sizes known."""
-    block, per_byte = fmt.block[1], fmt.element.per_byte
-    options = {"power_of_2_scales": power_of_2_scales, "backend": "reference"}
-    if fmt.has_global_scale:
-        options["tensor_amax"] = x[: ends[-1]].abs().float().max() if x[: ends[-1]].numel() else torch.zeros(())
-    of_rows = of_columns = None
-    if rowwise:
-        in_groups = torch.cat((x[: ends[-1]], torch.zeros_like(x[ends[-1] :])))
-        of_rows = ops.quantize(in_groups, fmt, **options).rowwise
-    if columnwise:
-        rest = padded_tokens(len(x), len(ends), block)
-        qdata, scale, operand = [], [], None
-        for start, end in zip([0, *ends, None], [*ends, None]):
-            group = x[start:end] if end is not None else x.new_zeros(rest, x.shape[1])
-            operand = ops.quantize(group, fmt, rowwise=False, columnwise=True, **options).columnwise
-            length = -(-group.shape[0] // block) * block
-            rest -= length
-            qdata.append(F.pad(operand.qdata.view(torch.uint8), (0, length // per_byte - operand.qdata.shape[1])))
-            scale.append(operand.scale.view(torch.uint8) if operand.scale.itemsize == 1 else operand.scale)
-        scale = torch.cat(scale, 0 if fmt.transposed_scales else 1).view(operand.scale.dtype)
-        qdata = torch.cat(qdata, 1).view(operand.qdata.dtype)
-        of_columns = Operand(qdata, scale, operand.global_scale, fmt.name)
-    return Copies(of_rows, of_columns)
+def amaxes_of(x: torch.Tensor, hadamard: bool):
+    """What `tensor_amax` takes of these tokens: of a transform two. Chunks begin with the first token."""
+    transformed = [hadamard_transform(x, hadamard_number(True))] if hadamard else []
+    amaxes = [t.abs().amax().float() if x.numel() else x.new_zeros((), dtype=torch.float32) for t in (x, *transformed)]
+    return tuple(amaxes) if hadamard else amaxes[0]
+
+
+def _bits(x: torch.Tensor) -> torch.Tensor:
+    """Of scales in fp32 with one NaN: its payload is the hardware's choice."""
+    return x.view(torch.uint8) if x.itemsize == 1 else x.masked_fill(x.isnan(), float("nan"))
+
+
+def assert_each_group_is_alone(made: Copies, x: torch.Tensor, ends, fmt: BlockFormat, **options) -> None:
+    """Each group has the bits that the reference gives its tokens alone, and what is behind the last one is zeros."""
+    of_each, hadamard = options.pop("scale_per_group", False), options.get("hadamard", False)
+    options |= {"rowwise": made.rowwise is not None, "columnwise": made.columnwise is not None, "backend": "reference"}
+    if fmt.has_global_scale and not of_each:
+        given = [amaxes_of(x[start:end], hadamard) for start, end in itertools.pairwise([0, *ends])]
+        options["tensor_amax"] = tuple(map(max, zip(*given))) if hadamard else max(given)
+    block, padded, at = fmt.block[1], padded_tokens(len(x), len(ends), fmt.block[1]), 0
+    for group, (start, end) in enumerate(itertools.pairwise([0, *ends, len(x)])):
+        tokens, width = x[start:end], -(-(end - start) // block) * block
+        if "stochastic" in options:
+            options["stochastic"] = options["stochastic"]._replace(expert=group)
+        if group == len(ends):
+            width = padded - at
+            tokens = x.new_zeros(max(len(tokens), width), x.shape[1])
+            # A transform may make -0 of zeros.
+            options |= {"hadamard": False, "tensor_amax": x.new_zeros((), dtype=torch.float32)}
+            options = options if fmt.has_global_scale else options | {"tensor_amax": None}
+        alone = ops.quantize(tokens, fmt, groups=int32([len(tokens)], x.device), **options)
+        for columnwise, (copy, wanted) in enumerate(zip(made, alone)):
+            if copy is None:
+                continue
+            first, length = (at, width) if columnwise else (start, end - start)
+            places = ((0, 1), (int(fmt.transposed_scales), 1))
+            if columnwise:
+                places = ((1, fmt.element.per_byte), (1 - int(fmt.transposed_scales), block))
+            for name, (dim, step) in zip(("qdata", "scale"), places):
+                got = getattr(copy, name).narrow(dim, first // step, length // step)
+                right = getattr(wanted, name).narrow(dim, 0, length // step)
+                assert_bitwise_equal(_bits(got), _bits(right), f"{name} of group {group}, columnwise {columnwise}")
+            if fmt.has_global_scale and group < len(ends):
+                got = copy.global_scale[group] if of_each else copy.global_scale
+                assert_bitwise_equal(_bits(got), _bits(wanted.global_scale), f"global scale of group {group}")
+        at += width
+    assert made.columnwise is None or made.columnwise.qdata.shape[1] * fmt.element.per_byte == padded
 
 
 def assert_copies_equal(got: Copies, expected: Copies) -> None:

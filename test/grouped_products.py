@@ -1,4 +1,4 @@
-"""Products of groups for tests of ops.grouped_matmul: operands, routings, and each group alone."""
+"""GEMMs of groups for tests of ops.grouped_matmul, or of one group: operands, routings, and each group by itself."""
 
 from __future__ import annotations
 
@@ -40,8 +40,14 @@ along_and_pairs = pytest.mark.parametrize(
 pairs_along_k = pytest.mark.parametrize("pair", PAIRS["k"], ids=pair_id)
 
 
+def ends_of(routing: str) -> tuple[torch.Tensor, int]:
+    """(group_ends, tokens) of a routing."""
+    sizes, tail = ROUTINGS[routing]
+    return torch.tensor(sizes).cumsum(0).int(), sum(sizes) + tail
+
+
 class Case:
-    """Operands of a grouped product and, group by group, of the products that it stands for."""
+    """Operands of a grouped GEMM and, group by group, of the GEMMs that it stands for; along "" of a plain one."""
 
     def __init__(self, along, pair, routing, device, n: int = N, k: int = K):
         sizes, tail = routing
@@ -51,6 +57,10 @@ class Case:
         if along == "m":
             self.a = quantize(values(self.tokens, k, 1), pair[0], device)
             self.b = quantize(random_tensor(len(sizes), n, k, seed=2) * 2.0**-6, pair[1], device)
+        elif along == "":
+            self.a, self.b = (
+                quantize(values(*shape), fmt, device) for shape, fmt in zip(((self.tokens, k, 1), (n, k, 2)), pair)
+            )
         else:
             self.a, self.b = (
                 quantize(self.padded(values(self.tokens, columns, seed)).mT, fmt, device)
@@ -69,6 +79,9 @@ class Case:
 
     def groups(self):
         """(index of the output, a, b) of each group's plain product."""
+        if self.along == "":
+            yield slice(None), self.a, self.b
+            return
         row = block = 0
         for g, size in enumerate(self.sizes):
             if self.along == "m":

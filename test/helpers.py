@@ -159,13 +159,7 @@ def weight_calls():
         calls.on_columnwise(result)
         return result
 
-    def transpose_many(*args, **kwargs):
-        calls.transpose += 1
-        return ops.transpose_many(*args, **kwargs)
-
-    counting = types.SimpleNamespace(
-        quantize_by=quantize_by, transpose=transpose, transpose_many=transpose_many, Backend=ops.Backend
-    )
+    counting = types.SimpleNamespace(quantize_by=quantize_by, transpose=transpose, Backend=ops.Backend)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(weight_operands, "ops", counting)
         yield calls

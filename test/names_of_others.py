@@ -22,6 +22,8 @@ NAMES_IN_COMPAT = (
     "torch._inductor.cudagraph_trees.get_manager",
     "torch.compiler.config.cache_key_tag",
     "torch._C._are_functorch_transforms_active",
+    "torch._C._is_tracing",
+    "torch._C._len_torch_function_stack",
     "torch._C._len_torch_dispatch_stack",
     "torch.autograd._profiler_enabled",
     "torch._C._current_graph_task_id",

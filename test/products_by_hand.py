@@ -16,7 +16,7 @@ def grouped_by_hand(x, hp, ends, dy, config):
 
     def quantize(t, **kwargs):
         options = {"power_of_2_scales": config.power_of_2_scales, **kwargs}
-        return ops.grouped_quantize(t, ends, config.activation_format, **options)
+        return ops.quantize(t, config.activation_format, groups=ends, **options)
 
     w = ops.quantize(hp, config.weight_format, power_of_2_scales=config.power_of_2_scales).rowwise
     output = ops.grouped_matmul(quantize(x).rowwise, w, ends, out_dtype=config.out_dtype or x.dtype)

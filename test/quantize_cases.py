@@ -8,7 +8,16 @@ import pytest
 import torch
 
 from torchao_blockwise import ops
-from torchao_blockwise.formats import FORMATS, FP8_1X128, FP8_128X128, NVFP4_1X16, NVFP4_16X16, BlockFormat, Operand
+from torchao_blockwise.formats import (
+    FORMATS,
+    FP8_1X128,
+    FP8_128X128,
+    NVFP4_1X16,
+    NVFP4_16X16,
+    BlockFormat,
+    Operand,
+    StochasticRounding,
+)
 from torchao_blockwise.testing import (
     SHAPES,
     assert_operands_equal,
@@ -17,14 +26,25 @@ from torchao_blockwise.testing import (
     with_special_values,
 )
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+ROUNDING = StochasticRounding(2**63 + 5, 2**32 - 1, 7)
+BOTH = {"hadamard": True, "stochastic": ROUNDING}
+WAYS = {
+    **{name: (fmt, {}) for name, fmt in FORMATS.items()},
+    **{f"{fmt.name} powers of 2": (fmt, {"power_of_2_scales": True}) for fmt in (FP8_1X128, FP8_128X128)},
+    "transformed": (NVFP4_1X16, {"hadamard": True}),
+    "other signs": (NVFP4_1X16, {"hadamard": [-1] * 16}),
+    "rounded": (NVFP4_1X16, {"stochastic": ROUNDING}),
+    "both": (NVFP4_1X16, BOTH),
+}
 SQUARE = (FP8_128X128, NVFP4_16X16)
 formats = pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
-fp8_formats = pytest.mark.parametrize("fmt", (FP8_1X128, FP8_128X128), ids=lambda f: f.name)
 nvfp4_formats = pytest.mark.parametrize("fmt", (NVFP4_1X16, NVFP4_16X16), ids=lambda f: f.name)
 shapes = pytest.mark.parametrize("shape", (*SHAPES, (2, 3, 130), (2, 17, 33), (2, 0, 16)), ids=shape_id)
-dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d)[6:])
 backends = pytest.mark.parametrize("backend", ("reference", "triton"))
+# The reference of transforms and of rounding is what kernels are compared with: of those one backend.
+ways = pytest.mark.parametrize(
+    ("way", "backend"), [(way, b) for way in WAYS for b in ("reference", "triton") if way in FORMATS or b == "triton"]
+)
 
 
 def special_input(shape, fmt: BlockFormat, dtype, device: str) -> torch.Tensor:
@@ -50,15 +70,28 @@ def columnwise_of(x: torch.Tensor, fmt: BlockFormat, **options) -> Operand:
     return copies.columnwise
 
 
-def check_against_reference(x: torch.Tensor, fmt: BlockFormat, backend: str, **options) -> None:
-    """Rowwise, columnwise and both together give the bits of the reference's rowwise on `x` and its transpose."""
-    rowwise = canonical(rowwise_of(x, fmt, backend="reference", **options))
-    columnwise = canonical(rowwise_of(x.mT.contiguous(), fmt, backend="reference", **options))
-    both = ops.quantize(x, fmt, columnwise=True, backend=backend, **options)
-    assert_operands_equal(canonical(rowwise_of(x, fmt, backend=backend, **options)), rowwise)
-    assert_operands_equal(canonical(columnwise_of(x, fmt, backend=backend, **options)), columnwise)
-    assert_operands_equal(canonical(both.rowwise), rowwise)
-    assert_operands_equal(canonical(both.columnwise), columnwise)
+def assert_same(got, expected) -> None:
+    for a, b in zip(got, expected, strict=True):
+        assert_operands_equal(canonical(a), canonical(b))
+
+
+def check_against_reference(x: torch.Tensor, way: str, backend: str) -> None:
+    """Rowwise, columnwise and both together give the bits of the reference's rowwise on `x` and its transpose.
+
+    Of a transform or random bits those of the reference's copies, padded or not: a transpose would have others.
+    """
+    fmt, options = WAYS[way]
+    if options.keys() & BOTH.keys():
+        for padded in (False, True):
+            made, wanted = (
+                ops.quantize(t, fmt, columnwise=True, padded=padded, backend=b, **options)
+                for t, b in ((x, backend), (x.contiguous(), "reference"))
+            )
+            assert_same(made, wanted)
+        return
+    expected = [rowwise_of(t, fmt, backend="reference", **options) for t in (x, x.mT.contiguous())]
+    assert_same(ops.quantize(x, fmt, columnwise=True, backend=backend, **options), expected)
+    assert_same([f(x, fmt, backend=backend, **options) for f in (rowwise_of, columnwise_of)], expected)
 
 
 # Amaxes of blocks whose scales are from 2^-6 to 448 where the largest one is the tensor's: its scale is 2^-4 then.

@@ -18,7 +18,7 @@ from torchao.quantization import quantize_
 
 import torchao_blockwise
 from torchao_blockwise import checkpoint, diagnostics, linears_and_experts, ops, unconvert, weights_unchanged
-from torchao_blockwise.diagnostics import layer_checks
+from torchao_blockwise.diagnostics import self_test
 from torchao_blockwise.formats import NVFP4_1X16
 from torchao_blockwise.testing import assert_bitwise_equal, random_tensor, sqnr
 
@@ -84,7 +84,7 @@ def converted(config) -> nn.Module:
     return model
 
 
-def exported(config, kind: str, folder: Path):
+def exported(folder: Path, config, kind: str):
     """Files that are exported, and what a model that loads them holds."""
     model, other = converted(config), converted(config)
     checkpoint.export(model, folder / "exported", format=kind)
@@ -92,14 +92,12 @@ def exported(config, kind: str, folder: Path):
     return [(folder / "exported" / "model.safetensors").read_bytes(), *other.state_dict().values()]
 
 
-def loaded_plain(config, folder: Path):
+def loaded_plain(folder: Path, config):
     """A plain file in quantized Parameters."""
-    model = unconvert(converted(config))
     safetensors = pytest.importorskip("safetensors.torch")
-    (folder / "plain").mkdir()
-    safetensors.save_file(model.state_dict(), folder / "plain" / "model.safetensors")
+    safetensors.save_file(unconvert(converted(config)).state_dict(), folder / "model.safetensors")
     other = converted(replace(config, master_weights=False))
-    checkpoint.load(other, folder / "plain")
+    checkpoint.load(other, folder)
     return list(other.state_dict().values())
 
 
@@ -116,14 +114,14 @@ def names_of_experts(folder: Path):
     return [(folder / "exported" / "model.safetensors").read_bytes()]
 
 
-def monitored(config, folder: Path):
+def monitored(config):
     model = converted(config)
     with diagnostics.NumericsMonitor(model, every=1) as monitor:
         model(random_tensor(24, 64)).square().mean().backward()
         return [repr(monitor.step())]
 
 
-def rounded(folder: Path):
+def rounded():
     """Random bits by numbers of the host, one of them a tensor, and the transform."""
     rounding = ops.StochasticRounding(1, 2, torch.tensor(3, device="cpu"))
     x = random_tensor(33, 64)
@@ -132,17 +130,15 @@ def rounded(folder: Path):
 
 
 FEATURES = {
-    "export_fp8": lambda folder: exported(FP8, "fp8_block", folder),
-    "export_nvfp4": lambda folder: exported(NVFP4, "nvfp4_compressed_tensors", folder),
-    "load_plain_fp8": lambda folder: loaded_plain(FP8, folder),
-    "load_plain_nvfp4": lambda folder: loaded_plain(NVFP4, folder),
+    "export_fp8": lambda folder: exported(folder, FP8, "fp8_block"),
+    "export_nvfp4": lambda folder: exported(folder, NVFP4, "nvfp4_compressed_tensors"),
+    "load_plain": lambda folder: [*loaded_plain(folder, FP8), *loaded_plain(folder, NVFP4)],
     "experts": names_of_experts,
-    "monitor_fp8": lambda folder: monitored(FP8, folder),
-    "monitor_nvfp4": lambda folder: monitored(NVFP4, folder),
+    "monitor": lambda folder: [*monitored(FP8), *monitored(NVFP4)],
     "memory": lambda folder: [repr(diagnostics.memory_report(converted(FP8)))],
     "doctor": lambda folder: [repr(diagnostics.examine())],
-    "layer_checks": lambda folder: [repr([*layer_checks.check_layers(torch.device("cpu"))])],
-    "rounding": rounded,
+    "layer_checks": lambda folder: [repr([*self_test.check_layers(torch.device("cpu"))])],
+    "rounding": lambda folder: rounded(),
 }
 SLOW = ("doctor",)
 

@@ -1,4 +1,4 @@
-"""Who may import whom (design.md, "Rooms"), where private names of others live, and what an import pulls in."""
+"""Who may import whom (design.md, "Folders"), where private names of others live, and what an import pulls in."""
 
 from __future__ import annotations
 

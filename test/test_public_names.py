@@ -17,7 +17,7 @@ import torchao_blockwise
 SIGNATURES = """
     BlockwiseFP8Tensor.from_hp NVFP4Tensor.from_hp linear conversion_report dry_run fuse fusion_report keep_last_blocks
     min_features recommended_layers skip_fqns unconvert ops.quantize ops.matmul ops.transpose ops.grouped_matmul
-    ops.grouped_quantize ops.make_groups ops.norm_quantize ops.swiglu_quantize ops.swiglu_backward_quantize
+    ops.make_groups ops.norm_quantize ops.swiglu_quantize ops.swiglu_backward_quantize
     ops.quantize_by
 """.split()  # noqa: SIM905
 MODULES = ("", ".formats", ".ops", ".tensors", ".nn", ".distributed", ".conversion", ".checkpoint", ".diagnostics")
@@ -95,11 +95,10 @@ min_features(features)
 recommended_layers(model, config)
 skip_fqns(patterns)
 unconvert(model)
-ops.quantize(x, fmt, rowwise, columnwise, power_of_2_scales, hadamard, stochastic, scale_per_group, tensor_amax, padded, backend)
+ops.quantize(x, fmt, rowwise, columnwise, power_of_2_scales, hadamard, stochastic, scale_per_group, tensor_amax, padded, groups, backend)
 ops.matmul(a, b, out_dtype, bias, backend)
 ops.transpose(x, columns, backend)
 ops.grouped_matmul(a, b, groups, along, out_dtype, backend)
-ops.grouped_quantize(x, groups, fmt, rowwise, columnwise, power_of_2_scales, hadamard, stochastic, scale_per_group, tensor_amax, backend)
 ops.make_groups(ends, tokens, fmt, backend)
 ops.norm_quantize(norm, options, backend)
 ops.swiglu_quantize(gate, up, options, groups, backend)

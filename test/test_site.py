@@ -58,17 +58,17 @@ def test_tutorials_are_listed_the_quickstart_first_and_what_needs_a_gpu_last():
     assert re.findall(r"^   /gpu/(\w+)$", text[0], flags=re.MULTILINE) == list(gpu_tutorials.TUTORIALS)
 
 
-@pytest.mark.parametrize("name", gpu_tutorials.TUTORIALS)
-def test_outputs_of_gpu_tutorials_are_of_their_code(name):
+def test_outputs_of_gpu_tutorials_are_of_their_code():
     """A tutorial that was changed must run on a GPU again: `python docs/extensions/gpu_tutorials.py`."""
-    source = (gpu_tutorials.FOLDER / f"{name}.py").read_text(encoding="utf-8")
-    made = json.loads((gpu_tutorials.FOLDER / f"{name}.json").read_text(encoding="utf-8"))
-    assert made["code"] == gpu_tutorials.digest(source)
-    assert made["environment"]["commit"] and "NVIDIA" in made["environment"]["device"]
-    page = gpu_tutorials.page(name)
-    for part, printed in zip(gpu_tutorials.parts(source), made["outputs"], strict=True):
-        for text in (part.text, *part.code.splitlines(), *printed.splitlines()):
-            assert text in page
+    for name in gpu_tutorials.TUTORIALS:
+        source = (gpu_tutorials.FOLDER / f"{name}.py").read_text(encoding="utf-8")
+        made = json.loads((gpu_tutorials.FOLDER / f"{name}.json").read_text(encoding="utf-8"))
+        assert made["code"] == gpu_tutorials.digest(source), name
+        assert made["environment"]["commit"] and "NVIDIA" in made["environment"]["device"]
+        page = gpu_tutorials.page(name)
+        for part, printed in zip(gpu_tutorials.parts(source), made["outputs"], strict=True):
+            for text in (part.text, *part.code.splitlines(), *printed.splitlines()):
+                assert text in page
 
 
 def test_gpu_tutorials_run_part_by_part(tmp_path, monkeypatch):

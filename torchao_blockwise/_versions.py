@@ -21,7 +21,7 @@ def _version(package: str) -> tuple[str, tuple[int, ...] | None]:
 
 
 def why_too_old() -> str | None:
-    """What is wanted, what is installed and the remedy, or None where nothing installed is known to be too old."""
+    """The versions that are wanted and installed and the remedy, or None where none is known to be too old."""
     installed = {name: _version(name) for name in _WANTED}
     if all(numbers is None or numbers >= _WANTED[name] for name, (_, numbers) in installed.items()):
         return None

@@ -5,17 +5,15 @@ from __future__ import annotations
 import math
 
 import bench_fused
-import bench_moe
 import bench_permute
 import bench_quantize
 import pytest
 import torch
 from bench_grouped_matmul import KINDS, GroupedProduct
 from common.errors import Wrong, check_bits, tensors
-from common.shapes import Experts, group_ends
 
 from torchao_blockwise import ops
-from torchao_blockwise.formats import FP8_1X128, FP8_128X128
+from torchao_blockwise.formats import FP8_1X128
 
 pytestmark = pytest.mark.usefixtures("no_interpreter", "one_thread")
 CPU = torch.device("cpu")
@@ -46,39 +44,6 @@ def test_bytes_that_quantizers_must_move(case, recipe):
     # The scale of a tensor is read with it and counted once; NVFP4 reads the input twice.
     again = inputs[0].nbytes if recipe == "nvfp4" and case != "transpose" else 0
     assert job.nbytes == moved + again
-
-
-@pytest.mark.parametrize("case", bench_fused.CASES)
-def test_bytes_that_must_move_through_a_fused_operation(case):
-    job = bench_fused.job(case, 224, 320, CPU)
-    inputs = job.make()
-    read, (_, copies) = sum(t.nbytes for t in tensors(inputs) if t.dim() == 2), job.ours(inputs)["ours"](*inputs)
-    # A norm reads its input once more.
-    norm = case.startswith(("rms", "layer"))
-    assert job.nbytes == (2 * read if norm else read) + nbytes(copies)
-
-
-def test_bytes_that_must_move_to_sort_tokens_and_to_sum_them():
-    token = 2 * ROUTING.tokens * ROUTING.dim
-    # A token's row counts once, and its two assignments' twice.
-    jobs = [bench_permute.job(operation, ROUTING, CPU) for operation in bench_permute.OPERATIONS]
-    assert [job.nbytes for job in jobs] == [3 * token, 3 * token, 5 * token]
-
-
-def test_bytes_that_grouped_products_must_move():
-    product = GroupedProduct("output", (5, 0, 3), 256, 128)
-    assert product.nbytes() == FP8_1X128.nbytes(8, 128) + 2 * FP8_128X128.nbytes(256, 128) + 8 * 256 * 2
-    gradients = 3 * 256 * 128 * 2
-    quantized = GroupedProduct("grad_weight", (5, 0, 3), 256, 128)
-    assert quantized.nbytes() == FP8_1X128.nbytes(256, 8) + FP8_1X128.nbytes(128, 8) + gradients
-    assert GroupedProduct("grad_weight_quantized", (5, 0, 3), 256, 128).nbytes() == 8 * (256 + 128) * 2 + gradients
-
-
-def test_bytes_that_an_expert_mlp_must_move():
-    ends = group_ends("empty", 40, 3, CPU)
-    x, weight = 40 * 128, 3 * 128 * 128
-    # One expert of three has tokens; the gradients of all are written.
-    assert bench_moe.floor_bytes(Experts(40, 3, 128, 128), ends) == 2 * (4 * x + weight + 3 * weight)
 
 
 # --- checks -----------------------------------------------------------------------------------------------------------
@@ -157,6 +122,3 @@ def test_bits_are_compared_as_bits():
     for wrong, right in ((q, other), (torch.zeros(2), -torch.zeros(2)), (torch.zeros(2), torch.zeros(3))):
         with pytest.raises(Wrong, match="bits differ"):
             check_bits(wrong, right)
-
-
-# --- operands ---------------------------------------------------------------------------------------------------------

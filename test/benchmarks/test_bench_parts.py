@@ -8,7 +8,6 @@ import pytest
 import torch
 from common import driver, errors, roofline, shapes
 from common.shapes import ROUTINGS, Experts, Shape, group_ends
-from common.timing import Timing
 
 from torchao_blockwise.testing import relative_error
 
@@ -67,25 +66,6 @@ def test_a_floor_is_the_greater_of_bytes_and_operations():
     assert CEILINGS.floor_us(0, 125 * 10**12) == pytest.approx(1e5)
     assert CEILINGS.floor_us(0, 80 * 10**12, "bf16") == pytest.approx(1e5)
     assert CEILINGS.floor_us(8 * 10**6, 10**6) == pytest.approx(2.0)
-
-
-def test_a_speedup_is_the_products_and_what_quantizes_their_operands():
-    # 8 s in bf16; 5.12 s in fp8 and 1 s of bytes.
-    assert CEILINGS.speedup(6400 * 10**12, 4 * 10**12) == pytest.approx(8 / 6.12)
-
-
-def test_ceilings_follow_from_times(monkeypatch, device):
-    def time_runs(runs, device, seconds):
-        assert all(run(*sets[0]) is not None for run, sets in runs.values())
-        return {"copy": Timing.of([1.0]), "bf16": Timing.of([2.0]), "fp8": fp8}
-
-    monkeypatch.setattr(roofline, "time_runs", time_runs)
-    flops, fp8 = 2 * roofline._SMOKE_WIDTH**3, Timing.of([0.5])
-    ceilings = roofline.measure_ceilings(torch.device(device), smoke=True)
-    assert ceilings.copy == pytest.approx(2 * 2**20 / 1e6)
-    assert (ceilings.bf16, ceilings.fp8) == pytest.approx((flops / 2e6, flops / 0.5e6))
-    fp8 = "no such hardware"
-    assert roofline.measure_ceilings(torch.device(device), smoke=True).fp8 == pytest.approx(flops / 2e6)
 
 
 def test_errors_are_relative_to_what_was_expected(monkeypatch):

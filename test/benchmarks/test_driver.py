@@ -13,7 +13,6 @@ from common.driver import Job, Peer
 from common.errors import Unavailable, Wrong
 from common.report import Report
 from common.roofline import Ceilings
-from common.timing import Timing
 
 from torchao_blockwise.ops.backend import Backend, Implementation
 
@@ -97,13 +96,6 @@ def raise_(error):
     raise error
 
 
-def test_a_job_that_fails_leaves_the_others_alone(results):
-    broken = Job({"shape": "a"}, fail, lambda inputs: {}, check, {}, 1)
-    assert run(results, [broken, job("b")]) == 0
-    assert results.notes() == ["- all: RuntimeError: no luck today (a)"] and len(results.rows) == 1
-    assert run(Report("none", CPU, [], results.arguments | {"out": results.arguments["out"]}), []) == 1
-
-
 def test_what_accumulates_starts_from_zeros_for_the_check_and_is_finished(results):
     def accumulate(x, out):
         out += x
@@ -113,13 +105,6 @@ def test_what_accumulates_starts_from_zeros_for_the_check_and_is_finished(result
     assert results.rows[0]["x peer"] > 0 and results.left_out == {}
 
 
-def test_rates_above_what_the_device_can_are_not_believed(results, monkeypatch):
-    results.ceilings, results.device = CEILINGS, torch.device("cuda")
-    times = {"ours": Timing.of([0.3]), "peer": Timing.of([0.4])}
-    assert driver._believed(job(flops=10**6), times, results).keys() == {"peer"}
-    assert results.notes() == ["- ours: not believed: 0.3 us are above 1.5 times the measured peak (a)"]
-
-
 def test_an_interrupted_run_writes_what_it_has(results, tmp_path):
     def interrupt():
         raise KeyboardInterrupt
@@ -127,35 +112,6 @@ def test_an_interrupted_run_writes_what_it_has(results, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         driver.run(results, [("all", "a", lambda: results.add({"shape": "a"})), ("all", "b", interrupt)])
     assert len(json.loads((tmp_path / "things_cpu.json").read_text())["rows"]) == 1
-
-
-def test_without_a_gpu_or_with_an_unknown_peer_it_says_so(capsys):
-    parser = driver.parser("", only=(("a", "b"), ("a",)), peers=(("torch", "two steps"), ("torch",)))
-    for argv, message in (([], "needs a CUDA GPU; none found"), (["--smoke", "--peers", "jax"], "'two steps'")):
-        with pytest.raises(SystemExit) as exit_info:
-            driver.parse(parser, argv)
-        assert exit_info.value.code == 2 and message in capsys.readouterr().err
-    args, device = driver.parse(parser, ["--smoke", "--peers"])
-    assert (args.only, args.peers, device.type) == (["a"], [], "cpu")
-
-
-# --- reports ----------------------------------------------------------------------------------------------------------
-
-
-def test_a_report_prints_rows_and_writes_all(tmp_path, capsys):
-    results = Report("things", CPU, ["shape", "us", "x peer"], {"out": tmp_path, "n": [1, 2]})
-    results.add({"shape": "1x2", "us": 1234.5, "hidden": 7})
-    results.add({"shape": "1x3", "us": 0.01234, **driver.ratios(0.5, {"peer": 1.0})})
-    for shape in ("a", "b", "c", "d", "e"):
-        results.leave_out("peer", shape, "not here")
-    results.write(tmp_path)
-    lines = (tmp_path / "things_cpu.md").read_text().splitlines()
-    assert lines[0] == "| shape | us | x peer |" and lines[2:4] == ["| 1x2 | 1,234 | - |", "| 1x3 | 0.0123 | 2 |"]
-    assert lines[-1] == "- peer: not here (a, b, c, d, e)"
-    content = json.loads((tmp_path / "things_cpu.json").read_text())
-    assert content["rows"][0]["hidden"] == 7 and content["arguments"]["n"] == [1, 2]
-    assert content["left out"][0]["where"] == list("abcde") and content["environment"]["torch"] == torch.__version__
-    assert "| 1x3 | 0.0123 | 2 |" in capsys.readouterr().out
 
 
 def test_a_backend_of_several_rows_runs_if_one_of_them_can():

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
-from llm_cases import CPU, MODELS, MOE, TEXT, TINY
-from llm_training import data, products, training
+from llm_cases import CPU, MOE, TEXT, TINY
+from llm_training import products, training
 from llm_training.data import Corpus, read_corpus
-from llm_training.recipes import MERGED
 
 pytestmark = pytest.mark.usefixtures("train_llm_alike")
 
@@ -46,66 +43,12 @@ def test_held_out_text_is_cut_out_of_the_training_text(size):
     assert torch.equal(both, torch.frombuffer(bytearray(data), dtype=torch.uint8).bincount(minlength=256))
 
 
-def test_unigram_entropy_of_two_equal_bytes_is_log_2():
-    corpus = Corpus.from_bytes(b"ab" * 500, "text", 63, 1)
-    assert corpus.unigram_entropy == pytest.approx(math.log(2))
-
-
 def test_a_folder_is_read_in_sorted_order_without_hidden_and_binary_files(tmp_path):
     (tmp_path / "b").mkdir()
     for name, content in (("b/z.txt", b"z"), ("a.txt", b"a"), (".hidden", b"h"), ("c.bin", b"\0c")):
         (tmp_path / name).write_bytes(content * 100)
     corpus = read_corpus(str(tmp_path), 16, 1)
     assert bytes(corpus.train) == b"a" * 100 + b"z" * (100 - 17)
-
-
-def test_default_corpus_is_the_standard_library():
-    corpus = read_corpus(None, 128, 8)
-    assert corpus.name.endswith("standard library") and len(corpus.train) > 5_000_000
-    assert corpus.digest == read_corpus(None, 64, 8).digest
-
-
-@pytest.fixture
-def installation(tmp_path, monkeypatch) -> Path:
-    """A Python with two modules, a package, a copy and a file that cannot be read."""
-    for name, content in (
-        ("lib/b.py", b"b" * 90),
-        ("lib/a.py", b"a" * 90),
-        ("lib/note.txt", b"no" * 90),
-        ("lib/site-packages/pkg/c.py", b"c" * 90),
-        ("lib/site-packages/pkg/copy_of_a.py", b"a" * 90),
-        ("lib/site-packages/pkg/secret.py", b"s" * 90),
-    ):
-        path = tmp_path / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(content)
-    packages = str(tmp_path / "lib/site-packages")
-    paths = {"stdlib": str(tmp_path / "lib"), "purelib": packages, "platlib": packages}
-    monkeypatch.setattr(data.sysconfig, "get_paths", lambda: paths)
-    open_file = Path.open
-
-    def refuse_secrets(file: Path, *args, **kwargs):
-        if file.name == "secret.py":
-            raise PermissionError(13, "Permission denied")
-        return open_file(file, *args, **kwargs)
-
-    monkeypatch.setattr(Path, "open", refuse_secrets)
-    return tmp_path
-
-
-@pytest.mark.parametrize(
-    ("site_packages", "expected", "name"),
-    [(False, b"a" * 90 + b"b" * (90 - 9), "library"), (True, b"a" * 90 + b"b" * 90 + b"c" * (90 - 9), "site-packages")],
-    ids=("library", "all"),
-)
-def test_sources_of_an_installation(site_packages, expected, name, installation):
-    corpus = read_corpus(None, 8, 1, site_packages=site_packages)
-    assert bytes(corpus.train) == expected and corpus.name.endswith(name)
-
-
-def test_text_ends_at_its_cap(installation, monkeypatch):
-    monkeypatch.setattr(data, "MAX_BYTES", 100)
-    assert bytes(read_corpus(None, 8, 1, site_packages=True).train) == b"a" * 90 + b"b"
 
 
 # --- products in fp32, for processors that are slow in bf16 -----------------------------------------------------------
@@ -176,12 +119,3 @@ def multiplied(monkeypatch, **values) -> set[torch.dtype]:
 @pytest.mark.parametrize("recomputed", (False, True), ids=("saved", "recomputed"))
 def test_no_product_of_a_step_is_left_in_bf16(recomputed, monkeypatch):
     assert multiplied(monkeypatch, activation_checkpointing=recomputed) == {torch.float32}
-
-
-@MODELS
-@pytest.mark.parametrize("recipe", MERGED)
-def test_products_in_fp32_change_neither_the_first_loss_nor_what_is_saved(recipe, config, corpus):
-    config = replace(config, steps=1, warmup=0)
-    plain, redone = (training.train(recipe, replace(config, products=p), corpus, CPU) for p in ("bf16", "fp32"))
-    assert redone.losses[0] == pytest.approx(plain.losses[0], rel=1e-3)
-    assert redone.activation_bytes == plain.activation_bytes

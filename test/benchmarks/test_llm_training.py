@@ -11,12 +11,10 @@ import train_llm
 from llm_cases import CPU, MODELS, MOE, TINY
 from llm_training import checkpoint, throughput, training
 from llm_training.config import RunConfig, UsageError
-from llm_training.model import Router, next_byte_loss
+from llm_training.model import next_byte_loss
 from llm_training.recipes import DEFAULT as RECIPES
 from llm_training.recipes import SEPARATE, convert
 from torch._dynamo.utils import counters
-
-from torchao_blockwise.conversion import fusion_report
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("train_llm_alike")]
 
@@ -89,13 +87,6 @@ def test_a_resumed_run_repeats_the_uninterrupted_one_bitwise(recipe, config, cor
     assert resumed.held_out_loss == whole.held_out_loss
 
 
-def test_a_finished_run_resumes_to_its_result(corpus, tmp_path, monkeypatch):
-    whole = training.train("bf16", TINY, corpus, CPU, tmp_path, checkpoint_every=3)
-    monkeypatch.setattr(training.Trainer, "step", lambda *args: pytest.fail("trains"))
-    again = training.train("bf16", TINY, corpus, CPU, tmp_path, resume=True)
-    assert (again.losses, again.held_out_loss) == (whole.losses, whole.held_out_loss)
-
-
 @MODELS
 def test_recipes_begin_with_one_start_in_bf16(config, corpus, trained, tmp_path, monkeypatch):
     """As bf16 alone went there, bit for bit, and it is trained once; the last bit of its weights matters after it."""
@@ -117,48 +108,6 @@ def test_recipes_begin_with_one_start_in_bf16(config, corpus, trained, tmp_path,
     assert again.losses == runs["fp8"].losses and len(seen) == 4 + 4 * len(runs) + 4
     again.seconds = [100.0] * 4 + [1.0] * 4
     assert again.tokens_per_second == config.tokens_per_step
-
-
-def test_a_start_of_another_configuration_is_refused(corpus, tmp_path):
-    config = replace(TINY, bf16_steps=1, steps=2, warmup=0)
-    training.train("bf16", config, corpus, CPU, tmp_path)
-    with pytest.raises(UsageError, match=r"bf16_steps: .*start_seed_0\.pt has another configuration: lr: 0.002 -> 0.1"):
-        training.train("fp8", replace(config, lr=0.1), corpus, CPU, tmp_path)
-    with pytest.raises(UsageError, match="fp8_parameters: its optimizer has masters"):
-        training.train("fp8_parameters", config, corpus, CPU, tmp_path)
-    with pytest.raises(UsageError, match="bf16_steps must be from 0 to steps - 1 = 1, got 2"):
-        replace(config, bf16_steps=2)
-
-
-def test_a_start_that_diverges_leaves_nothing(corpus, tmp_path, monkeypatch):
-    monkeypatch.setattr(training.Trainer, "step", lambda *args: torch.tensor(math.nan))
-    with pytest.raises(UsageError, match="bf16_steps 2: bf16 diverged at step 1"):
-        training.train("fp8", replace(TINY, bf16_steps=2), corpus, CPU, tmp_path)
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_checkpoint_restores_random_numbers(tmp_path):
-    path = checkpoint.path_of(tmp_path, "bf16")
-    torch.manual_seed(7)
-    checkpoint.save(path, TINY, "digest", CPU)
-    expected = torch.rand(3)
-    torch.manual_seed(8)
-    checkpoint.load(path, TINY, "digest", CPU)
-    assert torch.equal(torch.rand(3), expected)
-
-
-def test_a_failed_write_leaves_the_last_checkpoint(tmp_path, monkeypatch):
-    path = checkpoint.path_of(tmp_path, "bf16")
-    checkpoint.save(path, TINY, "digest", CPU, losses=[1.0])
-
-    def fail(state, file):
-        file.write(b"half")
-        raise OSError("disk full")
-
-    monkeypatch.setattr(torch, "save", fail)
-    with pytest.raises(UsageError, match="disk full"):
-        checkpoint.save(path, TINY, "digest", CPU, losses=[2.0])
-    assert checkpoint.load(path, TINY, "digest", CPU)["losses"] == [1.0]
 
 
 def test_grad_accumulation_sees_the_same_batch(corpus):
@@ -210,18 +159,6 @@ def test_fusion_keeps_the_curve_and_rounding_once_stays_near_it(config, corpus, 
         training.train("fp8_fused", config, corpus, CPU)
 
 
-def test_what_is_fused_is_what_the_package_says_is_fused():
-    model = convert_model("fp8_fused_once", replace(TINY, separate=True))
-    modules = fusion_report(model).modules
-    assert [(m.kind, m.status) for m in modules] == [("Attention", "fused"), ("MLP", "fused")] * TINY.layers
-    assert modules[1].reason == "SwiGLU in down"
-
-
-def test_a_compiled_run_learns_as_an_eager_one_does(trained):
-    eager, compiled = (trained("fp8", replace(TINY, compile=compiled)).losses for compiled in (False, True))
-    assert compiled == pytest.approx(eager, rel=0.01)
-
-
 @pytest.mark.parametrize(("recipe", "graphs"), (("fp8", 1), ("fp8_fused_once", 1), ("nvfp4", 2)))
 def test_blocks_that_are_alike_are_compiled_once(recipe, graphs):
     """All but nvfp4's last one, which is bf16's: a deep model compiles no longer than a flat one."""
@@ -229,12 +166,6 @@ def test_blocks_that_are_alike_are_compiled_once(recipe, graphs):
     counters["stats"]["unique_graphs"] = 0
     throughput.Run(recipe, replace(TINY, compile=True, separate=True, layers=4), [torch.zeros(2, 65).long()])
     assert counters["stats"]["unique_graphs"] == graphs
-
-
-def test_learning_rate_rises_to_its_peak_and_falls_to_a_tenth():
-    rates = [training.learning_rate(TINY, step) for step in range(TINY.steps)]
-    assert rates[0] == TINY.lr / 2 and max(rates) == TINY.lr
-    assert rates[-1] == pytest.approx(TINY.lr / 10)
 
 
 def test_a_loss_that_is_not_finite_stops_the_recipe(corpus, monkeypatch):
@@ -261,40 +192,6 @@ def test_conversion_spares_the_head_routers_and_nvfp4_the_last_block(config, rec
 # --- mixtures of experts ----------------------------------------------------------------------------------------------
 
 
-def test_a_token_takes_its_best_experts_and_their_weights_sum_to_one():
-    router = Router(replace(MOE, experts=6, top_k=2))
-    torch.nn.init.normal_(router.weight)
-    x = torch.randn(50, MOE.dim)
-    weights, chosen = router(x)
-    probabilities = (x @ router.weight.T).softmax(-1)
-    best = probabilities.topk(2, -1)
-    assert torch.equal(chosen, best.indices) and weights.dtype == torch.float32
-    torch.testing.assert_close(weights, best.values / best.values.sum(-1, keepdim=True))
-
-
-def test_the_router_decides_in_fp32_under_autocast():
-    router = Router(MOE)
-    torch.nn.init.normal_(router.weight)
-    x = torch.randn(50, MOE.dim).bfloat16()
-    with torch.autocast("cpu", torch.bfloat16):
-        got = router(x)
-    assert all(map(torch.equal, got, router(x.float())))
-
-
-def test_a_bias_moves_towards_experts_with_few_tokens_and_no_weight():
-    router = Router(MOE)
-    torch.nn.init.normal_(router.weight)
-    before, _ = router(torch.randn(9, MOE.dim, generator=torch.Generator().manual_seed(0)))
-    router.count(torch.tensor([6, 6, 8, 12], dtype=torch.int32))
-    router.balance()
-    rate = MOE.balance_rate
-    torch.testing.assert_close(router.bias, torch.tensor([-rate, rate, rate, -rate]))
-    assert router.tokens.tolist() == [0] * 4
-    router.bias.fill_(3)
-    after, _ = router(torch.randn(9, MOE.dim, generator=torch.Generator().manual_seed(0)))
-    assert torch.equal(before, after)
-
-
 def test_a_mixture_is_its_experts_one_by_one(corpus):
     model = training.build(MOE, CPU)
     mixture, x = model.layers[0].mlp, torch.randn(2, 5, MOE.dim)
@@ -319,11 +216,3 @@ def test_low_precision_keeps_fewer_bytes(corpus):
     assert fp8.weight_bytes - head == pytest.approx(linear / 2, rel=0.01)
     # One of the two blocks stays in bf16; the other takes 4.5 bits at most.
     assert nvfp4.weight_bytes - head <= linear / 2 + 4.5 / 16 * linear / 2
-
-
-@pytest.mark.parametrize("config", (TINY, MOE), ids=("dense", "moe"))
-def test_parameter_count_matches_the_model(config):
-    model = training.Trainer("bf16", config, CPU).model
-    assert sum(p.numel() for p in model.parameters()) == config.parameters
-    idle = (config.experts - config.top_k) * 3 * config.dim * config.hidden
-    assert config.active_parameters == config.parameters - config.layers * idle

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import summary
-from summaries import runs, sources
+from summaries import sources
 from summaries.cells import MISSING, Results, against, each, ratio, select, span, table, whole
 from summaries.sources import filled, pages
 
@@ -55,30 +54,6 @@ def test_every_row_has_a_figure(name):
     assert all(figures)
 
 
-def test_links_lead_to_results():
-    linked = {part.split(")")[0] for text in MADE.values() for part in text.split("](")[1:]}
-    assert linked and [name for name in linked if not (RESULTS / name).exists()] == []
-
-
-@pytest.mark.parametrize("name", MADE)
-def test_every_figure_has_a_source(name):
-    """Below the table, or by a link in the first column."""
-    table, *footnotes = MADE[name].split("\n\n")
-    linked = [row for row in table.splitlines()[2:] if row.startswith("| [")]
-    assert linked or footnotes
-    assert all(line.startswith("[All figures](") for note in footnotes for line in note.splitlines())
-
-
-def test_a_source_names_command_device_and_versions(tmp_path):
-    made = {"device": "NVIDIA X", "torch": "2.11", "torchao": "0.18", "triton": None, "commit": "abc"}
-    made["command"] = "--layers 4 --out /somewhere/else --compile"
-    (tmp_path / "model_x.json").write_text(json.dumps({"environment": made, "rows": []}), encoding="utf-8")
-    assert sources.footnote(Results(tmp_path), ("model_x",)) == (
-        "[All figures](model_x.md): `python benchmarks/bench_model.py --layers 4 --compile` on NVIDIA X, "
-        "torch 2.11, torchao 0.18, commit abc."
-    )
-
-
 def test_results_name_the_benchmarks_that_wrote_them():
     """Scripts that are there; results of others are of earlier commits."""
     scripts = {path.stem: sources.script(path.stem) for path in RESULTS.glob("*.json")}
@@ -115,36 +90,3 @@ def test_rows_are_compared_with_their_like():
     assert against(rows, others, "us", ("at",)) == [3.0, 2.0]
     assert [row["at"] for row in select(rows + others, at=(1, 5))] == [1, 1, 5]
     assert select(rows, recipe="bf16") == []
-
-
-def test_losses_are_compared_with_bf16_of_their_seed(tmp_path):
-    """Seed 2 has no bf16; a sixth of 12 steps is two."""
-    trained = {
-        "bf16, seed 0": [1.0] * 12,
-        "bf16, seed 1": [2.0] * 12,
-        "fp8, seed 0": [1.01, 1.03] * 6,
-        "fp8, seed 1": [2.0] * 10 + [1.99, 1.97],
-        "fp8, seed 2": [9.0] * 12,
-    }
-    written = {"runs": {name: {"loss": loss} for name, loss in trained.items()}}
-    (tmp_path / f"{runs.CONVERGENCE}.json").write_text(json.dumps(written), encoding="utf-8")
-    lines = runs.convergence(Results(tmp_path)).splitlines()
-    assert lines[0] == "| steps | fp8, seed 0 | fp8, seed 1 |"
-    assert lines[2:4] == ["| 1–2 | +2.00 % | +0.00 % |", "| 3–4 | +2.00 % | +0.00 % |"]
-    assert lines[7:] == ["| 11–12 | +2.00 % | -1.00 % |"]
-
-
-def test_parts_of_nvfp4_are_compared_at_the_end(tmp_path):
-    """A third of 12 steps is four; one seed's run may be missing."""
-    trained = {
-        "bf16, seed 0": [1.0] * 12,
-        "bf16, seed 1": [2.0] * 12,
-        "nvfp4, seed 0": [9.0] * 8 + [1.01, 1.03] * 2,
-        "nvfp4, seed 1": [1.0] * 8 + [2.0] * 4,
-        "nvfp4_full, seed 1": [1.98] * 12,
-    }
-    written = {"runs": {name: {"loss": loss} for name, loss in trained.items()}}
-    (tmp_path / f"{runs.NVFP4}.json").write_text(json.dumps(written), encoding="utf-8")
-    lines = runs.nvfp4_parts(Results(tmp_path)).splitlines()
-    assert lines[0] == "| steps 9–12 | seed 0 | seed 1 |"
-    assert lines[2:] == ["| nvfp4 | +2.00 % | +0.00 % |", f"| nvfp4_full | {MISSING} | -1.00 % |"]

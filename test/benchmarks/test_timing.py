@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-import time
 from types import SimpleNamespace
 
 import pytest
 import torch
 from common import timing
-from common.timing import Timing, host_time, input_sets, time_eager, time_runs
+from common.timing import input_sets, time_eager, time_runs
 
 CPU = torch.device("cpu")
-
-
-def test_a_timing_is_median_and_quartiles():
-    assert Timing.of([5.0, 1.0, 2.0, 3.0, 4.0]) == Timing(3.0, 2.0, 4.0, 5, False)
-    assert Timing.of([7.0], captured=True) == Timing(7.0, 7.0, 7.0, 1, True)
 
 
 @pytest.mark.parametrize(
@@ -27,18 +20,6 @@ def test_input_sets_overflow_the_cache_and_not_the_memory(nbytes, count, monkeyp
     sets = input_sets(lambda: (torch.randn(2),), "cuda", nbytes)
     assert len(sets) == len({float(x[0]) for (x,) in sets}) == count
     assert len(input_sets(lambda: (torch.randn(2),), "cpu", nbytes)) == 1
-
-
-@pytest.mark.parametrize(("seconds", "calls", "repeats"), ((None, 10, 20), (0.03, 1, 3)))
-def test_host_time_is_a_calls_and_fits_in_the_time_it_is_given(seconds, calls, repeats):
-    made = []
-
-    def call():
-        made.append(1)
-        time.sleep(0.01 if seconds else 0)
-
-    result = host_time(call, CPU, seconds)
-    assert len(made) == 3 + calls * repeats and result.repeats == repeats and 0 < result.us < 1e6
 
 
 def test_runs_are_timed_side_by_side_and_a_failure_leaves_the_others_alone():
@@ -63,77 +44,6 @@ def test_an_output_that_no_replay_writes_is_found():
     timing._check_written(type("", (), {"replay": lambda self: out.fill_(1.5)})(), [out])
     with pytest.raises(RuntimeError, match="left an output unwritten"):
         timing._check_written(type("", (), {"replay": lambda self: None})(), [(torch.zeros(3), out)])
-
-
-@pytest.fixture
-def stand_in_for_cuda(monkeypatch):
-    """A GPU whose graphs call again what was called, and on which each call of `work` takes 3 µs."""
-    clock = SimpleNamespace(us=0.0, capturing=None)
-
-    class Event:
-        def __init__(self, enable_timing):
-            assert enable_timing
-
-        def record(self):
-            self.us = clock.us
-
-        def elapsed_time(self, end):
-            return (end.us - self.us) / 1e3
-
-    class Graph:
-        def replay(self):
-            for call in self.calls:
-                call()
-
-    @contextlib.contextmanager
-    def capture(graph):
-        clock.capturing = graph.calls = []
-        try:
-            yield
-        finally:
-            clock.capturing = None
-
-    def work(x, out=None):
-        out = torch.empty_like(x) if out is None else out
-
-        def launch():
-            clock.us += 3
-            out.copy_(x)
-
-        launch() if clock.capturing is None else clock.capturing.append(launch)
-        return out
-
-    stream = SimpleNamespace(wait_stream=lambda other: None)
-    for name, value in {
-        "Event": Event, "CUDAGraph": Graph, "graph": capture, "synchronize": lambda device: None,
-        "Stream": lambda device: stream, "current_stream": lambda device: stream,
-        "stream": lambda s: contextlib.nullcontext(),
-    }.items():  # fmt: skip
-        monkeypatch.setattr(torch.cuda, name, value)
-    clock.work = work
-    return clock
-
-
-def test_on_a_gpu_graphs_are_replayed_and_their_time_is_a_calls(stand_in_for_cuda):
-    work, sets = stand_in_for_cuda.work, [(torch.randn(8),) for _ in range(4)]
-
-    def uncapturable(x):
-        if stand_in_for_cuda.capturing is not None:
-            raise RuntimeError("operation not permitted when stream is capturing")
-        return work(work(x))
-
-    def on_another_stream(x):
-        return work(x) if stand_in_for_cuda.capturing is None else torch.empty_like(x)
-
-    def broken(x):
-        raise ValueError
-
-    runs = {f.__name__: (f, sets) for f in (work, uncapturable, on_another_stream, broken)}
-    times = time_runs(runs, torch.device("cuda"))
-    assert times["work"] == Timing(3.0, 3.0, 3.0, 50, True)
-    assert times["uncapturable"] == Timing(6.0, 6.0, 6.0, 50, False)
-    assert "left an output unwritten" in times["on_another_stream"]
-    assert times["broken"] == "ValueError"
 
 
 # --- on a GPU ---------------------------------------------------------------------------------------------------------

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
 import train_llm
-from common import plot
-from llm_cases import CPU, TEXT, TINY
-from llm_training import checkpoint, throughput
-from llm_training.config import PRESETS, RunConfig, UsageError, difference, override
+from llm_cases import TEXT, TINY
+from llm_training import throughput
 from llm_training.recipes import DEFAULT, SEPARATE
 
 pytestmark = pytest.mark.usefixtures("train_llm_alike")
@@ -24,29 +21,6 @@ def refusal(capsys, *argv: object) -> str:
     # A checkpoint is found wanting when its recipe's training begins, which is announced.
     assert line.startswith("train_llm: ") and (not before or "--resume" in argv)
     return line
-
-
-@pytest.mark.parametrize(("device", "everything"), [("cpu", False), ("cuda", True)])
-def test_a_gpu_reads_all_sources(device, everything, monkeypatch, tmp_path):
-    asked = []
-
-    def read(*args, site_packages):
-        asked.append(site_packages)
-        raise UsageError("enough")
-
-    monkeypatch.setattr(train_llm, "read_corpus", read)
-    argv = ["--preset", "tiny", "--device", device, "--out", str(tmp_path)]
-    assert train_llm.main(argv) == 2
-    assert asked == [everything]
-
-
-@pytest.mark.parametrize("argv", ["--recipes fp7", "--preset 7b", "--batch-size x"])
-def test_a_wrong_argument_is_refused_by_name(argv, capsys):
-    argv = argv.split()
-    with pytest.raises(SystemExit) as exit_info:
-        train_llm.main(argv)
-    assert exit_info.value.code == 2
-    assert f"argument {argv[0]}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -69,15 +43,6 @@ def test_what_cannot_run_is_refused(argv, messages, capsys, text_file, tmp_path)
     assert all(part in message for part in messages)
 
 
-def test_an_unreadable_file_is_refused(capsys, text_file, tmp_path, monkeypatch):
-    # Permissions do not stop root, who runs tests in containers.
-    def refuse(self, *args, **kwargs):
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr(Path, "open", refuse)
-    assert f"cannot read {text_file}: Permission denied" in refusal(capsys, "--data", text_file, "--out", tmp_path)
-
-
 def test_resume_with_another_configuration_names_the_fields(capsys, text_file, tmp_path):
     common = ("--recipes", "bf16", "--out", tmp_path, "--data")
     argv = ("--device", "cpu", "--preset", "tiny", "--checkpoint-every", "4", "--steps", "4", *common, text_file)
@@ -87,36 +52,6 @@ def test_resume_with_another_configuration_names_the_fields(capsys, text_file, t
     line = refusal(capsys, "--resume", "--steps", 6, "--lr", "0.5", *common, text_file)
     for part in ("steps: 4 -> 6", "lr: 0.002 -> 0.5", "data (sha256)"):
         assert part in line
-
-
-def test_a_damaged_checkpoint_is_refused(tmp_path):
-    path = checkpoint.path_of(tmp_path, "bf16")
-    path.write_bytes(b"not a checkpoint")
-    with pytest.raises(UsageError, match="not a readable checkpoint"):
-        checkpoint.load(path, TINY, "digest", CPU)
-
-
-def test_difference_names_changed_and_new_fields():
-    saved = {"steps": TINY.steps}
-    assert "dim: None -> 128" in difference(saved, TINY)
-    assert not any(d.startswith("steps") for d in difference(saved, TINY))
-
-
-@pytest.mark.parametrize("preset", PRESETS)
-def test_presets_are_sound(preset):
-    config = override(preset, steps=5)
-    assert isinstance(config, RunConfig) and config.warmup < 5
-    assert config.dim % 128 == config.hidden % 128 == 0 and config.dim % config.heads == 0
-
-
-def test_an_interrupted_run_says_how_to_go_on(capsys, text_file, tmp_path, monkeypatch):
-    def train(*args, **kwargs):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(train_llm, "train", train)
-    argv = ["--device", "cpu", "--preset", "tiny", "--data", str(text_file), "--out", str(tmp_path)]
-    assert train_llm.main([*argv, "--checkpoint-every", "2"]) == 130
-    assert "continue it with --resume" in capsys.readouterr().err
 
 
 # --- report -----------------------------------------------------------------------------------------------------------
@@ -148,21 +83,6 @@ def test_the_command_leaves_table_json_and_picture(text_file, tmp_path, capsys, 
     assert {p.name for p in results.iterdir()} == {f"train_llm_tiny_cpu.{suffix}" for suffix in ("json", "md", "png")}
 
 
-@pytest.mark.parametrize(
-    ("argv", "kind", "name"),
-    (
-        ("", "train_llm", "train_llm_cpu"),
-        ("--preset 350m --compile --steps 400", "train_llm", "train_llm_350m_compiled_cpu_400_steps"),
-        ("--preset moe-tiny --fuse", "train_llm", "train_llm_moe_tiny_fuse_cpu"),
-        ("--preset 125m --steps 60", "throughput", "throughput_125m"),
-        ("--preset moe-400m --fuse --compile", "throughput", "throughput_moe_400m_fuse_compiled"),
-    ),
-)
-def test_runs_that_differ_have_results_of_their_own(argv, kind, name):
-    config = train_llm.config_from(train_llm.make_parser().parse_args(argv.split()), CPU)
-    assert train_llm.results_name(config, CPU, kind) == name
-
-
 THROUGHPUT = {
     "--fuse": (SEPARATE, "throughput_tiny_fuse_cpu"),
     "--compile": (("bf16", "fp8", "fp8_fused_once", "nvfp4"), "throughput_tiny_compiled_cpu"),
@@ -191,32 +111,3 @@ def test_recipes_take_turns(argv, text_file, tmp_path, monkeypatch):
         assert row["timing"]["repeats"] == 2 and row["host ms"] > 0 and row["peak GiB"] is None
         assert ("products ms" in row) == (f"### {row['recipe']}: " in text) == ("--profile" in argv)
     assert rows[1]["x bf16"] == pytest.approx(rows[0]["us"] / rows[1]["us"])
-
-
-def test_the_hosts_time_ends_where_work_is_launched(monkeypatch):
-    """Waits for the device are out of it, the time inside of the passes and of the update is what counts."""
-    clock = iter(range(1000))
-    run = throughput.Run.__new__(throughput.Run)
-    run.device = CPU
-    monkeypatch.setattr(throughput.time, "perf_counter", lambda: next(clock))
-
-    def step(part):
-        for _ in range(3):
-            with part():
-                next(clock)
-            next(clock)
-
-    run.step = step
-    assert run.host_us() == 3 * 2e6
-
-
-def test_kernels_are_those_of_steps_that_are_timed(capsys, text_file, tmp_path):
-    assert "--profile looks at steps of --throughput" in refusal(
-        capsys, "--profile", "--data", text_file, "--out", tmp_path
-    )
-
-
-def test_smoothing_neither_lags_nor_moves_a_straight_line():
-    line = [10.0 - i for i in range(10)]
-    assert plot.smooth(line, 5)[:8] == line[:8]
-    assert plot.smooth([1.0] * 7, 3) == [1.0] * 7

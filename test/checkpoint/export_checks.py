@@ -1,19 +1,25 @@
-"""What ranks that share a model write and read, against the model on one device."""
+"""What ranks that share a model write and read, against the model on one device, and how much of it travels.
+
+`run_cases` is spawned by test_export_over_ranks.py.
+"""
 
 from __future__ import annotations
 
+import copy
+import tempfile
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
 import safetensors.torch
 import torch
 import torch.distributed as dist
-from export_tools import FEATURES, attention, compare, folder_of_all, mesh_of, plain, rounded, tokens
-from exported_models import tensors_in
+from exported_models import FORMATS, assert_same_tensors, export, tensors_in
 from helpers import FP8, NVFP4, mlp, replace
+from live_memory import peak_of
 from operands_read import OperandsRead, assert_files_hold
-from ranks import device
+from ranks import device, join, leave, run_each
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -21,57 +27,125 @@ from torch.distributed.fsdp._fully_shard import _fsdp_common as fsdp_common
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
 from torchao.quantization import quantize_
 
 from torchao_blockwise import checkpoint, experts, linears_and_experts
+from torchao_blockwise.checkpoint import gathering
 from torchao_blockwise.distributed import ExpertParallel, MasterWeightOptimizer
 from torchao_blockwise.nn import SwiGLUExperts
+from torchao_blockwise.tensors import MasterWeightTensor
 from torchao_blockwise.testing import assert_bitwise_equal
 
-
-def shards(rank: int, size: int, masters: bool) -> None:
-    config = replace(FP8, master_weights=masters)
-    model = mlp(config, features=FEATURES)
-    for layer in (model[0], model[2], model):
-        fully_shard(layer, mesh=mesh_of(size))
-    x = tokens(4, FEATURES[0])
-    model(x)
-    compare(model, mlp(config, features=FEATURES))
+# Shards end inside of blocks, and unevenly, of a format's first layer at least.
+FEATURES = {"fp8_block": (200, 300, 130), "nvfp4_compressed_tensors": (208, 304, 144)}
+IN_BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 
 
-def shards_nvfp4(rank: int, size: int, masters: bool) -> None:
-    config, features = replace(NVFP4, master_weights=masters), (208, 304, 144)
-    model = mlp(config, features=features)
-    for layer in (model[0], model[2], model):
-        fully_shard(layer, mesh=mesh_of(size))
-    model(tokens(4, features[0]))
-    compare(model, mlp(config, features=features), "nvfp4_compressed_tensors")
+def run_cases(rank: int, ranks: int, port: int, file: str, cases) -> None:
+    """Leaves what was raised in each case, or None."""
+    if device().type != "cpu":
+        torch.set_default_device(device())
+    join(rank, ranks, port, seconds=180)
+    run_each(globals(), rank, cases, file)
+    leave()
+
+
+def folder_of_all() -> Path:
+    folders = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folders)
+    return Path(folders[0])
+
+
+def mesh_of(size: int) -> DeviceMesh:
+    return DeviceMesh(device().type, list(range(size)))
+
+
+def mesh_of_pairs(size: int, *names: str) -> DeviceMesh:
+    return DeviceMesh(device().type, torch.arange(size, device="cpu").view(2, -1), mesh_dim_names=names)
+
+
+def tokens(count: int, features: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(count, features, generator=torch.Generator("cpu").manual_seed(seed), device="cpu").to(device())
+
+
+def sharded(model: Any, mesh: DeviceMesh, policy: MixedPrecisionPolicy | None = None) -> Any:
+    """By FSDP2, each layer with weights and the whole."""
+    for layer in [layer for layer in model if isinstance(layer, nn.Linear)] + [model]:
+        fully_shard(layer, mesh=mesh, **({} if policy is None else {"mp_policy": policy}))
+    return model
+
+
+def model_of(format: str, masters: bool = True, **options: Any) -> nn.Sequential:
+    return mlp(replace(FORMATS[format], master_weights=masters), **{"features": FEATURES[format]} | options)
+
+
+def compare(model: nn.Module, reference: nn.Module, format: str = "fp8_block") -> None:
+    """Both exports hold the same bytes, and all ranks have them, in the order that was said."""
+    folder = folder_of_all()
+    checkpoint.export(model, folder / "shared", format, shard_bytes=50_000)
+    if dist.get_rank() == 0:
+        assert_same_tensors(tensors_in(folder / "shared"), export(reference, folder / "whole", format))
+        assert sorted(p.name for p in folder.iterdir()) == ["shared", "whole"]
+    dist.barrier()
+    weights, whole = checkpoint.quantized_weights(model, format), dict(checkpoint.quantized_weights(reference, format))
+    got = list(weights)
+    assert weights.metadata() == {name: (x.dtype, tuple(x.shape)) for name, x in got}
+    assert [name for name, _ in got] == list(weights.metadata()) == list(whole)
+    assert checkpoint.checksums(weights) == checkpoint.checksums(whole.items())
+    for name, x in got:
+        assert_bitwise_equal(x.detach().view(torch.uint8), whole[name].detach().view(torch.uint8), name)
+
+
+def rounded(model: nn.Module) -> nn.Module:
+    """As FSDP2 rounds what it gathers in bf16; what is not converted stays."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if isinstance(parameter, MasterWeightTensor):
+                parameter.hp.copy_(parameter.hp.bfloat16())
+    return model
+
+
+def shards(rank: int, size: int, format: str, masters: bool, in_bf16: bool = False) -> None:
+    model = sharded(model_of(format, masters), mesh_of(size), IN_BF16 if in_bf16 else None)
+    model(tokens(4, FEATURES[format][0]))
+    reference = model_of(format, masters)
+    compare(model, rounded(reference) if in_bf16 else reference, format)
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        for name in "qkvo":
+            self.add_module(f"{name}_proj", nn.Linear(208, 144, bias=False))
 
 
 def joins_sharded_nvfp4(rank: int, size: int) -> None:
     """q, k and v whose largest amaxes lie on different ranks."""
 
     def made() -> nn.Module:
-        return attention(NVFP4)
+        torch.manual_seed(0)
+        model = Attention()
+        quantize_(model, NVFP4)
+        return model
 
-    model, policy = made(), MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    fully_shard(model, mesh=mesh_of(size), mp_policy=policy)
+    model = made()
+    fully_shard(model, mesh=mesh_of(size), mp_policy=IN_BF16)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         compare(model, made().bfloat16(), "nvfp4_compressed_tensors")
 
 
-def loads(rank: int, size: int, kind: str, format: str = "fp8_block") -> None:
+def loads(rank: int, size: int, kind: str, format: str) -> None:
     """What one device has written, into shards; written again it is the same, and so are outputs."""
-    config = FP8 if format == "fp8_block" else NVFP4
-    sizes = {"fsdp": FEATURES if config is FP8 else (208, 304, 130), "tensor": (256, 512, 256)}
+    sizes = {"fsdp": FEATURES[format], "tensor": (256, 512, 256)}
 
-    def made(seed: int) -> nn.Module:
+    def made(seed: int) -> Any:
         torch.manual_seed(seed)
         if kind != "experts":
-            return mlp(config, features=sizes[kind], seed=seed)
+            return mlp(FORMATS[format], features=sizes[kind], seed=seed)
         model = nn.Sequential(SwiGLUExperts(3, 192, 96))
-        quantize_(model, config, filter_fn=experts())
+        quantize_(model, FORMATS[format], filter_fn=experts())
         return model
 
     folder, reference, model = folder_of_all(), made(0), made(1)
@@ -79,18 +153,17 @@ def loads(rank: int, size: int, kind: str, format: str = "fp8_block") -> None:
         checkpoint.export(reference, folder / "files", format)
     dist.barrier()
     if kind == "fsdp":
-        for layer in (model[0], model[2], model):
-            fully_shard(layer, mesh=mesh_of(size))
+        sharded(model, mesh_of(size))
     elif kind == "tensor":
         parallelize_module(model, mesh_of(size), {"0": ColwiseParallel(), "2": RowwiseParallel()})
     else:
         parallelize_module(model, mesh_of(size), {"0": ExpertParallel()})
     # A rank that cannot read its files: nobody loads anything.
-    before = [p.to_local().detach().clone() for p in model.parameters()]
+    locals_ = [getattr(p.to_local(), "hp", p.to_local()).detach() for p in model.parameters()]
+    before = [x.clone() for x in locals_]
     with pytest.raises(FileNotFoundError):
         checkpoint.load(model, folder / ("files" if rank else "no_such"))
-    for old, p in zip(before, model.parameters()):
-        assert torch.equal(torch.as_tensor(plain(old)), plain(p.to_local()))
+    assert all(torch.equal(x, old) for x, old in zip(locals_, before, strict=True))
     checkpoint.load(model, folder / "files")
     if kind == "fsdp":
         x = tokens(4, sizes[kind][0])
@@ -104,71 +177,36 @@ def reads_what_it_exports(rank: int, size: int, kind: str, format: str) -> None:
     FSDP2 gathers masters (in bf16), or quantized Parameters that an optimizer has masters of; or ranks have whole
     Parameters, and masters whole or split by ZeRO.
     """
-    config, features = FP8 if format == "fp8_block" else NVFP4, (208, 304, 144)
-    model: Any = mlp(replace(config, master_weights=kind == "masters"), features=features)
-    run, sharded = model, kind in ("masters", "quantized")
-    if sharded:
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if kind == "masters" else None)
-        for layer in (model[0], model[2], model):
-            fully_shard(layer, mesh=mesh_of(size), mp_policy=policy)
+    model: Any = model_of(format, kind == "masters", features=(208, 304, 144))
+    run, is_sharded = model, kind in ("masters", "quantized")
+    if is_sharded:
+        sharded(model, mesh_of(size), IN_BF16 if kind == "masters" else None)
     if kind == "masters":
         optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
     else:
-        options = {} if sharded else {"process_group": dist.group.WORLD, "shard": None if kind == "ddp" else kind}
+        options = {} if is_sharded else {"process_group": dist.group.WORLD, "shard": None if kind == "ddp" else kind}
         optimizer = MasterWeightOptimizer(torch.optim.AdamW, model, lr=1e-2, **options)
-        run = model if sharded else DistributedDataParallel(model, init_sync=False)
-    x = tokens(4, features[0], seed=rank)
+        run = model if is_sharded else DistributedDataParallel(model, init_sync=False)
+    x = tokens(4, 208, seed=rank)
     for _ in range(2):
         run(x).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
     with OperandsRead() as products, torch.no_grad():
         model(x)
-    folder = folder_of_all() / ("out" if sharded else str(rank))
+    folder = folder_of_all() / ("out" if is_sharded else str(rank))
     checkpoint.export(model, folder, format)
     dist.barrier()
     assert_files_hold(products.operands, tensors_in(folder))
 
 
-def rounds_as_it_gathers(rank: int, size: int) -> None:
-    model, policy = mlp(FP8, features=FEATURES), MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    for layer in (model[0], model[2], model):
-        fully_shard(layer, mesh=mesh_of(size), mp_policy=policy)
-    model(tokens(4, FEATURES[0]))
-    reference = mlp(features=FEATURES)
-    for layer in (reference[0], reference[2]):
-        layer.weight.data = layer.weight.data.bfloat16()
-    quantize_(reference, FP8)
-    compare(model, reference)
-
-
-def splits(rank: int, size: int) -> None:
-    model = mlp(FP8, features=(256, 512, 256))
-    parallelize_module(model, mesh_of(size), {"0": ColwiseParallel(), "2": RowwiseParallel()})
-    compare(model, mlp(FP8, features=(256, 512, 256)))
-
-
 def splits_shards(rank: int, size: int, format: str) -> None:
-    """Tensor parallelism within FSDP2: ranks know the scales of their part alone."""
-    config = NVFP4 if format.startswith("nvfp4") else FP8
-    mesh = DeviceMesh(device().type, torch.arange(size, device="cpu").view(2, -1), mesh_dim_names=("data", "tensor"))
-    model = mlp(config, features=(256, 512, 256))
+    """Tensor parallelism within FSDP2: ranks know only the scales of their part."""
+    mesh = mesh_of_pairs(size, "data", "tensor")
+    model, reference = (model_of(format, features=(256, 512, 256)) for _ in range(2))
     parallelize_module(model, mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
-    for layer in (model[0], model[2], model):
-        fully_shard(layer, mesh=mesh["data"])
-    model(tokens(4, 256))
-    compare(model, mlp(config, features=(256, 512, 256)), format)
-
-
-def spreads_experts(rank: int, size: int) -> None:
-    models = []
-    for _ in range(2):
-        torch.manual_seed(0)
-        model = nn.Sequential(SwiGLUExperts(3, 192, 96))
-        quantize_(model, FP8, filter_fn=experts())
-        models.append(model)
-    parallelize_module(models[0], mesh_of(size), {"0": ExpertParallel()})
-    compare(*models)
+    sharded(model, mesh["data"])(tokens(4, 256))
+    compare(model, reference, format)
 
 
 class Routed(nn.Module):
@@ -190,9 +228,7 @@ def spreads_and_shards_experts(rank: int, size: int, dim: int, format: str) -> N
     FSDP2 shards whole experts or rows of each. The bytes of one device go out; loaded into a model that is sharded so
     they go out again.
     """
-    config = NVFP4 if format.startswith("nvfp4") else FP8
-    mesh = DeviceMesh(device().type, torch.arange(size, device="cpu").view(2, -1), mesh_dim_names=("data", "experts"))
-    everywhere, policy = mesh_of(size), MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    mesh, everywhere, policy = mesh_of_pairs(size, "data", "experts"), mesh_of(size), IN_BF16
     # torchtitan gives both meshes to one call, where FSDP2 takes two (PyTorch 2.12).
     by_one_call = dim == 1 and hasattr(fsdp_common, "ShardPlacementResult")
 
@@ -200,7 +236,7 @@ def spreads_and_shards_experts(rank: int, size: int, dim: int, format: str) -> N
         # The first rank of each pair holds three experts, the other two.
         torch.manual_seed(seed)
         model = nn.Sequential(Routed(5))
-        quantize_(model, config, filter_fn=linears_and_experts())
+        quantize_(model, FORMATS[format], filter_fn=linears_and_experts())
         return model
 
     def spread(model: Any) -> nn.Module:
@@ -239,9 +275,9 @@ def spreads_and_shards_experts(rank: int, size: int, dim: int, format: str) -> N
 def raises_on_all_ranks(rank: int, size: int) -> None:
     """A directory that is there on the first rank; and a disk that is full there."""
     folder = folder_of_all()
-    model = mlp(FP8, features=FEATURES)
+    model = model_of("fp8_block")
     fully_shard(model, mesh=mesh_of(size))
-    model(tokens(4, FEATURES[0]))
+    model(tokens(4, FEATURES["fp8_block"][0]))
     if rank == 0:
         (folder / "there").mkdir()
         (folder / "there" / "file").write_text("")
@@ -263,3 +299,78 @@ def raises_on_all_ranks(rank: int, size: int) -> None:
 
 def _no_space(*args, **kwargs):
     raise OSError(28, "No space left on device")
+
+
+class Gathers(TorchDispatchMode):
+    """Counts the bytes that gathers give."""
+
+    nbytes = calls = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if func.overloadpacket is torch.ops._c10d_functional.all_gather_into_tensor:
+            self.nbytes += out.nbytes
+        if func.overloadpacket is torch.ops.c10d._allgather_base_:
+            self.nbytes += args[0].nbytes
+        if func.overloadpacket is torch.ops.c10d.allgather_into_tensor_coalesced_:
+            self.nbytes += sum(x.nbytes for x in args[0])
+            self.calls += 1
+        return out
+
+
+def gathers_bytes(rank: int, size: int, format: str, masters: bool) -> None:
+    """A byte an element of the weights in FP8, in NVFP4 half of one; biases as they are."""
+    model = sharded(model_of(format, masters), mesh_of(size))
+    inner, hidden, outer = FEATURES[format]
+    model(tokens(4, inner))
+    with Gathers() as gathers:
+        list(checkpoint.quantized_weights(model, format))
+    least = hidden * (inner + outer) // (1 if format == "fp8_block" else 2) + 4 * (hidden + outer)
+    assert least <= gathers.nbytes < 1.05 * least, (gathers.nbytes, least)
+
+
+def gathers_together(rank: int, size: int, bucket_bytes: int, calls: int) -> None:
+    """Weights that split evenly, in calls of so many bytes; one between them by itself. The bytes do not change."""
+
+    def made() -> nn.Sequential:
+        torch.manual_seed(0)
+        # Four weights of about 395 000 elements; the second one has an odd number of rows.
+        features = ((256, 1536), (1536, 257), (257, 1536), (1536, 258))
+        model = nn.Sequential(*(nn.Linear(*sizes, bias=False) for sizes in features))
+        quantize_(model, FP8)
+        return model
+
+    model, reference = made(), made()
+    sharded(model, mesh_of(size))
+    gathering._BUCKET_BYTES, kept = bucket_bytes or gathering._BUCKET_BYTES, gathering._BUCKET_BYTES
+    try:
+        with Gathers() as gathers:
+            got = list(checkpoint.quantized_weights(model))
+    finally:
+        gathering._BUCKET_BYTES = kept
+    assert gathers.calls == calls
+    for (name, x), (other, whole) in zip(got, checkpoint.quantized_weights(reference), strict=True):
+        assert name == other
+        assert_bitwise_equal(x.detach().view(torch.uint8), whole.detach().view(torch.uint8), name)
+
+
+def streams(rank: int, size: int, masters: bool) -> None:
+    """What ranks hold beside their shards, while they write and read, is as much for many layers as for few."""
+    width, config, peaks, folder = 384, replace(FP8, master_weights=masters), [], folder_of_all()
+    gathering._BUCKET_BYTES, kept = width * width, gathering._BUCKET_BYTES
+    try:
+        for count in (3, 18):
+            torch.manual_seed(0)
+            # All alike: what reading takes depends on values, a little.
+            alike = nn.Linear(width, width, bias=False)
+            model = nn.Sequential(*(copy.deepcopy(alike) for _ in range(count)))
+            quantize_(model, config)
+            sharded(model, mesh_of(size))(tokens(4, width))
+            peaks.append(peak_of(checkpoint.export, model, folder / str(count), shard_bytes=width * width))
+            if masters:
+                peaks.append(peak_of(checkpoint.load, model, folder / str(count)))
+    finally:
+        gathering._BUCKET_BYTES = kept
+    few, many = peaks[: len(peaks) // 2], peaks[len(peaks) // 2 :]
+    # Numbers of each layer, scales and amaxes of its blocks, and one bucket, which a thread of gloo may hold a while.
+    assert all(0 < b <= a + width * width + width * width // 10 for a, b in zip(few, many)), peaks

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import hashlib
+import warnings
+from pathlib import Path
 
 import pytest
 import torch
-from helpers import FP8
+from helpers import FP8, FP8_POW2, NVFP4
+from torch import nn
 from torchao.quantization import quantize_
 
-from torchao_blockwise import linears_and_experts, skip_lm_head
+from torchao_blockwise import MasterWeightTensor, checkpoint, linears_and_experts, skip_lm_head
+from torchao_blockwise.formats import E2M1, Operand
+from torchao_blockwise.tensors import QuantizedTensor
 
 safetensors = pytest.importorskip("safetensors.torch")
 
@@ -38,11 +43,75 @@ def language_model(name: str, config=FP8, **more):
     return model
 
 
+# The config that each format of files is of.
+FORMATS = {
+    "fp8_block": FP8,
+    "fp8_block_ue8m0": FP8_POW2,
+    "nvfp4_compressed_tensors": NVFP4,
+    "nvfp4_modelopt": NVFP4,
+}
+every_format = pytest.mark.parametrize("format", FORMATS)
+masters_or_not = pytest.mark.parametrize("masters", (True, False), ids=("masters", "quantized"))
+
+
+def export(model: nn.Module, folder: Path, format: str = "fp8_block") -> dict[str, torch.Tensor]:
+    """The tensors of the files; what `export` warns of is not shown."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        checkpoint.export(model, folder, format)
+    return tensors_in(folder)
+
+
+def save(tensors: dict[str, torch.Tensor], folder: Path) -> None:
+    """The folder has one file, with these tensors."""
+    folder.mkdir(exist_ok=True)
+    safetensors.save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def filled(model: nn.Module, value: float = 1.0) -> nn.Module:
+    """The model, all of whose Parameters have this value."""
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(torch.full(p.shape, value))
+    return model
+
+
+def assert_same_tensors(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    """By name, dtype, shape and bytes."""
+    assert got.keys() == expected.keys()
+    for name, x in expected.items():
+        assert (got[name].dtype, got[name].shape, digest(got[name])) == (x.dtype, x.shape, digest(x)), name
+
+
 def tensors_in(folder) -> dict[str, torch.Tensor]:
     found: dict[str, torch.Tensor] = {}
     for file in sorted(folder.glob("*.safetensors")):
         found |= safetensors.load_file(file)
     return found
+
+
+def values_of(x: torch.Tensor) -> torch.Tensor:
+    x = x.detach()
+    return x.hp if isinstance(x, MasterWeightTensor) else x.dequantize() if isinstance(x, QuantizedTensor) else x
+
+
+def operand_of(weight: torch.Tensor) -> Operand:
+    """What products read of a converted weight."""
+    return weight.quantized() if isinstance(weight, MasterWeightTensor) else weight.operand()
+
+
+def decoded(found: dict[str, torch.Tensor], name: str, scale: str | None = None) -> torch.Tensor:
+    """By the rules of the formats, the values of a weight in files. scale: the name of its scales in FP8."""
+    if name in found and found[name].dtype == torch.float8_e4m3fn:
+        codes, grid = found[name].float(), found[scale or f"{name}_scale_inv"].float()
+        rows = grid.repeat_interleave(128, -2)[..., : codes.shape[-2], :]
+        return codes * rows.repeat_interleave(128, -1)[..., : codes.shape[-1]]
+    if name in found:
+        packed, factor = found[name], found[f"{name}_scale_2"]
+    else:
+        packed, factor = found[f"{name}_packed"], 1 / found[f"{name}_global_scale"]
+    codes = E2M1.decode(packed, 2 * packed.shape[-1]).float()
+    return codes * (found[f"{name}_scale"].float() * factor).repeat_interleave(16, -1)
 
 
 def digest(x: torch.Tensor) -> str:

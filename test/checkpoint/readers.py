@@ -1,31 +1,24 @@
 """How transformers and engines decide, by the names in config.json, which layers of files are quantized.
 
-The rules of engines are written down here. `of_packages` takes the functions themselves from the packages that are
-there, and the slow tier asks both.
+The rules of engines are written down here; compressed-tensors' own function is asked too, if it is installed.
 """
 
 from __future__ import annotations
-import __future__
 
-import ast
-import functools
 import importlib.util
 import json
-import os
 import re
 from collections.abc import Callable, Iterator
 from fnmatch import fnmatch
 from pathlib import Path
-from types import MappingProxyType, SimpleNamespace
-from typing import Any
 
 import pytest
 from torch import nn
 
-from torchao_blockwise.checkpoint import stored
-from torchao_blockwise.checkpoint.files import Files
 from torchao_blockwise.checkpoint.fused_layers import FUSED_BY_ENGINES
+from torchao_blockwise.checkpoint.stored_weights import StoredWeights
 
+_LINEAR = nn.Linear(1, 1)
 _EXPERTS = re.compile(r"(.*\bexperts)\.\d+\.")
 # (layer, names in config.json, all layers of the files) -> whether the layer is read in high precision.
 Skips = Callable[[str, list[str], set[str]], bool]
@@ -97,107 +90,34 @@ READERS: dict[str, tuple[Skips, ...]] = {
     "nvfp4_compressed_tensors": (compressed_tensors_skips, vllm_skips_compressed),
     "nvfp4_modelopt": (modelopt_skips,),
 }
-
-
-# --- the functions of packages ----------------------------------------------------------------------------------------
-
-
-@functools.cache
-def of_packages(format: str) -> dict[Skips, Skips]:
-    """{a function of a package that reads `format`: the rule here that says the same}, of packages that are there."""
-    compressed = format == "nvfp4_compressed_tensors"
-    found: dict[Skips, Skips] = {}
-    if (source := vllm_source()) is not None:
-        rules = {"fp8": vllm_skips, "nvfp4_modelopt": modelopt_skips, "nvfp4_compressed": vllm_skips_compressed}
-        rule = next(rule for start, rule in rules.items() if format.startswith(start))
-        found[_of_vllm(source / "model_executor/layers/quantization", rule)] = rule
-    if compressed and importlib.util.find_spec("compressed_tensors") is not None:
-        found[_of_compressed_tensors()] = compressed_tensors_skips
-    return found
-
-
-def vllm_source() -> Path | None:
-    """The folder `vllm` of its source, without an import: that of $VLLM_SOURCE, or of the installed package."""
-    if given := os.environ.get("VLLM_SOURCE"):
-        return Path(given)
-    spec = importlib.util.find_spec("vllm")
-    return Path(spec.submodule_search_locations[0]) if spec is not None and spec.submodule_search_locations else None
-
-
-def _functions(file: Path, *names: str, **globals_: Any) -> dict[str, Any]:
-    """Functions and methods of a file of vLLM, of which no import is run: those need its compiled parts."""
-    found = [x for x in ast.walk(ast.parse(file.read_text())) if isinstance(x, ast.FunctionDef) and x.name in names]
-    # The first of a name: methods of classes that others inherit from come first.
-    chosen = list({x.name: x for x in reversed(found)}.values())
-    assert len(chosen) == len(names), (file, names)
-    globals_ |= {"re": re, "fnmatch": fnmatch, "MappingProxyType": MappingProxyType}
-    flags = __future__.annotations.compiler_flag
-    exec(compile(ast.Module(chosen, []), str(file), "exec", flags), globals_)
-    return globals_
-
-
-def _of_vllm(folder: Path, rule: Skips) -> Skips:
-    def mapping(layer: str, layers: set[str]) -> tuple[str, dict[str, list[str]]]:
-        is_single = rule is vllm_skips_compressed and _EXPERTS.match(layer)
-        built, members = (layer, []) if is_single else _as_engines_build_it(layer, layers)
-        return built, {built.rpartition(".")[2]: [x.rpartition(".")[2] for x in members]} if members else {}
-
-    names = _functions(folder / "utils/quant_utils.py", "is_layer_skipped")
-    if rule is modelopt_skips:
-        names = _functions(folder / "modelopt.py", "is_layer_excluded", is_layer_skipped=names["is_layer_skipped"])
-    elif rule is vllm_skips_compressed:
-        names = _functions(folder / "utils/config_utils.py", "find_matching_patterns", "is_equal_or_regex_match")
-        names = _functions(folder / "compressed_tensors/utils.py", "should_ignore_layer", **names)
-
-    def vllm_itself(layer: str, ignored: list[str], layers: set[str]) -> bool:
-        built, fused = mapping(layer, layers)
-        if rule is modelopt_skips:
-            config = SimpleNamespace(exclude_modules=ignored, packed_modules_mapping=fused)
-            return names["is_layer_excluded"](config, built)
-        function = names["is_layer_skipped" if rule is vllm_skips else "should_ignore_layer"]
-        return function(built, ignored, fused)
-
-    return vllm_itself
-
-
-def _of_compressed_tensors() -> Skips:
+if importlib.util.find_spec("compressed_tensors") is not None:
     from compressed_tensors.utils.match import is_match
 
-    linear = nn.Linear(1, 1)
-
     def compressed_tensors_itself(layer: str, ignored: list[str], layers: set[str]) -> bool:
-        return not is_match(layer, linear, ["Linear"], ignored)
+        """Its own function, of which the rule above is a copy."""
+        return not is_match(layer, _LINEAR, ["Linear"], ignored)
 
-    return compressed_tensors_itself
-
-
-# --- files ------------------------------------------------------------------------------------------------------------
+    READERS["nvfp4_compressed_tensors"] += (compressed_tensors_itself,)
 
 
 def ignored_in(settings: dict) -> list[str]:
     return settings.get("modules_to_not_convert", settings.get("ignore"))
 
 
-def check_names(format: str, settings: dict, weights: dict[str, tuple[bool, int]], packages: bool = False) -> None:
-    """Readers skip each layer that is not quantized, and no other one. weights: {name: (is quantized, dims)}.
-
-    packages: ask the functions of the packages that are there as well, and have the rules here answer like them.
-    """
+def check_names(format: str, settings: dict, weights: dict[str, tuple[bool, int]]) -> None:
+    """Readers skip each layer that is not quantized, and no other one. weights: {name: (is quantized, dims)}."""
     ignored, layers = ignored_in(settings), layers_of(weights)
-    themselves = of_packages(format) if packages else {}
     for name, layer, is_quantized in asked(weights):
-        for skips in (*READERS[format], *themselves):
+        for skips in READERS[format]:
             assert skips(layer, ignored, layers) != is_quantized, (skips.__name__, name)
 
 
-def check_folder(folder: Path, format: str, packages: bool = False) -> dict[bool, int]:
+def check_folder(folder: Path, format: str) -> dict[bool, int]:
     """Readers decide rightly about every tensor that lies there. Returns how many are quantized and not."""
     settings = json.loads((folder / "config.json").read_text())["quantization_config"]
-    files = Files(folder)
-    weights = {
-        name: (stored.is_quantized(files, name), len(stored.shape(files, name))) for name in stored.weights_in(files)
-    }
-    check_names(format, settings, weights, packages)
+    files = StoredWeights(folder)
+    weights = {name: (files.format(name) is not None, len(files.shape(name))) for name in files.names}
+    check_names(format, settings, weights)
     kinds = [is_quantized for is_quantized, dims in weights.values() if dims > 1]
     return {kind: kinds.count(kind) for kind in (True, False)}
 

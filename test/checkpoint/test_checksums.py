@@ -3,26 +3,17 @@
 from __future__ import annotations
 
 import json
-import sys
-from pathlib import Path
 
 import pytest
 import torch
-from helpers import FP8, NVFP4, mlp
+from exported_models import FORMATS, export, save, tensors_in
+from helpers import mlp
 
 from torchao_blockwise import checkpoint
 from torchao_blockwise.checkpoint import checking
 from torchao_blockwise.cli import main
 
-sys.path.append(str(Path(__file__).parent))
-pytest.importorskip("safetensors.torch")
-
-import safetensors.torch as safetensors
-from exported_models import tensors_in
-
 pytestmark = pytest.mark.usefixtures("no_interpreter")
-FORMATS = {"fp8_block": (FP8, (200, 300, 130)), "nvfp4_compressed_tensors": (NVFP4, (208, 304, 130))}
-every_format = pytest.mark.parametrize("format", FORMATS)
 
 
 def by_hand(data: bytes) -> int:
@@ -31,21 +22,18 @@ def by_hand(data: bytes) -> int:
     return (len(data) + sum(word * (2 * i + 1) for i, word in enumerate(words))) % (1 << 64)
 
 
-@pytest.mark.parametrize("size", (0, 1, 3, 4, 5, 63, 500))
+@pytest.mark.parametrize("size", (0, 1, 5, 63, 500))
 @pytest.mark.parametrize("chunk", (4, 64, 1 << 24))
 def test_it_is_the_formula(size, chunk, monkeypatch):
     monkeypatch.setattr(checking, "_CHUNK", chunk)
     data = torch.randint(256, (size + 1,), dtype=torch.uint8, generator=torch.Generator().manual_seed(size))
     # Begins off a word.
-    x = data[1:]
-    total = checkpoint.checksum(x)
+    total = checkpoint.checksum(data[1:])
     assert total.dtype == torch.int64 and total.shape == ()
-    assert int(total) % (1 << 64) == by_hand(bytes(x.tolist()))
+    assert int(total) % (1 << 64) == by_hand(bytes(data[1:].tolist()))
 
 
-@pytest.mark.parametrize(
-    "dtype", (torch.float32, torch.bfloat16, torch.uint8, torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.int64)
-)
+@pytest.mark.parametrize("dtype", (torch.float32, torch.uint8, torch.float8_e8m0fnu, torch.int64))
 def test_it_is_of_bytes(dtype):
     """Whatever they stand for, and however they lie."""
     x = torch.arange(1, 64).reshape(7, 9).to(dtype)
@@ -71,29 +59,20 @@ def test_every_change_of_a_word_and_every_swap_is_found():
     assert len(found) == 1 + 16 * 32 + 16 * 15 // 2
 
 
-@every_format
-def test_a_receiver_and_files_have_those_of_the_sender(format, tmp_path):
-    config, features = FORMATS[format]
-    model = mlp(config, features=features)
+@pytest.mark.parametrize("format", ("fp8_block", "nvfp4_compressed_tensors"))
+def test_a_receiver_and_files_have_those_of_the_sender(format, tmp_path, capsys):
+    model = mlp(FORMATS[format], features=(208, 304, 130))
     weights = checkpoint.quantized_weights(model, format)
     sums = checkpoint.checksums(weights)
     assert list(sums) == list(weights.metadata())
     assert all(len(text) == 16 and int(text, 16) >= 0 for text in sums.values())
     received = {name: x.detach().clone() for name, x in weights}
-    assert checkpoint.checksums(received.items()) == sums
-    checkpoint.export(model, tmp_path / "out", format)
-    assert checkpoint.checksums(tensors_in(tmp_path / "out").items()) == sums
+    found = export(model, tmp_path / "out", format)
+    assert checkpoint.checksums(received.items()) == checkpoint.checksums(found.items()) == sums
     received["0.bias"][7] += 1
     assert {n for n, s in checkpoint.checksums(received.items()).items() if s != sums[n]} == {"0.bias"}
     assert checkpoint.checksums([]) == {}
-
-
-@every_format
-def test_verify_compares_files_with_checksums(format, tmp_path, capsys):
-    config, features = FORMATS[format]
-    model = mlp(config, features=features)
-    checkpoint.export(model, tmp_path / "out", format)
-    sums = checkpoint.checksums(checkpoint.quantized_weights(model, format))
+    # verify compares files with them.
     (tmp_path / "sums.json").write_text(json.dumps(sums))
     command = ["verify", str(tmp_path / "out"), str(tmp_path / "sums.json")]
     assert main(command) == 0
@@ -101,12 +80,11 @@ def test_verify_compares_files_with_checksums(format, tmp_path, capsys):
     found = tensors_in(tmp_path / "out")
     found["2.bias"][3] += 1
     found["more"] = found.pop("0.bias")
-    safetensors.save_file(found, tmp_path / "out" / "model.safetensors")
+    save(found, tmp_path / "out")
     assert main(command) == 1
     out = capsys.readouterr().out
     assert "2.bias: checksum " in out and "out has no 0.bias" in out and "sums.json has no more" in out
-    (tmp_path / "sums.json").write_text("[]")
-    assert main(command) == 2
-    assert "must hold {name: checksum}, got a list; write it anew" in capsys.readouterr().err
-    (tmp_path / "sums.json").write_text("{")
-    assert main(command) == 2
+    for text, said in (("[]", "must hold {name: checksum}, got a list; write it again"), ("{", "is not JSON")):
+        (tmp_path / "sums.json").write_text(text)
+        assert main(command) == 2
+        assert said in capsys.readouterr().err

@@ -7,29 +7,23 @@ import json
 import os
 import random
 import struct
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from helpers import FP8, NVFP4, mlp, replace
+from exported_models import FORMATS, masters_or_not, safetensors
+from helpers import FP8, mlp, replace
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from torchao_blockwise import checkpoint
-from torchao_blockwise.checkpoint import stored
-from torchao_blockwise.checkpoint.files import Files
+from torchao_blockwise.checkpoint.stored_weights import StoredWeights
 from torchao_blockwise.testing import assert_bitwise_equal
-
-sys.path.append(str(Path(__file__).parent))
-pytest.importorskip("safetensors.torch")
-
-import safetensors.torch as safetensors
 
 pytestmark = pytest.mark.usefixtures("no_interpreter")
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-CONFIGS = {"fp8_block": FP8, "nvfp4_compressed_tensors": NVFP4, "nvfp4_modelopt": NVFP4}
+every_kind = pytest.mark.parametrize("format", [format for format in FORMATS if format != "fp8_block_ue8m0"])
 DTYPES = ("F64", "F32", "BF16", "F16", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F4", "F6_E2M3", "C64", "U8", "I8", "U64", "")
 SIZES = (0, 1, 2, 127, 2**31, 2**40, 2**62, 2**63, 2**64 - 1, 2**70, -1, 1.5, "1", None)
 
@@ -101,23 +95,24 @@ def damaged(file: bytes, draw: random.Random) -> bytes:
 
 def read_all(folder: Path) -> None:
     """Everything that `load`, `convert` and `verify` do to files before and while they read them."""
-    files = Files(folder)
-    for name in sorted(stored.weights_in(files)):
-        stored.check(files, name, torch.Size(stored.shape(files, name)))
-        held = stored.quantized(files, name, torch.float32)
-        values = files.read(name) if held is None else held.dequantize()
+    weights = StoredWeights(folder)
+    for name in sorted(weights.names):
+        weights.check(name, weights.shape(name))
+        values = weights.values(name, torch.float32)
         # Every byte is touched.
         values.view(torch.uint8).sum() if values.numel() and values.dim() else values.clone()
 
 
 def exported(folder: Path, format: str) -> bytes:
-    checkpoint.export(mlp(CONFIGS[format], seed=1), folder / "out", format)
+    checkpoint.export(mlp(FORMATS[format], seed=1), folder / "out", format)
     return (folder / "out" / SINGLE).read_bytes()
 
 
-def check_damaged(folder: Path, format: str, seeds: range) -> None:
-    whole, out = exported(folder, format), folder / "out"
-    model = mlp(CONFIGS[format])
+@every_kind
+@pytest.mark.parametrize("seeds", (range(150), pytest.param(range(150, 1200), marks=pytest.mark.slow)), ids=len)
+def test_damaged_files_are_refused_or_read_in_bounds(format, seeds, tmp_path):
+    whole, out = exported(tmp_path, format), tmp_path / "out"
+    model = mlp(FORMATS[format])
     before = {n: x.clone() for n, x in model.state_dict().items()}
     refused = 0
     for seed in seeds:
@@ -139,22 +134,7 @@ def check_damaged(folder: Path, format: str, seeds: range) -> None:
     assert refused > len(seeds)
 
 
-@pytest.mark.parametrize("format", CONFIGS)
-def test_damaged_files_are_refused_or_read_in_bounds(format, tmp_path):
-    check_damaged(tmp_path, format, range(150))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("format", CONFIGS)
-def test_thousands_of_damaged_files(format, tmp_path):
-    check_damaged(tmp_path, format, range(150, 1200))
-
-
 # --- one bad tensor among good ones -----------------------------------------------------------------------------------
-
-
-def _cut(file: Path, name: str) -> None:
-    file.write_bytes(file.read_bytes()[:-1])
 
 
 def _changed(change):
@@ -164,16 +144,12 @@ def _changed(change):
     return damage
 
 
-def _renamed(file: Path, name: str) -> None:
-    safetensors.save_file({f"{name}_of_another": safetensors.load_file(file)[name]}, file)
-
-
 BAD = {
     "missing file": lambda file, name: file.unlink(),
     "empty file": lambda file, name: file.write_bytes(b""),
-    "cut": _cut,
+    "cut": lambda file, name: file.write_bytes(file.read_bytes()[:-1]),
     "foreign": lambda file, name: file.write_bytes(b"PK\x03\x04" * 99),
-    "missing tensor": _renamed,
+    "missing tensor": lambda file, name: safetensors.save_file({"another": torch.ones(1)}, file),
     "one row more": _changed(lambda x: torch.cat((x.reshape(-1), x.reshape(-1)[:1]))),
     "another dim": _changed(lambda x: x[None, None]),
     "no elements": _changed(lambda x: x.reshape(-1)[:0]),
@@ -183,14 +159,18 @@ BAD = {
 }
 
 
-def check_bad(folder: Path, format: str, masters: bool, last: bool) -> None:
-    """The message names the file or tensor that is bad, and the model does not change. last: only one is, the last."""
-    checkpoint.export(mlp(CONFIGS[format], seed=1), folder, format, shard_bytes=1)
+@masters_or_not
+@every_kind
+@pytest.mark.parametrize("all_", (False, pytest.param(True, marks=pytest.mark.slow)), ids=("last", "all"))
+def test_one_bad_tensor_loads_nothing(format, masters, all_, tmp_path):
+    """The message names the file or tensor that is bad, the last one or each, and the model does not change."""
+    folder = tmp_path / "out"
+    checkpoint.export(mlp(FORMATS[format], seed=1), folder, format, shard_bytes=1)
     where = json.loads((folder / INDEX).read_text())["weight_map"]
     assert len(set(where.values())) == len(where)
-    model = mlp(replace(CONFIGS[format], master_weights=masters))
+    model = mlp(replace(FORMATS[format], master_weights=masters))
     before = {n: x.clone() for n, x in model.state_dict().items()}
-    for (name, file), (kind, damage) in itertools.product([*where.items()][-last:], BAD.items()):
+    for (name, file), (kind, damage) in itertools.product([*where.items()][0 if all_ else -1 :], BAD.items()):
         whole = (folder / file).read_bytes()
         damage(folder / file, name)
         with pytest.raises((ValueError, KeyError)) as refused:
@@ -204,62 +184,24 @@ def check_bad(folder: Path, format: str, masters: bool, last: bool) -> None:
     assert_bitwise_equal(model[2].bias, mlp(seed=1)[2].bias)
 
 
-@pytest.mark.parametrize("format", CONFIGS)
-def test_one_bad_tensor_loads_nothing(format, tmp_path):
-    check_bad(tmp_path / "out", format, masters=True, last=True)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("masters", (True, False), ids=("masters", "quantized"))
-@pytest.mark.parametrize("format", CONFIGS)
-def test_any_bad_tensor_loads_nothing(format, masters, tmp_path):
-    check_bad(tmp_path / "out", format, masters, last=False)
-
-
-@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
-def test_numbers_in_the_place_of_integers_are_refused(dtype, tmp_path):
-    """Counters of a model would be cut to integers."""
-    model = torch.nn.Sequential(torch.nn.BatchNorm1d(4))
-    tensors = {name: x.clone() for name, x in model.state_dict().items()}
-    tensors["0.num_batches_tracked"] = torch.tensor(1.5, dtype=dtype)
-    tensors["0.bias"] = torch.ones(4)
-    safetensors.save_file(tensors, tmp_path / SINGLE)
-    with pytest.raises(ValueError, match=r"0\.num_batches_tracked in .* is in B?F\d+, the model wants torch\.int64; "):
-        checkpoint.load(model, tmp_path)
-    assert not model[0].bias.any()
-
-
 # --- places -----------------------------------------------------------------------------------------------------------
 
 
-def lead_out(folder: Path, kind: str) -> None:
-    """The file of the index is one that lies next to the folder."""
-    outside = folder.parent / "outside.safetensors"
-    (folder / SINGLE).rename(outside)
-    name = {"parent": "../outside.safetensors", "absolute": str(outside)}.get(kind, SINGLE)
-    if kind == "link":
-        (folder / SINGLE).symlink_to(outside)
-    elif kind == "linked folder":
-        (folder / "sub").symlink_to(folder.parent)
-        name = "sub/outside.safetensors"
-    names = safetensors.load_file(outside)
-    (folder / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(names, name)}))
-
-
-@pytest.mark.parametrize("kind", ("parent", "absolute", "link", "linked folder"))
+@pytest.mark.parametrize("kind", ("parent", "absolute", "link", "linked folder", "link without an index"))
 def test_a_file_outside_of_the_folder_is_not_opened(kind, tmp_path):
     exported(tmp_path, "fp8_block")
-    lead_out(tmp_path / "out", kind)
+    folder, outside = tmp_path / "out", tmp_path / "outside.safetensors"
+    (folder / SINGLE).rename(outside)
+    name = {"parent": "../outside.safetensors", "absolute": str(outside)}.get(kind, SINGLE)
+    if kind in ("link", "link without an index"):
+        (folder / SINGLE).symlink_to(outside)
+    elif kind == "linked folder":
+        (folder / "sub").symlink_to(tmp_path)
+        name = "sub/outside.safetensors"
+    if kind != "link without an index":
+        (folder / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(safetensors.load_file(outside), name)}))
     with pytest.raises(ValueError, match=r"load: .* leads out of the folder, to .*outside\.saf.*; copy that file into"):
-        checkpoint.load(mlp(FP8), tmp_path / "out")
-
-
-def test_a_link_without_an_index_is_not_followed_out(tmp_path):
-    exported(tmp_path, "fp8_block")
-    lead_out(tmp_path / "out", "link")
-    (tmp_path / "out" / INDEX).unlink()
-    with pytest.raises(ValueError, match=r"leads out of the folder"):
-        checkpoint.load(mlp(FP8), tmp_path / "out")
+        checkpoint.load(mlp(FP8), folder)
 
 
 @pytest.mark.parametrize("linked", (True, False), ids=("linked", "direct"))

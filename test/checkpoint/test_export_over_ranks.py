@@ -2,50 +2,36 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch.distributed as dist
 from helpers import selected_cases
-
-sys.path.append(str(Path(__file__).parent))
 
 if not dist.is_available():
     pytest.skip("needs torch.distributed", allow_module_level=True)
 pytest.importorskip("safetensors.torch")
 
-from export_run import run_cases
+from export_checks import run_cases
 from ranks import spawn_cases
 
+FORMATS = ("fp8_block", "nvfp4_compressed_tensors")
+# (check, ranks, its arguments)
 CASES = [
-    *(("gathers_bytes", size, masters) for size in (2, 3) for masters in (True, False)),
-    *(("gathers_bytes_nvfp4", size, masters) for size in (2, 3) for masters in (True, False)),
+    *(("gathers_bytes", size, format, masters) for size in (2, 3) for format in FORMATS for masters in (True, False)),
     *(("gathers_together", size, *bucket) for size in (2, 3) for bucket in ((1, 3), (850_000, 2), (None, 1))),
-    *(("shards", size, masters) for size in (2, 3) for masters in (True, False)),
-    *(("loads", size, "fsdp") for size in (2, 3)),
-    *(("loads", 2, kind) for kind in ("tensor", "experts")),
-    *(("loads", 2, kind, "nvfp4_compressed_tensors") for kind in ("fsdp", "tensor", "experts")),
-    *(("shards_nvfp4", size, masters) for size in (2, 3) for masters in (True, False)),
+    *(("shards", size, format, masters) for size in (2, 3) for format in FORMATS for masters in (True, False)),
+    *(("shards", size, "fp8_block", True, True) for size in (2, 3)),
+    ("loads", 3, "fsdp", "fp8_block"),
+    *(("loads", 2, kind, format) for kind in ("fsdp", "tensor", "experts") for format in FORMATS),
     *(("joins_sharded_nvfp4", size) for size in (2, 3)),
-    *(("rounds_as_it_gathers", size) for size in (2, 3)),
-    *(
-        ("reads_what_it_exports", size, kind, format)
-        for kind, sizes in {"masters": (2, 3), "quantized": (2, 3), "ddp": (2,), "zero1": (2,), "zero2": (2,)}.items()
-        for size in sizes
-        for format in ("fp8_block", "nvfp4_compressed_tensors")
-    ),
-    *(("streams", size, masters) for size in (2, 3) for masters in (True, False)),
-    ("splits", 2),
-    *(("splits_shards", 4, format) for format in ("fp8_block", "nvfp4_compressed_tensors")),
-    ("spreads_experts", 2),
-    *(
-        ("spreads_and_shards_experts", 4, dim, format)
-        for dim in (0, 1)
-        for format in ("fp8_block", "nvfp4_compressed_tensors")
-    ),
+    *(("reads_what_it_exports", size, kind, format)
+      for kind, sizes in {"masters": (2, 3), "quantized": (2, 3), "ddp": (2,), "zero1": (2,), "zero2": (2,)}.items()
+      for size in sizes
+      for format in FORMATS),
+    *(("streams", 2, masters) for masters in (True, False)),
+    *(("splits_shards", 4, format) for format in FORMATS),
+    *(("spreads_and_shards_experts", 4, dim, format) for dim in (0, 1) for format in FORMATS),
     ("raises_on_all_ranks", 2),
-]
+]  # fmt: skip
 
 
 def on_gpus(case) -> bool:

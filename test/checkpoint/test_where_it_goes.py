@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from exported_models import language_model, logits, tensors_in
 from helpers import FP8, mlp
 
 from torchao_blockwise import checkpoint
@@ -19,11 +20,7 @@ from torchao_blockwise.checkpoint import files
 from torchao_blockwise.cli import main
 from torchao_blockwise.testing import assert_bitwise_equal
 
-sys.path.append(str(Path(__file__).parent))
-pytest.importorskip("safetensors.torch")
-
-import safetensors
-from exported_models import language_model, logits, tensors_in
+SafetensorError = pytest.importorskip("safetensors").SafetensorError
 
 pytestmark = pytest.mark.usefixtures("no_interpreter")
 
@@ -54,9 +51,7 @@ def test_a_directory_that_cannot_be_written_is_named(locked):
     with pytest.raises(OSError, match=rf"export: {locked}/new cannot be written \(.*Permission denied.*{REMEDY}"):
         checkpoint.export(mlp(FP8), locked / "new")
     assert [file.name for file in locked.iterdir()] == ["out"]
-
-
-def test_a_directory_that_cannot_be_written_is_read(locked):
+    # It is read.
     model, expected = mlp(FP8), mlp(FP8, seed=1)
     checkpoint.load(model, locked / "out")
     x = torch.randn(4, 64)
@@ -99,11 +94,23 @@ def test_a_mount_point_is_not_replaced(tmp_path, monkeypatch):
 
 def test_a_file_is_in_the_way(tmp_path):
     (tmp_path / "file").write_text("mine")
+    with pytest.raises(FileExistsError, match="exists and is not empty; give another directory, or remove it"):
+        checkpoint.export(mlp(FP8), tmp_path)
     with pytest.raises(FileExistsError, match=r"file is a file; give a directory, or remove it"):
         checkpoint.export(mlp(FP8), tmp_path / "file")
     with pytest.raises(OSError, match=rf"export: .*file/out cannot be written .*{REMEDY}"):
         checkpoint.export(mlp(FP8), tmp_path / "file" / "out")
     assert (tmp_path / "file").read_text() == "mine"
+
+
+@pytest.mark.parametrize("leads_to", ("folder", "nothing"))
+def test_a_link_stays_one(leads_to, tmp_path):
+    if leads_to == "folder":
+        (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    checkpoint.export(mlp(FP8), tmp_path / "link")
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "real" / "model.safetensors").exists()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["link", "real"]
 
 
 @pytest.mark.parametrize("when", ("tensors", "config"))
@@ -112,7 +119,7 @@ def test_a_full_disk_is_said_and_leaves_nothing(when, tmp_path, monkeypatch):
 
     def full(*args, **kwargs):
         if when == "tensors":
-            raise safetensors.SafetensorError("Error while serializing: I/O error: No space left on device")
+            raise SafetensorError("Error while serializing: I/O error: No space left on device")
         raise OSError(28, "No space left on device")
 
     model = language_model("Llama")
@@ -175,7 +182,7 @@ def test_what_is_killed_is_not_taken_for_whole(tmp_path, capsys):
     assert main(["verify", str(left), str(tmp_path / "out")]) == 1
     assert main(["verify", str(tmp_path / "out"), str(left)]) == 1
     said = capsys.readouterr().out
-    assert "has no model." in said and "is in e4m3 and has no" in said
+    assert "has no model." in said and "is in F8_E4M3 and has no" in said
     with pytest.raises((OSError, ValueError)):
         transformers.AutoModelForCausalLM.from_pretrained(left)
 
@@ -186,7 +193,7 @@ def test_the_second_of_two_at_once_is_said(there, tmp_path):
     out = tmp_path / "out"
     if there:
         out.mkdir()
-    said = pytest.raises(FileExistsError, match=r"out has got files since this began.*give each a directory")
+    said = pytest.raises(FileExistsError, match=r"out has got files since this began.*give each a separate directory")
     with said, files.Folder(out, 1000) as second:
         second.add("second", torch.ones(3))
         checkpoint.export(mlp(FP8), out)

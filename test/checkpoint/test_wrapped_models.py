@@ -3,28 +3,17 @@
 from __future__ import annotations
 
 import json
-import sys
-from pathlib import Path
 
 import pytest
 import torch
+from exported_models import assert_same_tensors, export, language_model
 from helpers import FP8, NVFP4
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from torchao_blockwise import checkpoint
-from torchao_blockwise.testing import assert_bitwise_equal
 
-sys.path.append(str(Path(__file__).parent))
-pytest.importorskip("safetensors.torch")
-
-from exported_models import language_model, tensors_in
-
-pytestmark = [
-    pytest.mark.usefixtures("no_interpreter"),
-    # Of tensor scales.
-    pytest.mark.filterwarnings("ignore:.*quantized anew"),
-]
+pytestmark = pytest.mark.usefixtures("no_interpreter")
 CONFIGS = {"fp8_block": FP8, "nvfp4_compressed_tensors": NVFP4}
 
 
@@ -36,16 +25,21 @@ class Around(nn.Module):
         self.backbone = model
 
 
-def parts(wrap, path: str):
-    """`wrap` around each module of this name in the blocks; around the blocks for an empty one."""
+def blocks(wrap):
+    """`wrap` around each of the blocks."""
 
     def made(model):
-        layers = model.model.layers
-        for i, layer in enumerate(layers):
-            if path:
-                setattr(layer, path, wrap(getattr(layer, path)))
-            else:
-                layers[i] = wrap(layer)
+        for i, layer in enumerate(model.model.layers):
+            model.model.layers[i] = wrap(layer)
+        return model
+
+    return made
+
+
+def mlps(wrap):
+    def made(model):
+        for layer in model.model.layers:
+            layer.mlp = wrap(layer.mlp)
         return model
 
     return made
@@ -67,13 +61,13 @@ def sharded(model):
 
 WRAPPERS = {
     "torch.compile": torch.compile,
-    "torch.compile of blocks": parts(torch.compile, ""),
-    "torch.compile of MLPs": parts(torch.compile, "mlp"),
+    "torch.compile of blocks": blocks(torch.compile),
+    "torch.compile of MLPs": mlps(torch.compile),
     "checkpoint_wrapper": checkpoint_wrapper,
-    "checkpoint_wrapper of blocks": parts(checkpoint_wrapper, ""),
-    "torch.compile of checkpointed blocks": parts(lambda block: torch.compile(checkpoint_wrapper(block)), ""),
+    "checkpoint_wrapper of blocks": blocks(checkpoint_wrapper),
+    "torch.compile of checkpointed blocks": blocks(lambda block: torch.compile(checkpoint_wrapper(block))),
     "a class": Around,
-    "a compiled class around compiled blocks": lambda model: torch.compile(Around(parts(torch.compile, "")(model))),
+    "a compiled class around compiled blocks": lambda model: torch.compile(Around(blocks(torch.compile)(model))),
     "DDP": nn.parallel.DistributedDataParallel,
     "a class around DDP": lambda model: Around(nn.parallel.DistributedDataParallel(model)),
     "torch.compile of FSDP2": lambda model: torch.compile(sharded(model)),
@@ -86,22 +80,18 @@ WRAPPERS = {
 @pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
 def test_names_are_those_of_the_model(wrap, format, tmp_path):
     """Tied embeddings, and layers that share a tensor scale."""
-    checkpoint.export(language_model("Qwen3", CONFIGS[format]), tmp_path / "bare", format)
+    expected = export(language_model("Qwen3", CONFIGS[format]), tmp_path / "bare", format)
     model = wrap(language_model("Qwen3", CONFIGS[format]))
-    checkpoint.export(model, tmp_path / "out", format)
-    expected, got = tensors_in(tmp_path / "bare"), tensors_in(tmp_path / "out")
-    weights = checkpoint.quantized_weights(model, format)
-    assert got.keys() == expected.keys() == dict(weights).keys() == weights.metadata().keys()
-    for name, x in expected.items():
-        assert_bitwise_equal(got[name].view(torch.uint8), x.view(torch.uint8), name)
+    assert_same_tensors(export(model, tmp_path / "out", format), expected)
     settings = [json.loads((tmp_path / folder / "config.json").read_text()) for folder in ("bare", "out")]
     assert settings[0] == settings[1]
+    weights = checkpoint.quantized_weights(model, format)
+    assert weights.metadata().keys() == expected.keys()
     with torch.no_grad():
         for p in model.parameters():
             p.zero_()
     checkpoint.load(model, tmp_path / "bare")
-    for name, x in weights:
-        assert_bitwise_equal(x.view(torch.uint8), expected[name].view(torch.uint8), name)
+    assert_same_tensors({name: x.detach().contiguous() for name, x in weights}, expected)
 
 
 def test_a_class_with_weights_of_its_own_is_exported_as_it_is():

@@ -290,14 +290,6 @@ def test_code_that_calls_f_linear_with_the_weight():
         assert_bitwise_equal(out.detach(), expected)
 
 
-def test_functional_call_takes_plain_weights():
-    model, x = mlp(FP8), torch.randn(3, 64)
-    plain = {name: p.detach().clone() for name, p in mlp(seed=3).named_parameters()}
-    with pytest.warns(UserWarning, match="0 was converted to low precision, but its weight was replaced by a plain"):
-        out = torch.func.functional_call(model, plain, (x,))
-    assert_bitwise_equal(out, mlp(seed=3)(x).detach())
-
-
 @both_formats
 def test_converted_on_meta_then_materialised(config):
     with torch.device("meta"):

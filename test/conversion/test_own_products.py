@@ -8,7 +8,7 @@ from helpers import FP8, replace
 from torch import nn
 from torchao.quantization import quantize_
 
-from torchao_blockwise import MasterWeightTensor, linears_and_experts, skip_fqns, skip_lm_head
+from torchao_blockwise import MasterWeightTensor, is_linear, linears_and_experts, skip_fqns, skip_lm_head
 
 pytestmark = pytest.mark.usefixtures("no_interpreter")
 X = torch.randn(4, 32, generator=torch.Generator().manual_seed(0))
@@ -93,31 +93,17 @@ def test_mamba_is_refused_and_trains_with_the_remedy(family):
     trains(model)
 
 
+# Others train in test_fusion.py and test_expert_models.py.
 FAMILIES = {
-    "Llama": ATTENTION,
-    "Qwen3": {**ATTENTION, "head_dim": 16},
-    "Gemma3Text": {**ATTENTION, "head_dim": 16},
     "Phi3": {**ATTENTION, "pad_token_id": 0},
-    "Mixtral": {**ATTENTION, "num_local_experts": 4, "num_experts_per_tok": 2},
-    "Qwen3Moe": {**ATTENTION, "moe_intermediate_size": 48, "num_experts": 4, "num_experts_per_tok": 2, "head_dim": 16},
-    "DeepseekV3": {
-        **ATTENTION, "moe_intermediate_size": 48, "n_routed_experts": 4, "n_group": 2, "topk_group": 1,
-        "first_k_dense_replace": 1, "q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
-        "v_head_dim": 16, "num_experts_per_tok": 2,
-    },
+    # Its layers are no `nn.Linear`; the head is.
     "GPT2": {"vocab_size": 128, "n_embd": 64, "n_layer": 2, "n_head": 4},
     "Mamba2": {**SMALL, "num_heads": 8, "head_dim": 16, "state_size": 8, "n_groups": 2},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("implementation", ("eager", "grouped_mm"))
-def test_models_that_train_are_not_refused(family, implementation):
-    if implementation == "grouped_mm" and not any("experts" in option for option in FAMILIES[family]):
-        return
-    model = language_model(family, implementation, **FAMILIES[family])
-    if family == "GPT2":
-        # Its layers are no `nn.Linear`; the head is.
-        return quantize_(model, FP8)
-    quantize_(model, FP8, filter_fn=linears_and_experts() & skip_lm_head())
+def test_models_that_train_are_not_refused(family):
+    model = language_model(family, **FAMILIES[family])
+    quantize_(model, FP8, filter_fn=is_linear() if family == "GPT2" else skip_lm_head())
     trains(model)

@@ -261,20 +261,6 @@ def test_from_pretrained_takes_its_own_configs_and_no_class(config, tmp_path):
     assert not hasattr(config(), "quant_method")
 
 
-@every_config
-@pytest.mark.parametrize("name", ("AdamW", "SGD", "Adagrad", "RMSprop", "Adamax"))
-@pytest.mark.parametrize("foreach", (False, True))
-def test_optimizers_of_quantized_parameters(config, name, foreach):
-    model = layers()
-    quantize_(model, config(master_weights=False))
-    optimizer = getattr(torch.optim, name)(model.parameters(), lr=1e-3, foreach=foreach)
-    model(torch.randn(32, 64)).square().sum().backward()
-    begins = "not exact on quantized data|a plain delta can be added"
-    said = rf"({begins}).*step torchao_blockwise\.distributed\.MasterWeightOptimizer\(.*master_weights=True"
-    with pytest.raises(NotImplementedError, match=said):
-        optimizer.step()
-
-
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="needs torch.distributed")
 def test_a_model_that_ddp_has_wrapped():
     import torch.distributed as dist

@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from expert_modules import Model
 from helpers import FP8, RECIPES, Tied, both_formats, mlp, replace
 from torch import nn
 from torchao.quantization import quantize_
@@ -33,6 +34,7 @@ def test_a_model_that_was_converted_trains_as_one_that_was_not(config):
     optimizers = [torch.optim.AdamW(m.parameters()) for m in (plain, model)]
     quantize_(model, config)
     ids, classes = [id(p) for p in model.parameters()], [type(m) for m in plain.modules()]
+    assert unconvert(plain) is plain, "it was not converted"
     model[0].weight.marked = "by the program"
     assert unconvert(model) is model
     assert ids == [id(p) for p in model.parameters()] and [type(m) for m in model.modules()] == classes
@@ -87,34 +89,20 @@ def test_quantized_parameters_become_their_masters(config, dtype):
     assert torch.allclose(alone.detach(), decoded, rtol=2 * torch.finfo(dtype).eps, atol=0)
 
 
-def test_tied_and_frozen_weights():
-    model = Tied()
-    model.blocks[0].weight.requires_grad_(False)
-    quantize_(model, FP8)
-    unconvert(model)
-    assert model.embed.weight is model.lm_head.weight and type(model.embed.weight) is nn.Parameter
-    assert not model.blocks[0].weight.requires_grad and model.blocks[1].weight.requires_grad
-
-
-def test_experts():
-    class Experts(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.w = nn.Parameter(torch.randn(2, 32, 16))
-
-    model = nn.Sequential(Experts())
-    values = model[0].w.detach().clone()
-    quantize_(model, FP8, filter_fn=linears_and_experts())
-    assert isinstance(model[0].w, MasterWeightTensor)
-    unconvert(model)
-    assert type(model[0].w) is nn.Parameter and not model[0]._state_dict_hooks
-    assert_bitwise_equal(model[0].w.detach(), values)
-
-
-def test_a_model_that_was_not_converted_is_left_alone():
-    model = mlp()
-    before = copy.deepcopy(model.state_dict())
-    assert all(torch.equal(x, before[name]) for name, x in unconvert(model).state_dict().items())
+def test_tied_frozen_and_experts_weights():
+    tied, experts = Tied(), Model()
+    tied.blocks[0].weight.requires_grad_(False)
+    values = {name: p.detach().clone() for name, p in experts.named_parameters()}
+    for model in (tied, experts):
+        quantize_(model, FP8, filter_fn=linears_and_experts())
+        assert any(isinstance(p, MasterWeightTensor) for p in model.parameters())
+        unconvert(model)
+        assert all(type(p) is nn.Parameter for p in model.parameters())
+        assert not any(m._state_dict_hooks for m in model.modules())
+    assert tied.embed.weight is tied.lm_head.weight
+    assert not tied.blocks[0].weight.requires_grad and tied.blocks[1].weight.requires_grad
+    for name, p in experts.named_parameters():
+        assert_bitwise_equal(p.detach(), values[name], name)
 
 
 def test_a_held_weight_is_refused_before_any_change():

@@ -108,32 +108,20 @@ def test_a_linear_layer_by_hand(config):
     assert (report.bf16.saved, report.bf16.gathered, report.predicted.gathered) == (0, weight, payload)
 
 
-def state_of(model):
-    tensors = [x.clone() for x in (*model.parameters(), *model.buffers())]
-    grads = [(id(p.grad), None if p.grad is None else p.grad.clone()) for p in model.parameters()]
-    modes = [module.training for module in model.modules()]
-    return tensors, grads, modes, torch.get_rng_state()
-
-
-def assert_same(a, b):
-    assert [x[0] for x in a[1]] == [x[0] for x in b[1]] and a[2] == b[2] and torch.equal(a[3], b[3])
-    pairs = [*zip(a[0], b[0]), *((x, y) for (_, x), (_, y) in zip(a[1], b[1]) if x is not None)]
-    for x, y in pairs:
-        assert torch.equal(getattr(x, "hp", x), getattr(y, "hp", y))
-
-
 def test_nothing_changes(recwarn):
+    """Values, gradients and what they are added to, modes, random states."""
     model = MODELS["random"]()
     quantize_(model, FP8)
     model(torch.randn(T, D)).sum().backward()
     model[1].eval()
     main_grad = model[0].weight.main_grad = torch.ones(D, D)
-    before = state_of(model)
+    x, grads, state = torch.randn(T, D), [p.grad for p in model.parameters()], torch.get_rng_state()
+    before = [t.clone() for t in (*model.state_dict().values(), *grads)]
     with torch.no_grad():
-        memory_report(model, torch.randn(T, D))
-    # The batch was random.
-    torch.set_rng_state(before[3])
-    assert_same(state_of(model), before)
+        memory_report(model, x)
+    assert torch.equal(torch.get_rng_state(), state) and [m.training for m in model] == [True, False, True]
+    assert all(p.grad is grad for p, grad in zip(model.parameters(), grads))
+    assert all(map(torch.equal, before, (*model.state_dict().values(), *grads)))
     assert model[0].weight.main_grad is main_grad and main_grad.eq(1).all() and recwarn.list == []
 
 
@@ -154,24 +142,19 @@ def test_masters_are_still_made_of_the_first_values():
 
 
 @pytest.mark.parametrize("make", (torch.optim.AdamW, torch.optim.Adagrad), ids=lambda make: make.__name__)
-def test_states_are_those_after_a_step(make):
-    model = mlp(NVFP4)
-    optimizer = make(model.parameters())
+@pytest.mark.parametrize("config", (NVFP4, replace(FP8, master_weights=False)), ids=("master", "quantized"))
+def test_states_are_those_after_a_step(make, config):
+    """Of an optimizer, of its class, and with the masters of quantized Parameters."""
+    model = mlp(config)
+    of_masters = not config.master_weights
+    optimizer = MasterWeightOptimizer(make, model) if of_masters else make(model.parameters())
     model(torch.randn(T, D)).sum().backward()
     optimizer.step()
-    predicted = memory_report(model, torch.randn(T, D), optimizer=make)
-    assert predicted.measured.states is None
-    report = memory_report(model, torch.randn(T, D), optimizer=optimizer)
-    assert report.predicted.states == report.measured.states == predicted.predicted.states > 0
-
-
-def test_states_of_masters():
-    model = mlp(replace(FP8, master_weights=False))
-    optimizer = MasterWeightOptimizer(torch.optim.AdamW, model)
-    model(torch.randn(T, D)).sum().backward()
-    optimizer.step()
-    report = memory_report(model, torch.randn(T, D), optimizer=optimizer)
-    assert report.measured.states == report.predicted.states
+    inner = optimizer.inner if of_masters else optimizer
+    states = sum(x.nbytes for state in inner.state.values() for x in state.values())
+    masters = sum(4 * p.numel() for p in model.parameters() if of_masters and p.dim() == 2)
+    for given in (optimizer, make):
+        assert memory_report(model, torch.randn(T, D), optimizer=given).predicted.states == states + masters > 0
 
 
 def test_text_and_data():

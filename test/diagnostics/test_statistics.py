@@ -14,16 +14,12 @@ from torchao_blockwise.diagnostics import statistics
 from torchao_blockwise.diagnostics.records import Kind
 from torchao_blockwise.diagnostics.statistics import (
     AMAX,
-    DECODED,
-    ELEMENTS,
     ERROR,
     FIRST_NONFINITE,
-    NEVER,
     NONFINITE,
     SATURATED,
     UNDERFLOWS,
     VALUES,
-    ZEROS,
     Tally,
     tally,
 )
@@ -35,152 +31,111 @@ pytestmark = pytest.mark.usefixtures("no_interpreter")
 
 aten = torch.ops.aten
 ROW_FORMATS = ("fp8_1x128", "nvfp4_1x16")
-FORMATS = (*ROW_FORMATS, "fp8_128x128", "nvfp4_16x16")
-formats_and_shapes = [
-    pytest.mark.parametrize("fmt", FORMATS),
-    pytest.mark.parametrize("shape", SHAPES, ids=shape_id),
-    pytest.mark.parametrize("columnwise", (False, True), ids=("rowwise", "columnwise")),
-]
+every_format = pytest.mark.parametrize("fmt", (*ROW_FORMATS, "fp8_128x128", "nvfp4_16x16"))
+row_formats = pytest.mark.parametrize("fmt", ROW_FORMATS)
+directions = pytest.mark.parametrize("columnwise", (False, True), ids=("rowwise", "columnwise"))
 
 
-def every_case(test):
-    for mark in formats_and_shapes:
-        test = mark(test)
-    return test
-
-
-def copy_of(x, fmt, columnwise):
+def copy_of(x, fmt, columnwise=False):
     return ops.quantize(x, fmt, rowwise=not columnwise, columnwise=columnwise, padded=True)[columnwise]
 
 
-def decoded_of(copy, x, columnwise):
+def decoded_of(copy, x, columnwise=False):
     """As `x`, in float64."""
     decoded = ops.dequantize(copy, dtype=torch.float64)
-    return decoded[:, : x.shape[0]].mT if columnwise else decoded[:, : x.shape[1]]
+    return decoded[:, : x.shape[0]].mT if columnwise else decoded[..., : x.shape[-1]]
 
 
-def figures(x, decoded):
-    """(elements, zeros, underflow; Σ x², Σ decoded², Σ error²) in float64."""
-    x64, decoded64 = x.double(), decoded.double()
-    sums = [t.square().sum().item() for t in (x64, decoded64, x64 - decoded64)]
-    return [x.numel(), (x == 0).sum().item(), ((decoded64 == 0) & (x64 != 0)).sum().item()], sums
+def report_of(found: Tally):
+    return tensor_report("layer", Kind("x", "rowwise"), "fp8", True, found)
 
 
-def close(got, expected):
-    assert got == pytest.approx(expected, rel=1e-6)
+def close(got, expected, rel=1e-6):
+    assert got == pytest.approx(expected, rel=rel)
 
 
-@every_case
-def test_sums_and_counts(fmt, shape, columnwise):
+def check(found: Tally, x, decoded):
+    """Elements, zeros and underflow; Σ x², Σ decoded² and Σ error² in float64."""
+    x, decoded = x.double(), decoded.double()
+    counts = [x.numel(), (x == 0).sum().item(), ((decoded == 0) & (x != 0)).sum().item()]
+    assert found.sums[: UNDERFLOWS + 1].tolist() == counts
+    close(found.sums[VALUES : ERROR + 1].tolist(), [t.square().sum().item() for t in (x, decoded, x - decoded)])
+
+
+@every_format
+@pytest.mark.parametrize("shape", SHAPES, ids=shape_id)
+@directions
+def test_sums_counts_and_squares_of_tokens(fmt, shape, columnwise, monkeypatch):
+    """And the same where rows are taken some at a time."""
     x = weight(*shape, dtype=torch.bfloat16)
     x[::3, ::5] = 0
     copy = copy_of(x, fmt, columnwise)
-    found, tokens = tally(x, copy, 1, columnwise=columnwise)
     decoded = decoded_of(copy, x, columnwise)
-    counts, sums = figures(x, decoded)
-    assert found.counts[[ELEMENTS, ZEROS, UNDERFLOWS]].tolist() == counts
-    close(found.sums[[VALUES, DECODED, ERROR]].tolist(), sums)
-    assert found.maxima[FIRST_NONFINITE] == -NEVER
-    close(tokens.values.tolist(), x.double().square().sum(1).tolist())
-    close(tokens.error.tolist(), (x.double() - decoded).square().sum(1).tolist())
-    if x.numel():
-        assert found.maxima[AMAX].int().view(torch.float32) == x.abs().max()
+    for chunk in (statistics._CHUNK, 1000):
+        monkeypatch.setattr(statistics, "_CHUNK", chunk)
+        found, tokens = tally(x, copy, 1, columnwise=columnwise)
+        check(found, x, decoded)
+        close(tokens[0].tolist(), x.double().square().sum(1).tolist())
+        close(tokens[1].tolist(), (x.double() - decoded).square().sum(1).tolist())
+        assert found.maxima[FIRST_NONFINITE] == -math.inf and found.sums[NONFINITE] == 0
+        if x.numel():
+            assert found.maxima[AMAX].int().view(torch.float32) == x.abs().max()
 
 
-@pytest.mark.parametrize("columnwise", (False, True), ids=("rowwise", "columnwise"))
-@pytest.mark.parametrize("fmt", FORMATS)
-def test_rows_are_taken_some_at_a_time(fmt, columnwise, monkeypatch):
-    x = weight(300, 576)
-    copy = copy_of(x, fmt, columnwise)
-    whole, tokens = tally(x, copy, 1, columnwise=columnwise)
-    monkeypatch.setattr(statistics, "_CHUNK", 1000)
-    parts, tokens_of_parts = tally(x, copy, 1, columnwise=columnwise)
-    assert torch.equal(parts.counts, whole.counts) and torch.equal(parts.maxima, whole.maxima)
-    close(parts.sums.tolist(), whole.sums.tolist())
-    close(tokens_of_parts.error.tolist(), tokens.error.tolist())
-
-
-@pytest.mark.parametrize("fmt", FORMATS)
+@every_format
 def test_experts_are_tallied_one_by_one(fmt):
     x = weight(3, 40, 200)
-    whole, _ = tally(x, ops.quantize(x, fmt, rowwise=True).rowwise, 1)
-    counts, sums = figures(x, ops.dequantize(ops.quantize(x, fmt).rowwise, dtype=torch.float64))
-    assert whole.counts[: len(counts)].tolist() == counts
-    close(whole.sums.tolist(), sums)
+    copy = ops.quantize(x, fmt).rowwise
+    check(tally(x, copy, 1)[0], x, ops.dequantize(copy))
 
 
-ENDS = {"ragged": (5, 140, 140, 150), "tail": (4, 9, 12, 12), "nobody": (0, 0, 0, 0), "all_to_one": (0, 0, 150, 150)}
+ENDS = {"ragged": (5, 140, 140, 150), "tail": (4, 9, 12, 12), "nobody": (0, 0, 0, 0)}
 
 
 @pytest.mark.parametrize("ends", ENDS.values(), ids=ENDS)
-@pytest.mark.parametrize("columnwise", (False, True), ids=("rowwise", "columnwise"))
-@pytest.mark.parametrize("fmt", ROW_FORMATS)
+@directions
+@row_formats
 def test_tokens_in_groups(fmt, columnwise, ends):
-    """What lies after the last group counts for nothing, NaN or not, and padding for nothing too."""
+    """Rows after the last group count for nothing, NaN or not, and padding for nothing too."""
     x = weight(150, 96)
     x[ends[-1] :] = math.nan
     group_ends = torch.tensor(ends, dtype=torch.int32)
-    copy = ops.grouped_quantize(x, group_ends, fmt, rowwise=not columnwise, columnwise=columnwise)[columnwise]
-    groups = formats.Groups(group_ends)
-    found, tokens = tally(x, copy, 1, columnwise=columnwise, groups=groups)
-    inside = x[: ends[-1]]
+    copy = ops.quantize(x, fmt, groups=group_ends, rowwise=not columnwise, columnwise=columnwise)[columnwise]
+    found, tokens = tally(x, copy, 1, columnwise=columnwise, groups=formats.Groups(group_ends))
     decoded = ops.dequantize(copy, dtype=torch.float64)
     if columnwise:
         source = padded_rows(group_ends, 150, formats.get_format(fmt).block[1])
         decoded = torch.zeros(151, 96, dtype=torch.float64).index_copy(0, source, decoded.mT)
-    counts, sums = figures(inside, decoded[: ends[-1]])
-    assert found.counts[: len(counts)].tolist() == counts and found.counts[NONFINITE] == 0
-    close(found.sums.tolist(), sums)
-    assert tokens.values.numel() == (source.numel() if columnwise else 150)
-    close(tokens.error.sum().item(), sums[ERROR])
+    check(found, x[: ends[-1]], decoded[: ends[-1]])
+    assert found.sums[NONFINITE] == 0 and tokens[:, ends[-1] :].eq(0).all()
+    close(tokens[1].sum().item(), found.sums[ERROR].item())
 
 
-def test_saturation_is_what_was_clipped():
+@every_format
+def test_scales_saturation_sqnr_and_cosine(fmt):
     """NVFP4 rounds block scales, so that the largest of a block may lie above 6 · scale; FP8 does not."""
-    x = weight(64, 256)
-    for fmt, is_clipped in (("nvfp4_1x16", True), ("fp8_1x128", False)):
-        copy = ops.quantize(x, fmt).rowwise
-        found, _ = tally(x, copy, 1)
-        scale = copy.scale.double() if fmt.startswith("nvfp4") else copy.scale.double().mT
-        scale = scale * (1 if copy.global_scale is None else copy.global_scale.double())
-        block = formats.get_format(fmt).block[1]
-        limit = formats.get_format(fmt).element.max * scale.repeat_interleave(block, 1)
-        assert found.counts[SATURATED] == (x.double().abs() > limit * (1 + 2**-12)).sum()
-        assert (found.counts[SATURATED] > 0) == is_clipped
-
-
-@pytest.mark.parametrize("fmt", FORMATS)
-def test_scales(fmt):
     x = weight(256, 256)
     x[:128, :128] = 0
     copy = ops.quantize(x, fmt).rowwise
     found, _ = tally(x, copy, 1)
     report = report_of(found)
+    # The largest element in each place.
+    limit = ops.dequantize(copy._replace(qdata=copy_of(torch.ones_like(x), fmt).qdata), dtype=torch.float64)
+    assert found.sums[SATURATED] == (x.double().abs() > limit * (1 + 2**-12)).sum()
+    assert (found.sums[SATURATED] > 0) == fmt.startswith("nvfp4")
     scales = copy.scale.double().flatten() * (1 if copy.global_scale is None else copy.global_scale.double())
     # Of blocks of zeros FP8 stores the scale of the smallest amax that it knows, NVFP4 zero.
     scales = scales[scales > (2.0**-45 if copy.global_scale is None else 0)]
     close(list(report.scale_log2), [scales.min().log2().item(), scales.max().log2().item()])
     exponents, blocks = scales.log2().floor().int().unique(return_counts=True)
     assert report.histogram == dict(zip(exponents.tolist(), blocks.tolist()))
-
-
-def report_of(found: Tally):
-    numbers = [t.tolist() for t in found]
-    return tensor_report("layer", Kind("x", "rowwise"), "fp8", True, *numbers)
-
-
-@pytest.mark.parametrize("fmt", FORMATS)
-def test_sqnr_and_cosine(fmt):
-    x = weight(130, 260)
-    copy = ops.quantize(x, fmt).rowwise
-    report = report_of(tally(x, copy, 1)[0])
-    a, b = x.double().flatten(), decoded_of(copy, x, False).double().flatten()
+    a, b = x.double().flatten(), decoded_of(copy, x).double().flatten()
     close(report.sqnr_db, 10 * math.log10((a @ a).item() / (a - b).square().sum().item()))
     close(report.cosine, (a @ b / (a.norm() * b.norm())).item())
 
 
 def test_zeros_and_what_is_exact():
-    report = report_of(tally(torch.zeros(16, 128), ops.quantize(torch.zeros(16, 128), "fp8_1x128").rowwise, 1)[0])
+    report = report_of(tally(torch.zeros(16, 128), copy_of(torch.zeros(16, 128), "fp8_1x128"), 1)[0])
     assert (report.zeros, report.underflow, report.sqnr_db, report.cosine) == (100, 0, math.inf, 1)
     assert report.scale_log2 is None and report.histogram == {} and report.amax == 0
 
@@ -188,48 +143,49 @@ def test_zeros_and_what_is_exact():
 def test_tiny_gradients_do_not_vanish_from_the_sums():
     """Squares of fp32 values below 1e-19 are subnormal or zero."""
     x = weight(64, 256) * 1e-27
-    report = report_of(tally(x, ops.quantize(x, "nvfp4_1x16").rowwise, 1)[0])
-    expected = report_of(tally(x * 2.0**80, ops.quantize(x * 2.0**80, "nvfp4_1x16").rowwise, 1)[0])
-    assert math.isfinite(expected.sqnr_db) and report.sqnr_db == pytest.approx(expected.sqnr_db, abs=0.1)
+    tiny, usual = (report_of(tally(t, copy_of(t, "nvfp4_1x16"), 1)[0]) for t in (x, x * 2.0**80))
+    assert math.isfinite(usual.sqnr_db) and tiny.sqnr_db == pytest.approx(usual.sqnr_db, abs=0.1)
 
 
 @pytest.mark.parametrize("value", (math.nan, math.inf, -math.inf))
-@pytest.mark.parametrize("columnwise", (False, True), ids=("rowwise", "columnwise"))
-@pytest.mark.parametrize("fmt", ROW_FORMATS)
+@directions
+@row_formats
 def test_values_that_are_not_finite(fmt, columnwise, value):
     x = weight(40, 200)
     x[7, 11] = value
     found, _ = tally(x, copy_of(x, fmt, columnwise), 5, columnwise=columnwise)
-    assert found.counts[NONFINITE] == 1 and found.maxima[FIRST_NONFINITE] == -5
-    assert math.isnan(report_of(found).sqnr_db)
+    report = report_of(found)
+    assert report.nonfinite == 1 and found.maxima[FIRST_NONFINITE] == -5 and math.isnan(report.sqnr_db)
+    assert str(report.amax) == str(abs(value))
 
 
 def test_merging_is_tallying_together():
     x, y = weight(64, 256), 8 * weight(64, 256, seed=1)
-    parts = [tally(t, ops.quantize(t, "fp8_1x128").rowwise, order)[0] for order, t in enumerate((x, y))]
-    both = torch.cat((x, y))
-    whole, _ = tally(both, ops.quantize(both, "fp8_1x128").rowwise, 0)
-    total = Tally.empty(x.device, 2).at(1)
-    for part in parts:
-        total.merge(part)
-    assert torch.equal(total.counts, whole.counts) and torch.equal(total.maxima, whole.maxima)
+    whole, _ = tally(torch.cat((x, y)), copy_of(torch.cat((x, y)), "fp8_1x128"), 0)
+    total = Tally.empty(x.device)
+    for t in (x, y):
+        total.merge(tally(t, copy_of(t, "fp8_1x128"), 0)[0])
+    assert torch.equal(total.maxima, whole.maxima)
     close(total.sums.tolist(), whole.sums.tolist())
 
 
 # --- gradients of weights ---------------------------------------------------------------------------------------------
 
 
-def test_the_norm_of_a_gradient_is_estimated():
-    """Over seeds the mean square is the norm's, and one estimate is within a quarter or so."""
-    x, dy = weight(500, 60), weight(500, 80, seed=1)
-    expected = (dy.double().mT @ x.double()).norm().item()
-    estimates = []
-    for seed in range(0, 90, 3):
-        probes = statistics.gradient_probes(
-            statistics.project(x, seed), statistics.project(dy, seed + 1), None, seed + 2, 0
-        )
-        estimates.append(probes.square().mean().item())
-    assert math.sqrt(sum(estimates) / len(estimates)) == pytest.approx(expected, rel=0.15)
+def probes_of(x, dy, seed=0, ends=None, first_x=0, first_dy=0, first_group=0):
+    groups = None if ends is None else formats.Groups(torch.tensor(ends, dtype=torch.int32))
+    projected = statistics.project(x, seed, first_x), statistics.project(dy, seed + 1, first_dy)
+    return statistics.gradient_probes(*projected, groups, seed + 2, first_group)
+
+
+@pytest.mark.parametrize("ends", (None, (100, 220, 280)), ids=("plain", "experts"))
+def test_the_norm_of_a_gradient_is_estimated(ends):
+    """Over seeds the mean square is the norm's, over all experts, and one estimate is not far from it."""
+    x, dy = weight(300, 60), weight(300, 80, seed=1)
+    parts = [(0, 300)] if ends is None else zip((0, *ends), ends)
+    expected = math.sqrt(sum((dy[a:b].T @ x[a:b]).double().square().sum().item() for a, b in parts))
+    estimates = [probes_of(x, dy, seed, ends).square().mean().item() for seed in range(0, 90, 3)]
+    close(math.sqrt(sum(estimates) / len(estimates)), expected, rel=0.15)
     assert max(abs(math.sqrt(e) / expected - 1) for e in estimates) < 0.7
 
 
@@ -246,48 +202,31 @@ def test_signs_are_fair_and_independent():
 def test_parts_of_a_gradient_add_up():
     """Microbatches, rows and columns of a weight, and groups of experts on several ranks."""
     x, dy = weight(40, 60), weight(40, 80, seed=1)
-
-    def probes(x, dy, first_x=0, first_dy=0, ends=None, first_group=0):
-        groups = None if ends is None else formats.Groups(torch.tensor(ends, dtype=torch.int32))
-        projected = statistics.project(x, 0, first_x), statistics.project(dy, 1, first_dy)
-        return statistics.gradient_probes(*projected, groups, 2, first_group)
-
-    def same(got, expected):
+    whole = probes_of(x, dy)
+    grouped = probes_of(x, dy, ends=(10, 10, 25))
+    for parts, expected in (
+        ((probes_of(x[:15], dy[:15]), probes_of(x[15:], dy[15:])), whole),
+        ((probes_of(x[:, :32], dy), probes_of(x[:, 32:], dy, first_x=32)), whole),
+        ((probes_of(x, dy[:, :32]), probes_of(x, dy[:, 32:], first_dy=32)), whole),
+        (
+            (probes_of(x[:10], dy[:10], ends=(10, 10)), probes_of(x[10:], dy[10:], ends=(15,), first_group=2)),
+            grouped,
+        ),
+    ):
         # Projections are sums in fp32.
-        assert relative_error(got, expected) < 1e-6
-
-    whole = probes(x, dy)
-    same(probes(x[:15], dy[:15]) + probes(x[15:], dy[15:]), whole)
-    same(probes(x[:, :32], dy) + probes(x[:, 32:], dy, first_x=32), whole)
-    same(probes(x, dy[:, :32]) + probes(x, dy[:, 32:], first_dy=32), whole)
-    grouped = probes(x, dy, ends=(10, 10, 25))
-    here, there = probes(x[:10], dy[:10], ends=(10, 10)), probes(x[10:], dy[10:], ends=(15,), first_group=2)
-    same(here + there, grouped)
+        assert relative_error(sum(parts), expected) < 1e-6
 
 
-def test_the_norm_over_experts_is_that_of_all_their_gradients():
-    x, dy, ends = weight(300, 60), weight(300, 80, seed=1), (100, 220, 280)
-    groups = formats.Groups(torch.tensor(ends, dtype=torch.int32))
-    squares = [(dy[a:b].T @ x[a:b]).double().square().sum().item() for a, b in zip((0, *ends), ends)]
-    estimates = []
-    for seed in range(0, 90, 3):
-        projected = statistics.project(x, seed), statistics.project(dy, seed + 1)
-        estimates.append(statistics.gradient_probes(*projected, groups, seed + 2, 0).square().mean().item())
-    assert math.sqrt(sum(estimates) / len(estimates)) == pytest.approx(math.sqrt(sum(squares)), rel=0.15)
-
-
-@pytest.mark.parametrize("fmt", ROW_FORMATS)
+@row_formats
 def test_noise_of_a_gradient(fmt):
-    """Beside the noise that is really there: errors of tokens are nearly independent."""
+    """Next to the noise that is really there: errors of tokens are nearly independent."""
     generator = torch.Generator().manual_seed(0)
     x, dy = (torch.randn(512, n, generator=generator) for n in (96, 160))
-    decoded, tokens = [], []
-    for t in (x, dy):
-        copy = ops.quantize(t, fmt, rowwise=False, columnwise=True).columnwise
-        decoded.append(ops.dequantize(copy).mT.double())
-        tokens.append(tally(t, copy, 0, columnwise=True)[1])
+    copies = [copy_of(t, fmt, True) for t in (x, dy)]
+    tokens = [tally(t, copy, 0, columnwise=True)[1] for t, copy in zip((x, dy), copies)]
+    decoded = [decoded_of(copy, t, True) for t, copy in zip((x, dy), copies)]
     true = (decoded[1].mT @ decoded[0] - dy.double().mT @ x.double()).square().sum()
-    assert statistics.gradient_noise(*tokens).item() == pytest.approx(true.item(), rel=0.1)
+    close(statistics.gradient_noise(*tokens).item(), true.item(), rel=0.1)
 
 
 class NothingRead(TorchDispatchMode):
@@ -298,7 +237,7 @@ class NothingRead(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("fmt", ROW_FORMATS)
+@row_formats
 @pytest.mark.parametrize("grouped", (False, True), ids=("plain", "grouped"))
 def test_the_host_reads_nothing(fmt, grouped):
     x, ends = weight(60, 96), torch.tensor((10, 10, 25), dtype=torch.int32)

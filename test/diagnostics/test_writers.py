@@ -1,10 +1,14 @@
-"""Writers: what they write can be read again, what they lack is said in one sentence, and none disturbs training."""
+"""Writers: what they write can be read again, what they lack is named, and none disturbs training."""
 
 from __future__ import annotations
 
 import csv
-import importlib
+import json
 import math
+import re
+import shutil
+import subprocess
+import sys
 import types
 import warnings
 
@@ -13,31 +17,37 @@ import torch
 from helpers import FP8, mlp, weight
 from torch import nn
 
-from torchao_blockwise.diagnostics import CSVWriter, HTMLWriter, NumericsMonitor, TensorBoardWriter, WandbWriter
+from torchao_blockwise.diagnostics import (
+    CSVWriter,
+    HTMLWriter,
+    NumericsMonitor,
+    TensorBoardWriter,
+    WandbWriter,
+    writers,
+)
 
 pytestmark = pytest.mark.usefixtures("no_interpreter")
 
 
-def reports(writers, steps: int = 2, what_if=("nvfp4",), model=None):
-    """Reports of some steps of a model with one layer that is converted, and one that is not."""
-    model = nn.Sequential(*mlp(FP8), nn.Linear(32, 16)) if model is None else model
-    with NumericsMonitor(model, every=1, what_if=what_if, writers=writers) as monitor:
+def reports(*to, steps: int = 2, model=None):
+    """Reports of some steps of a model with layers that are converted, and others that are not."""
+    model = nn.ModuleDict({"first": mlp(FP8), "second": mlp()}) if model is None else model
+    with NumericsMonitor(model, every=1, what_if=("nvfp4",), writers=to) as monitor:
         found = []
         for _ in range(steps):
-            model(weight(20, 64)).square().sum().backward()
+            sum(part(weight(20, 64)).square().sum() for part in model.values()).backward()
             found.append(monitor.step())
     return found
 
 
 def test_csv_can_be_read_again(tmp_path):
+    """A file that is there is continued."""
     path = tmp_path / "new" / "numerics.csv"
-    written = reports([CSVWriter(path)])
-    written += reports([CSVWriter(path)], 1)
+    written = reports(CSVWriter(path)) + reports(CSVWriter(path), steps=1)
     with path.open(newline="") as file:
         rows = list(csv.DictReader(file))
     tensors = [(report.step, tensor) for report in written for tensor in report.tensors]
-    assert len(rows) == len(tensors) > 0
-    for row, (step, tensor) in zip(rows, tensors):
+    for row, (step, tensor) in zip(rows, tensors, strict=True):
         assert int(row["step"]) == step
         assert (row["layer"], row["tensor"], row["recipe"]) == (tensor.layer, tensor.tensor, tensor.recipe)
         assert float(row["sqnr_db"]) == tensor.sqnr_db and float(row["amax"]) == tensor.amax
@@ -50,24 +60,20 @@ def test_tensorboard_can_be_read_again(tmp_path):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    written = reports([TensorBoardWriter(tmp_path)])
+    written = reports(TensorBoardWriter(tmp_path))
     read = EventAccumulator(str(tmp_path)).Reload()
     points = read.Scalars("numerics/gradient_to_noise")
-    assert [p.step for p in points] == [0, 1]
-    assert [p.value for p in points] == pytest.approx([r.gradient_to_noise for r in written], rel=1e-6)
-    assert read.Scalars("what_if/nvfp4/3")[1].value == pytest.approx(written[1].what_if("nvfp4")["3"], rel=1e-6)
-    histogram = read.Histograms("scale_log2/0/x rowwise")[0].histogram_value
-    tensor = written[0].tensors[0]
-    assert (tensor.layer, str(tensor.kind), tensor.recipe) == ("0", "x rowwise", "fp8")
-    assert histogram.num == sum(tensor.histogram.values())
-    # Empty buckets are filled in by TensorBoard.
-    assert [n for n in histogram.bucket if n] == list(tensor.histogram.values())
+    assert [(p.step, pytest.approx(p.value, rel=1e-6)) for p in points] == [
+        (r.step, r.gradient_to_noise) for r in written
+    ]
+    asked = written[1].what_if("nvfp4")["second.2"]
+    assert read.Scalars("what_if/nvfp4/second.2")[1].value == pytest.approx(asked, rel=1e-6)
 
 
 class Run:
     """As a run of Weights & Biases."""
 
-    def __init__(self):
+    def __init__(self, **options):
         self.logged, self.finished = [], False
 
     def log(self, values):
@@ -77,68 +83,33 @@ class Run:
         self.finished = True
 
 
-@pytest.fixture
-def fake_wandb(monkeypatch):
-    module = types.SimpleNamespace(run=None, init=lambda **options: Run())
-    own = importlib.import_module
-    monkeypatch.setattr(importlib, "import_module", lambda name: module if name == "wandb" else own(name))
-    return module
-
-
-def test_wandb_is_given_scalars(fake_wandb):
-    run = Run()
-    written = reports([WandbWriter(run)])
-    assert [values["numerics/step"] for values in run.logged] == [0, 1] and not run.finished
-    for values, report in zip(run.logged, written):
+def test_wandb_is_given_scalars_and_runs_of_the_program_are_left_open(monkeypatch):
+    wandb = types.SimpleNamespace(run=None, init=Run)
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    begun = WandbWriter(project="numerics")
+    wandb.run = Run()
+    given = Run()
+    written = reports(begun, WandbWriter(), WandbWriter(given))
+    assert [run.finished for run in (begun._run, wandb.run, given)] == [True, False, False]
+    for run in (begun._run, wandb.run, given):
+        assert [values["numerics/step"] for values in run.logged] == [0, 1]
+    for values, report in zip(given.logged, written):
         assert values["numerics/gradient_to_noise"] == report.gradient_to_noise
-        assert values["sqnr_db/2/w"] == next(
-            t.sqnr_db for t in report.tensors if (t.layer, t.tensor, t.recipe) == ("2", "w", "fp8")
-        )
+        figures = {(t.layer, str(t.kind), t.recipe): t.sqnr_db for t in report.tensors}
+        assert values["sqnr_db/first.2/w"] == figures["first.2", "w", "fp8"]
         assert all(isinstance(value, (int, float)) for value in values.values())
 
 
-def test_wandb_runs_of_the_program_are_left_open(fake_wandb):
-    own = WandbWriter(project="numerics")
-    fake_wandb.run = Run()
-    shared = WandbWriter()
-    reports([own, shared], 1)
-    assert own._run.finished and not fake_wandb.run.finished and len(fake_wandb.run.logged) == 1
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    (
-        (
-            lambda path: TensorBoardWriter(path),
-            "TensorBoardWriter: needs the package tensorboard; pip install tensorboard",
-        ),
-        (lambda path: WandbWriter(), "WandbWriter: needs the package wandb; pip install wandb, or use CSVWriter"),
-    ),
-    ids=("tensorboard", "wandb"),
-)
-def test_a_missing_package_is_named(make, message, tmp_path, monkeypatch):
-    def none(name):
-        raise ImportError(name)
-
-    monkeypatch.setattr(importlib, "import_module", none)
-    with pytest.raises(ImportError, match=message):
-        make(tmp_path)
-
-
 @pytest.mark.parametrize("kind", (CSVWriter, HTMLWriter))
-def test_a_place_that_cannot_be_written_is_refused(kind, tmp_path):
+def test_a_place_that_cannot_be_written_is_refused_at_once(kind, tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match=rf"{kind.__name__}: cannot write .*; choose another path"):
-        kind(tmp_path / "file" / "report")
-    with pytest.raises(ValueError, match="choose another path"):
-        kind(tmp_path)
-    kind(tmp_path / "later")
-    assert not (tmp_path / "later").exists()
+    for path in (tmp_path / "file" / "report", tmp_path):
+        with pytest.raises(OSError, match=re.escape(str(tmp_path))):
+            kind(path)
 
 
 class Broken:
-    def __init__(self):
-        self.calls = 0
+    calls = 0
 
     def write(self, report):
         self.calls += 1
@@ -150,7 +121,7 @@ class Broken:
 def test_a_writer_that_fails_warns_once_and_is_left_out(tmp_path):
     broken, path = Broken(), tmp_path / "numerics.csv"
     with pytest.warns(UserWarning) as caught:
-        written = reports([broken, CSVWriter(path)], 3)
+        written = reports(broken, CSVWriter(path), steps=3)
     assert [str(w.message) for w in caught] == [
         "NumericsMonitor: Broken failed and is left out from now on: OSError: no space left on device"
     ]
@@ -159,14 +130,78 @@ def test_a_writer_that_fails_warns_once_and_is_left_out(tmp_path):
         assert {row["step"] for row in csv.DictReader(file)} == {"0", "1", "2"}
 
 
+# --- the page ---------------------------------------------------------------------------------------------------------
+
+
+def page_of(path, **options):
+    """Reports, the text of the page, and the data in it."""
+    found = reports(HTMLWriter(path), **options)
+    page = path.read_text(encoding="utf-8")
+    return found, page, json.loads(re.search(r"<script>const data = (.*?);</script>", page, re.DOTALL).group(1))
+
+
+def test_the_page_holds_what_the_reports_say_and_needs_nothing_else(tmp_path):
+    found, page, data = page_of(tmp_path / "numerics.html", steps=3)
+    assert [r["step"] for r in data["reports"]] == [0, 1, 2]
+    assert data["trained"] == {"first.0": "fp8", "first.2": "fp8"} and data["recipes"] == ["fp8", "nvfp4"]
+    assert data["layers"] == ["first.0", "first.2", "second.0", "second.2"]
+    for row, tensor in zip(data["last"], found[-1].tensors, strict=True):
+        assert (row["layer"], row["kind"], row["recipe"]) == (tensor.layer, str(tensor.kind), tensor.recipe)
+        assert row["sqnr_db"] == tensor.sqnr_db and row["histogram"] == {str(k): v for k, v in tensor.histogram.items()}
+    for shown, report in zip(data["reports"], found):
+        assert shown["ratio"][""] == report.gradient_to_noise
+        for tensor in report.tensors:
+            curve = shown["sqnr"][tensor.layer][tensor.recipe][str(tensor.kind)]
+            assert curve == pytest.approx(tensor.sqnr_db, abs=1e-3)
+    assert "/*" not in re.sub(r"<script.*</script>", "", page, flags=re.DOTALL)
+    assert not re.findall(r"(?:src|@import|url\()", page)
+    links = set(re.findall(r"https?://[^\s\"'<]+", page))
+    assert links == {"https://arxiv.org/abs/2505.19115", "http://www.w3.org/2000/svg"}
+    assert [file.name for file in tmp_path.iterdir()] == ["numerics.html"]
+
+
+def test_names_cannot_break_out_of_the_data(tmp_path):
+    _, page, data = page_of(tmp_path / "numerics.html", steps=1, model=nn.ModuleDict({"</script><b>": mlp(FP8)}))
+    assert data["layers"][0] == "</script><b>.0" and page.count("</script>") == 2
+
+
+def test_of_many_reports_every_other_one_is_left_out(tmp_path, monkeypatch):
+    monkeypatch.setattr(writers, "_MOST_REPORTS", 4)
+    _, _, data = page_of(tmp_path / "numerics.html", steps=7)
+    steps = [r["step"] for r in data["reports"]]
+    assert len(steps) <= 4 and steps[0] == 0 and steps[-1] == 6
+
+
 def test_numbers_that_are_none(tmp_path):
-    """NaN, and a layer of zeros, whose error is none."""
+    """NaN, and a layer of zeros, whose error is none: the page's data is JavaScript all the same."""
     model = mlp(FP8)
     with torch.no_grad():
         model[2].weight.hp.zero_()
     model.register_forward_pre_hook(lambda module, args: (args[0].index_fill(0, torch.tensor([2]), math.nan),))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        (report,) = reports([CSVWriter(tmp_path / "a.csv"), HTMLWriter(tmp_path / "a.html")], 1, model=model)
-    assert report.first_nonfinite == ("0", "x")
-    assert "first_nonfinite" in (tmp_path / "a.html").read_text()
+        (report,) = reports(
+            CSVWriter(tmp_path / "a.csv"), HTMLWriter(tmp_path / "a.html"), steps=1, model=nn.ModuleDict({"m": model})
+        )
+    assert report.first_nonfinite == ("m.0", "x")
+    data = re.search(r"<script>(const data = .*?;)</script>", (tmp_path / "a.html").read_text(), re.DOTALL).group(1)
+    assert "NaN" in data and "Infinity" in data
+    if shutil.which("node"):
+        check = "if (!data.last.some((r) => Number.isNaN(r.sqnr_db))) throw 1"
+        subprocess.run(["node", "-e", data + check], check=True, timeout=60)
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium")
+def test_a_browser_draws_it(tmp_path):
+    _, _, data = page_of(tmp_path / "numerics.html", steps=3)
+    options = ("--headless=new", "--no-sandbox", "--disable-gpu", "--dump-dom", "--virtual-time-budget=3000")
+    command = ["chromium", *options, f"file://{tmp_path}/numerics.html"]
+    drawn = subprocess.run(command, capture_output=True, text=True, timeout=120).stdout
+    for place, elements in (("ratio", "path"), ("whatif", "circle"), ("curves", "path"), ("scales", "rect")):
+        part = re.search(rf'<div id="{place}" class="plot">(.*?)</svg>', drawn, re.DOTALL)
+        assert part and part.group(1).count(f"<{elements}") >= 2, place
+    axis = re.search(r'<div id="whatif-axis" class="plot">(.*?)</svg>', drawn, re.DOTALL).group(1)
+    assert axis.count(" dB</text>") >= 3
+    rows = re.search(r"<tbody>(.*?)</tbody>", drawn, re.DOTALL).group(1).count("<tr")
+    assert rows == sum(row["trains"] for row in data["last"])
+    assert "Step 2 · 4 layers, 2 in low precision · 3 reports" in drawn

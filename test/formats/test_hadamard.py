@@ -38,16 +38,7 @@ def test_the_sums_are_those_of_butterflies_of_stride_1_2_4_8():
             values[i] + values[i + stride] if not i & stride else values[i - stride] - values[i] for i in range(16)
         ]
     assert torch.equal(hadamard_transform(x, hadamard_number(True)), 0.25 * torch.stack(values))
-    rounded = hadamard_transform(x.bfloat16(), hadamard_number(True))
-    assert rounded.dtype is torch.bfloat16
-
-
-def test_an_outlier_is_spread_over_its_chunk():
-    x = torch.zeros(32, 1)
-    x[5] = 100
-    assert torch.equal(
-        hadamard_transform(x, hadamard_number(True)).abs(), torch.tensor([25.0] * 16 + [0.0] * 16)[:, None]
-    )
+    assert hadamard_transform(x.bfloat16(), hadamard_number(True)).dtype is torch.bfloat16
 
 
 @pytest.mark.parametrize("hadamard", ((1,) * 15, (2,) * 16, [0] * 16))

@@ -130,7 +130,7 @@ def test_without_vllm_a_sentence_says_what_to_do(monkeypatch):
 
 
 class EngineOfBefore:
-    """Keeps what it is given; refuses a bucket by its number, as a tuple, or as its HTTP adapter gives it, or fails."""
+    """Keeps what it is given; refuses a bucket by its number with this answer, or raises it."""
 
     def __init__(self, refused: int | None = None, answer=(False, "no such weight")):
         self.calls, self.weights, self.refused, self.answer = [], {}, refused, answer
@@ -151,17 +151,12 @@ class Engine(EngineOfBefore):
     is_open, updates = False, 0
 
     def begin_weight_update(self, selector="all"):
-        if self.is_open:
-            return False, "a weight-update session is already open; call end_weight_update() first"
-        self.is_open = True
-        return True, "Success"
+        was_open, self.is_open = self.is_open, True
+        return not was_open, "a weight-update session is already open; call end_weight_update() first"
 
     def end_weight_update(self):
-        if not self.is_open:
-            message = "no weight-update session is open; call begin_weight_update() first"
-            return {"success": False, "message": message}
-        self.is_open, self.updates = False, self.updates + 1
-        return {"success": True, "message": "Success"}
+        was_open, self.is_open, self.updates = self.is_open, False, self.updates + 1
+        return {"success": was_open, "message": "no weight-update session is open; call begin_weight_update() first"}
 
     def update_weights_from_tensor(self, named_tensors, load_format=None, flush_cache=True):
         if not self.is_open:
@@ -169,17 +164,23 @@ class Engine(EngineOfBefore):
         return super().update_weights_from_tensor(named_tensors, load_format, flush_cache)
 
 
+@pytest.fixture
+def model():
+    return mlp(FP8, features=(200, 300, 130))
+
+
 @pytest.mark.parametrize("kind", (Engine, EngineOfBefore), ids=("sglang_0.5.23", "before"))
 @pytest.mark.parametrize("bucket_bytes", (1, 70_000, 2**30))
-def test_sglang_is_sent_buckets(bucket_bytes, kind):
+def test_sglang_is_sent_buckets(bucket_bytes, kind, model):
     """All tensors once, no bucket above its size unless one tensor is; the last one flushes."""
-    model, engine = mlp(FP8, features=(200, 300, 130)), kind()
+    engine = kind()
     sent = sglang.update_weights(engine, model, bucket_bytes=bucket_bytes)
     expected = dict(checkpoint.quantized_weights(model))
     assert engine.weights.keys() == expected.keys()
     for name, x in expected.items():
         assert_bitwise_equal(engine.weights[name].view(torch.uint8), x.detach().view(torch.uint8), name)
-    assert sent == sum(x.nbytes for x in expected.values())
+    # A rank without an engine gathers, and sends nothing.
+    assert sent == sglang.update_weights(None, model) == sum(x.nbytes for x in expected.values())
     counts, flushes = zip(*engine.calls)
     assert flushes == (*[False] * (len(flushes) - 1), True)
     assert counts == {1: (1,) * 6, 70_000: (3, 3), 2**30: (6,)}[bucket_bytes]
@@ -190,33 +191,23 @@ def test_sglang_is_sent_buckets(bucket_bytes, kind):
     ((False, "no such weight"), {"success": False, "message": "no such weight"}, ConnectionError("no such weight")),
     ids=("engine", "http", "raises"),
 )
-def test_what_sglang_refuses_is_said(answer, monkeypatch):
+def test_what_sglang_refuses_is_said(answer, model, monkeypatch):
     """When all is gathered, since other ranks go on; the update is ended, so that the next one may begin."""
-    engine, model, gathered = Engine(refused=1, answer=answer), mlp(FP8, features=(200, 300, 130)), []
-    monkeypatch.setattr(sglang, "quantized_weights", lambda *args: map(seen_in(gathered), checkpoint_of(*args)))
+    engine, gathered, weights = Engine(refused=1, answer=answer), [], checkpoint.quantized_weights
+    monkeypatch.setattr(
+        sglang, "quantized_weights", lambda *args: (gathered.append(pair) or pair for pair in weights(*args))
+    )
     with pytest.raises(RuntimeError, match=r"refused .* \(.*no such weight\); its weights are now of two steps"):
         sglang.update_weights(engine, model, bucket_bytes=1)
-    assert len(gathered) == 6 and not engine.is_open
+    assert len(gathered) == 6 and len(engine.calls) == 1 and not engine.is_open
     engine.refused = None
     sglang.update_weights(engine, model, bucket_bytes=1)
     assert engine.updates == 2
 
 
-checkpoint_of = checkpoint.quantized_weights
-
-
-def seen_in(gathered: list):
-    return lambda pair: gathered.append(pair[0]) or pair
-
-
-def test_an_update_that_another_has_begun_is_said():
+def test_an_update_that_another_has_begun_is_said(model):
     engine = Engine()
     engine.begin_weight_update()
     with pytest.raises(RuntimeError, match=r"refused begin_weight_update \(.*already open.*\); no weight was sent"):
-        sglang.update_weights(engine, mlp(FP8, features=(200, 300, 130)))
+        sglang.update_weights(engine, model)
     assert not engine.weights and engine.is_open
-
-
-def test_ranks_without_an_engine_gather_and_send_nothing():
-    model = mlp(FP8, features=(200, 300, 130))
-    assert sglang.update_weights(None, model) == sum(x.nbytes for _, x in checkpoint.quantized_weights(model))

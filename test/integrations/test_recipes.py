@@ -10,7 +10,7 @@ import torch
 from helpers import FP8, NVFP4, mlp
 from torch import nn
 
-from torchao_blockwise import BlockwiseFP8TrainingConfig, NVFP4TrainingConfig, _versions
+from torchao_blockwise import BlockwiseFP8TrainingConfig, NVFP4TrainingConfig, _versions, recipe_state
 from torchao_blockwise.integrations import recipes
 
 
@@ -59,6 +59,14 @@ except ImportError as e:
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.stdout.startswith(f"torchao_blockwise.integrations.{name} needs {name}>="), done.stderr
+
+
+def test_a_rank_that_resumes_keeps_its_seed():
+    """What one rank has saved for all: each goes on by its own seed, at the same use."""
+    saved = recipe_state(mlp(NVFP4TrainingConfig(seed=1)))
+    model = mlp(NVFP4TrainingConfig(seed=2))
+    recipes.resume_recipe(model, {name: {**state, "use": 5} for name, state in saved.items()})
+    assert {(state["seed"], state["use"]) for state in recipe_state(model).values()} == {(2, 5)}
 
 
 def test_a_scope_is_entered_once_and_left_once():

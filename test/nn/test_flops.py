@@ -117,7 +117,7 @@ def test_operations(config):
     # The token of no group counts too: what is on the device is not asked.
     assert flops(lambda: ops.grouped_matmul(a, experts, ends, out_dtype=torch.float32)) == product
     x, dy = (
-        ops.grouped_quantize(torch.randn(5, n), ends, config.activation_format, columnwise=True).columnwise
+        ops.quantize(torch.randn(5, n), config.activation_format, groups=ends, columnwise=True).columnwise
         for n in (64, 48)
     )
     padded = x.qdata.shape[1] * config.activation_format.element.per_byte

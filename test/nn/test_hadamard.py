@@ -64,8 +64,8 @@ def test_experts_are_their_operations(as_stored):
     *_, grad_weight = _grads(layer, ON_THE_REFERENCE, x, w, dy)
     first, second = (dy, x) if as_stored else (x, dy)
     operands = (
-        ops.grouped_quantize(
-            t, ends, NVFP4_1X16, rowwise=False, columnwise=True, hadamard=True, backend="reference"
+        ops.quantize(
+            t, NVFP4_1X16, groups=ends, rowwise=False, columnwise=True, hadamard=True, backend="reference"
         ).columnwise
         for t in (first, second)
     )

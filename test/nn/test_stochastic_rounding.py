@@ -86,8 +86,8 @@ def test_experts_are_their_operations():
     grouped_linear(x, model.down, ends).backward(dy)
     rounding = StochasticRounding(seed=5, stream=4)
     options = {"columnwise": True, "backend": "reference"}
-    copies = ops.grouped_quantize(dy, ends, NVFP4_1X16, stochastic=rounding, **options)
-    saved = ops.grouped_quantize(x, ends, NVFP4_1X16, rowwise=False, **options).columnwise
+    copies = ops.quantize(dy, NVFP4_1X16, groups=ends, stochastic=rounding, **options)
+    saved = ops.quantize(x, NVFP4_1X16, groups=ends, rowwise=False, **options).columnwise
     wanted = ops.grouped_matmul(copies.columnwise, saved, ends, along="k", out_dtype=torch.float32, backend="reference")
     assert_bitwise_equal(model.down.grad, wanted)
     wanted = ops.grouped_matmul(

@@ -20,32 +20,30 @@ def cases(target: int):
     import torch
 
     from torchao_blockwise.formats import NVFP4_1X16, NVFP4_16X16, Groups
-    from torchao_blockwise.ops.gemm.grouped import kernels_tail
-    from torchao_blockwise.ops.gemm.grouped import kernels_triton as grouped
-    from torchao_blockwise.ops.gemm.plain import kernels_triton as plain
-    from torchao_blockwise.ops.gemm.swizzling import kernels_triton as swizzling
+    from torchao_blockwise.ops.gemm import kernels_blackwell as blackwell
+    from torchao_blockwise.ops.gemm import kernels_triton as gemm
 
-    plain.compute_capability = grouped.compute_capability = lambda device: divmod(target, 10)
+    gemm.compute_capability = lambda device: divmod(target, 10)
     operand, ends = kernel_builds.operand, torch.zeros(8, dtype=torch.int32)
 
     def product(m):
         a, b = operand(NVFP4_1X16, m, 1024), operand(NVFP4_16X16, 512, 1024)
-        return f"product {m}", lambda: plain.matmul(a, b, torch.bfloat16, None)
+        return f"product {m}", lambda: gemm.matmul(a, b, torch.bfloat16, None)
 
     def product_of_groups(along):
         a = operand(NVFP4_1X16, 512, 1024)
         b = operand(NVFP4_16X16, 8, 512, 1024) if along == "m" else operand(NVFP4_1X16, 512, 1024)
-        return f"product groups {along}", lambda: grouped.grouped_matmul(a, b, Groups(ends), along, torch.bfloat16)
+        return f"product groups {along}", lambda: gemm.grouped_matmul(a, b, Groups(ends), along, torch.bfloat16)
 
     def swizzle(fmt, m, k):
-        return f"swizzle {fmt.name} {m}x{k}", lambda: swizzling.swizzle(operand(fmt, m, k))
+        return f"swizzle {fmt.name} {m}x{k}", lambda: blackwell.swizzled_scales(operand(fmt, m, k))
 
     yield from (product(m) for m in (16, 512))
     yield from (product_of_groups(along) for along in "mk")
     for fmt in (NVFP4_1X16, NVFP4_16X16):
         yield from (swizzle(fmt, m, k) for m, k in ((512, 1024), (531, 1024), (512, 1000)))
-    yield "swizzle groups", lambda: swizzling.swizzle_groups(operand(NVFP4_1X16, 512, 1024), ends)
-    yield "tail", lambda: kernels_tail.zero_tail_(torch.zeros(512, 1024, dtype=torch.bfloat16), ends)
+    yield "swizzle groups", lambda: blackwell.swizzled_scales_of_groups(operand(NVFP4_1X16, 512, 1024), ends)
+    yield "tail", lambda: blackwell.zero_tail_(torch.zeros(512, 1024, dtype=torch.bfloat16), ends)
 
 
 @pytest.fixture(scope="module")

@@ -16,8 +16,8 @@ pytest.importorskip("triton")
 
 import kernel_builds
 
-MODULES = ["kernel_builds", "grouped_kernel_builds", "fused_kernel_builds", "permute_builds", "randomization_builds"]
-MODULES += ["grouped_quantize_builds", "blackwell_builds"]
+MODULES = ["kernel_builds", "grouped_kernel_builds", "fused_kernel_builds", "permute_builds", "quantize_builds"]
+MODULES += ["blackwell_builds"]
 
 
 @pytest.mark.skipif(not _compat.has_gluon(), reason="needs Gluon of Triton 3.6 or newer")

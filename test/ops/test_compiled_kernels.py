@@ -42,6 +42,7 @@ def special_input(rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
 
 def _cases() -> dict:
     """{label: call that gives (what kernels computed, what the reference computes), each operands, or None}."""
+
     from torchao_blockwise import _compat
     from torchao_blockwise.formats import (
         FP8_1X128,
@@ -54,20 +55,16 @@ def _cases() -> dict:
     )
     from torchao_blockwise.ops.fused import kernels_triton as swiglu
     from torchao_blockwise.ops.fused import reference as fused_reference
-    from torchao_blockwise.ops.groups.quantization import reference as grouped_reference
     from torchao_blockwise.ops.quantization import kernels_triton as quantize
     from torchao_blockwise.ops.quantization import reference
     from torchao_blockwise.ops.transposition import kernels_triton as transpose
-    from torchao_blockwise.ops.transposition import reference as transpose_reference
+    from torchao_blockwise.ops.transposition import reference as transpose_by_reference
     from torchao_blockwise.testing import random_tensor
 
     cases = {}
 
-    def amax_of(x, fmt):
-        return reference.tensor_amax(x) if fmt.has_global_scale else None
-
-    def bits_of(amax):
-        return None if amax is None else amax.view(torch.int32)
+    def amax_of(x, fmt, ends=None):
+        return reference.tensor_amax_bits(x, ends, False) if fmt.has_global_scale else None
 
     def quantize_case(fmt, shape, dtype, rowwise, columnwise, power_of_2=False):
         x = special_input(*shape, dtype)
@@ -76,7 +73,7 @@ def _cases() -> dict:
         amax, options = amax_of(x, fmt), CastOptions(fmt, rowwise, columnwise, power_of_2, padded=True)
 
         def run():
-            return quantize.quantize(x, bits_of(amax), options), reference.copies(x, options, amax)
+            return quantize.quantize(x, amax, options), reference.quantize(x, amax, options)
 
         copies = "+".join(["rowwise"] * rowwise + ["columnwise"] * columnwise)
         name = f"quantize {fmt.name} {shape[0]}x{shape[1]} {str(dtype)[6:]} {copies}"
@@ -88,12 +85,10 @@ def _cases() -> dict:
             x = x.nan_to_num(1.0, 1.0, -1.0)
         x[max(ends) :] = float("nan")
         ends = torch.tensor(ends, dtype=torch.int32)
-        amax = grouped_reference.tensor_amax(x, ends) if fmt.has_global_scale else None
-        options = CastOptions(fmt, columnwise=True)
+        of = amax_of(x, fmt, ends), CastOptions(fmt, columnwise=True), Groups(ends)
 
         def run():
-            got = quantize.quantize(x, bits_of(amax), options, Groups(ends))
-            return got, grouped_reference.quantize(x, ends, options, amax)
+            return quantize.quantize(x, *of), reference.quantize(x, *of)
 
         cases[f"grouped {fmt.name} {shape[0]}x{shape[1]} E{len(ends)}"] = run
 
@@ -109,7 +104,7 @@ def _cases() -> dict:
                 (torch.cat(gradients, 1), (dh, gate, up), swiglu.swiglu_backward_quantize),
             ):
                 got += launch(*inputs, options, Groups(ends))
-                expected += grouped_reference.quantize(y, ends, options, None)
+                expected += reference.quantize(y, None, options, Groups(ends))
             return got, expected
 
         cases[f"swiglu {tokens}x{width} E{len(ends)}"] = run
@@ -124,7 +119,7 @@ def _cases() -> dict:
         def run():
             if tile:
                 transpose._QUADS_TILES = {0: tile}
-            return [transpose.transpose(x, shape[-1])], [transpose_reference.transpose(x, shape[-1])]
+            return [transpose.transpose(x, shape[-1])], [transpose_by_reference(x, shape[-1])]
 
         name = f"transpose {fmt.name} {'x'.join(map(str, shape))}"
         cases[name + (f" tile {tile[0]}x{tile[1]}" if tile else "")] = run
@@ -142,10 +137,9 @@ def _cases() -> dict:
             if in_groups:
                 tokens, groups = x[:-3], Groups(ends)
             assert gluon_tiles.why_not_this(tokens) is None
-            copies = gluon.quantize(tokens, None, options, groups, build=(128 if rowwise else 64, warps))
-            if in_groups:
-                return copies, grouped_reference.quantize(tokens, ends, options, None)
-            return copies, reference.copies(tokens, options)
+            gluon.BOTH, gluon.COLUMNWISE = (128, warps), (64, warps)
+            copies = gluon.quantize(tokens, None, options, groups)
+            return copies, reference.quantize(tokens, None, options, groups)
 
         for rowwise, in_groups in ((True, False), (True, True), (False, False), (False, True)):
             name = f"one read {shape[0]}x{shape[1]} {str(dtype)[6:]} {warps} warps" + " columnwise" * (not rowwise)
@@ -164,9 +158,7 @@ def _cases() -> dict:
 
         def compared(y, options, ends, copies):
             assert gluon_tiles.why_not_this(y) is None
-            if ends is None:
-                return copies, reference.copies(y, options)
-            return copies, grouped_reference.quantize(y, ends, options, None)
+            return copies, reference.quantize(y, None, options, None if ends is None else Groups(ends))
 
         def options_of(rowwise):
             return CastOptions(FP8_1X128, rowwise, True, power_of_2, padded=True)

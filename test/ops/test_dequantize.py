@@ -121,37 +121,19 @@ def test_columnwise_decodes_to_the_transpose_where_blocks_allow(fmt):
     assert torch.equal(decoded, ops.dequantize(rowwise).mT) == fmt.is_square
 
 
-Q = quantize(torch.ones(2, 32), FP8_1X128)
+Q, PACKED = (quantize(torch.ones(2, 32), fmt) for fmt in (FP8_1X128, NVFP4_1X16))
+_DTYPE = "dtype must be bfloat16, float16, float32 or float64, got {}"
 REFUSALS = {
-    "plain tuple": (
-        lambda: ops.dequantize(tuple(Q)),
-        TypeError("dequantize: x must be a result of quantize, got tuple; quantize it first"),
-    ),
-    "tensor": (
-        lambda: ops.dequantize(torch.ones(2, 32)),
-        TypeError("dequantize: x must be a result of quantize, got Tensor; quantize it first"),
-    ),
-    "integer dtype": (
-        lambda: ops.dequantize(Q, dtype=torch.int32),
-        TypeError("dequantize: dtype must be bfloat16, float16, float32 or float64, got torch.int32"),
-    ),
-    "fp8 dtype": (
-        lambda: ops.dequantize(Q, dtype=torch.float8_e4m3fn),
-        TypeError("dequantize: dtype must be bfloat16, float16, float32 or float64, got torch.float8_e4m3fn"),
-    ),
-    "columns": (
-        lambda: ops.dequantize(Q, columns=31),
-        ValueError("dequantize: the payload holds 32 columns, got columns=31"),
-    ),
-    "columns of packed payload": (
-        lambda: ops.dequantize(quantize(torch.ones(2, 32), NVFP4_1X16), columns=30),
-        ValueError("dequantize: the payload holds 32 columns, got columns=30"),
-    ),
+    "plain tuple": (tuple(Q), {}, "x must be a result of quantize, got tuple; quantize it first"),
+    "tensor": (torch.ones(2, 32), {}, "x must be a result of quantize, got Tensor; quantize it first"),
+    **{str(t): (Q, {"dtype": t}, _DTYPE.format(t)) for t in (torch.int32, torch.float8_e4m3fn)},
+    "columns": (Q, {"columns": 31}, "the payload holds 32 columns, got columns=31"),
+    "columns of packed payload": (PACKED, {"columns": 30}, "the payload holds 32 columns, got columns=30"),
 }
 
 
-@pytest.mark.parametrize(("call", "expected"), REFUSALS.values(), ids=REFUSALS)
-def test_refuses(call, expected):
-    with pytest.raises(type(expected)) as error:
-        call()
-    assert str(error.value) == str(expected)
+@pytest.mark.parametrize(("x", "options", "message"), REFUSALS.values(), ids=REFUSALS)
+def test_refuses(x, options, message):
+    with pytest.raises(ValueError if "columns" in options else TypeError) as error:
+        ops.dequantize(x, **options)
+    assert str(error.value) == f"dequantize: {message}"

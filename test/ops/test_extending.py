@@ -22,7 +22,7 @@ from torchao_blockwise.formats import FORMATS, FP8_128X128, CastOptions, Operand
 from torchao_blockwise.ops import backend as backend_module
 from torchao_blockwise.ops.backend import Backend, get_backend, why_no_encoders
 from torchao_blockwise.ops.gemm.plain import add_matmul_op, matmul_op
-from torchao_blockwise.ops.quantization import quantize_both_op, quantize_op
+from torchao_blockwise.ops.quantization.operations import quantize_both_op, quantize_op
 from torchao_blockwise.testing import assert_operands_equal, random_tensor, shape_id
 
 PAGE = (Path(__file__).parents[2] / "docs" / "extending.md").read_text(encoding="utf-8")

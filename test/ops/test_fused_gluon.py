@@ -1,6 +1,6 @@
 """Norms and SwiGLU, quantized as they are computed, by Gluon kernels: when they are taken, and their bits on a GPU.
 
-Which tensors they take: test_gluon_tiles.py. Their bits without a GPU: test_compiled_kernels.py.
+Which tensors they take: test_quantize_gluon.py. Their bits without a GPU: test_compiled_kernels.py.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def inputs_of(rows, width, dtype=torch.bfloat16, device="cpu"):
 def taken(machine, monkeypatch):
     """Launches of Gluon kernels, of which none happens; every machine will do."""
     # What is quantized alone is not of them.
-    monkeypatch.setattr("torchao_blockwise.ops.quantization.why_no_tiles", lambda options, x: "left out")
+    monkeypatch.setattr("torchao_blockwise.ops.quantization.operations.why_no_tiles", lambda options, x: "left out")
     machine.runs_gluon()
     return machine.launches_of(gluon_tiles, happen=False)
 

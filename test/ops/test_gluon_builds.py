@@ -21,25 +21,23 @@ def cases(target: int):
     """(label, call of a launcher) for every variant of every kernel."""
     from torchao_blockwise.formats import FP8_1X128, FP8_128X128, NVFP4_1X16, NVFP4_16X16
     from torchao_blockwise.ops.gemm.builds import BUILDS
-    from torchao_blockwise.ops.gemm.gluon_pipeline import MAX_CTAS
 
     for build in BUILDS:
-        if build.ctas <= MAX_CTAS:
-            for b_fmt in (FP8_128X128, FP8_1X128):
-                yield from _plain_cases(build, b_fmt)
-            yield from _grouped_cases("grouped", FP8_1X128, FP8_128X128, build)
-            yield from _grouped_cases("decoded", NVFP4_1X16, NVFP4_16X16, build)
+        for b_fmt in (FP8_128X128, FP8_1X128):
+            yield from _plain_cases(build, b_fmt)
+        yield from _grouped_cases("grouped", FP8_1X128, FP8_128X128, build)
+        yield from _grouped_cases("decoded", NVFP4_1X16, NVFP4_16X16, build)
 
 
 def _tile(build) -> str:
-    return f"{build.tile_m}x{build.width}x{build.splits}"
+    return f"{build.tile_m}x{build.tile_n}x{build.splits}"
 
 
 def _plain_cases(build, b_fmt):
     import torch
 
     from torchao_blockwise.formats import FP8_1X128
-    from torchao_blockwise.ops.gemm.plain import kernels_gluon as gluon
+    from torchao_blockwise.ops.gemm import kernels_gluon as gluon
 
     gluon.multiprocessors = lambda device: 132
 
@@ -58,14 +56,14 @@ def _plain_cases(build, b_fmt):
     a, b = kernel_builds.operand(FP8_1X128, 512, 1024), kernel_builds.operand(b_fmt, 512, 1024)
     out = torch.zeros(512, 512)
     label = f"plain {_tile(build)} {b_fmt.name} adding"
-    yield label, lambda: gluon.add_matmul(out, a, b, build)
+    yield label, lambda: gluon.add_matmul(out, a, b, build=build)
 
 
 def _grouped_cases(kind, fmt, weight_fmt, build):
     import torch
 
     from torchao_blockwise.formats import Groups
-    from torchao_blockwise.ops.gemm.grouped import kernels_gluon as gluon
+    from torchao_blockwise.ops.gemm import kernels_gluon as gluon
     from torchao_blockwise.ops.groups.ends import padded_tokens
 
     gluon.multiprocessors = lambda device: 132
@@ -83,7 +81,7 @@ def _grouped_cases(kind, fmt, weight_fmt, build):
             label = label.replace(kind, "scaled")
             a, b = (x._replace(global_scale=torch.ones(groups)) for x in (a, b))
         if accumulate:
-            return label, lambda: gluon.add_grouped_matmul(torch.zeros(groups, n, k), a, b, ends, build)
+            return label, lambda: gluon.add_matmul(torch.zeros(groups, n, k), a, b, ends, build)
         return label, lambda: gluon.grouped_matmul(a, b, ends, along, out_dtype, build)
 
     bf16, f32 = torch.bfloat16, torch.float32
@@ -104,11 +102,8 @@ def builds():
     return kernel_builds.built_for([Path(__file__).stem], (TARGET,))[TARGET]
 
 
-KERNELS = ("matmul_fp8_kernel", "grouped_matmul_fp8_kernel", "grouped_matmul_bf16_kernel")
-
-
 def products(builds, *words):
-    return [row for row in kernel_builds.of(builds, *words) if row["kernel"] in KERNELS]
+    return [row for row in kernel_builds.of(builds, *words) if row["kernel"] == "matmul_kernel"]
 
 
 KINDS = ("plain", "grouped_m", "grouped_k", "decoded_m", "decoded_k")

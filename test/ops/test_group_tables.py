@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from grouped_cases import ROUTINGS, ends_of
+from grouped_products import ROUTINGS, ends_of
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from torchao_blockwise import ops
@@ -139,7 +139,7 @@ def test_entries_along_k_lead_no_further_than_padded_tokens(ends, device):
 
 @every_format
 def test_the_operation_gives_the_tables_of_its_backend(fmt, device):
-    ends, tokens = ends_of("tail")
+    ends, tokens = ends_of("ragged_and_a_tail")
     ends = ends.to(device)
     for backend, make in (("reference", reference.group_tables), ("triton", kernels.group_tables)):
         found = ops.make_groups(ends, tokens, fmt, backend=backend).tables
@@ -183,7 +183,7 @@ def quantizers(fmt):
     """{operation: call with groups and options}, on tokens of which some are in no group."""
     dh, gate, up = (random_tensor(TOKENS, 48, dtype=torch.bfloat16, seed=seed, device=DEVICE) / 64 for seed in range(3))
     amax = {"tensor_amax": torch.tensor(64.0, device=DEVICE)} if fmt.has_global_scale else {}
-    calls = {"grouped_quantize": lambda groups, **o: ops.grouped_quantize(gate, groups, fmt, **COPIES, **amax, **o)}
+    calls = {"quantize": lambda groups, **o: ops.quantize(gate, fmt, groups=groups, **COPIES, **amax, **o)}
     if fmt is FP8_1X128:
         options = CastOptions(fmt, **COPIES)
         calls["swiglu_quantize"] = lambda groups, **o: ops.swiglu_quantize(gate, up, options, groups=groups, **o)
@@ -237,7 +237,7 @@ def test_products_take_tables_of_the_tokens_without_padding(fmt, weight_fmt):
     groups = ops.make_groups(ENDS, TOKENS, fmt, backend="triton")
     a, b = (ops.quantize(t, f, backend="reference").rowwise for t, f in ((x, fmt), (w, weight_fmt)))
     assert_bitwise_equal(ops.grouped_matmul(a, b, groups, **options), ops.grouped_matmul(a, b, ENDS, **options))
-    a, b = (ops.grouped_quantize(t, ENDS, fmt, **COLUMNWISE).columnwise for t in (dy, x))
+    a, b = (ops.quantize(t, fmt, groups=ENDS, **COLUMNWISE).columnwise for t in (dy, x))
     expected = ops.grouped_matmul(a, b, ENDS, along="k", **options)
     assert_bitwise_equal(ops.grouped_matmul(a, b, groups, along="k", **options), expected)
     added = ops.add_grouped_matmul_(torch.zeros_like(w), a, b, groups, backend="reference")
@@ -250,7 +250,7 @@ def product(along: str, tables):
     if along == "m":
         a, b = (ops.quantize(t, f, backend="reference").rowwise for t, f in ((x, FP8_1X128), (w, FP8_128X128)))
     else:
-        a = b = ops.grouped_quantize(x, ENDS, FP8_1X128, **COLUMNWISE).columnwise
+        a = b = ops.quantize(x, FP8_1X128, groups=ENDS, **COLUMNWISE).columnwise
     if along == "added":
         return ops.add_grouped_matmul_(torch.zeros(3, 32, 32, device=DEVICE), a, b, groups, backend="reference")
     return ops.grouped_matmul(a, b, groups, along=along, out_dtype=torch.float32, backend="reference")

@@ -19,12 +19,11 @@ def cases(target: int):
     import torch
 
     from torchao_blockwise.formats import FP8_1X128, FP8_128X128, NVFP4_1X16, NVFP4_16X16, Groups
-    from torchao_blockwise.ops.gemm.grouped import kernels_triton as grouped
-    from torchao_blockwise.ops.gemm.plain import kernels_triton as matmul
+    from torchao_blockwise.ops.gemm import kernels_triton as grouped
     from torchao_blockwise.ops.groups.ends import padded_tokens
     from torchao_blockwise.ops.groups.tables.kernels_triton import group_tables
 
-    matmul.compute_capability = grouped.compute_capability = lambda device: divmod(target, 10)
+    grouped.compute_capability = lambda device: divmod(target, 10)
 
     def case(along, a_fmt, b_fmt, m, n, k, groups, out_dtype, accumulate=False, scaled=False):
         dtype = "accumulate" if accumulate else str(out_dtype)[6:]
@@ -40,7 +39,7 @@ def cases(target: int):
             a, b = (x._replace(global_scale=torch.ones(groups)) for x in (a, b))
         if accumulate:
             out = torch.zeros(groups, n, k)
-            return label, lambda: grouped.add_grouped_matmul(out, a, b, ends)
+            return label, lambda: grouped.add_matmul(out, a, b, ends)
         return label, lambda: grouped.grouped_matmul(a, b, ends, along, out_dtype)
 
     for fmt in (FP8_1X128, NVFP4_1X16):

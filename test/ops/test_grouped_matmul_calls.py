@@ -68,7 +68,7 @@ def test_compiled_products_follow_tokens_and_routing(pair):
     def products(x, dy, ends, out):
         a = ops.quantize(x, fmt, backend="reference").rowwise
         options = {"rowwise": False, "columnwise": True, "backend": "reference"}
-        dy_columnwise, x_columnwise = (ops.grouped_quantize(t, ends, fmt, **options).columnwise for t in (dy, x))
+        dy_columnwise, x_columnwise = (ops.quantize(t, fmt, groups=ends, **options).columnwise for t in (dy, x))
         ops.add_grouped_matmul_(out, dy_columnwise, x_columnwise, ends, backend="reference")
         return (
             ops.grouped_matmul(a, w, ends, out_dtype=torch.bfloat16, backend="reference"),

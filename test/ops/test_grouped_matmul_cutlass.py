@@ -11,10 +11,10 @@ from grouped_products import PAIRS, ROUTINGS, Case, assert_close_to_each_group
 from product_budgets import pair_id
 
 from torchao_blockwise.formats import FP8_1X128, FP8_128X128, NVFP4_1X16, NVFP4_16X16, Operand
-from torchao_blockwise.ops.gemm.grouped import cutlass
+from torchao_blockwise.ops.gemm import cutlass
 from torchao_blockwise.ops.groups.ends import as_groups
 
-tail = pytest.importorskip("torchao_blockwise.ops.gemm.grouped.kernels_tail")
+tail = pytest.importorskip("torchao_blockwise.ops.gemm.kernels_blackwell")
 NVFP4_PAIRS = [pair for pair in PAIRS["m"] if pair[0] is NVFP4_1X16]
 N, K = 144, 224
 

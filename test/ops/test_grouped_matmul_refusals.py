@@ -81,7 +81,7 @@ REFUSALS = {
         lambda: multiply(a=quantized(8, 200), b=quantized(16, 200), along="k"),
         ValueError(
             'grouped_matmul: along "k" tokens are padded to whole blocks of 128, got payloads of 200 columns; quantize'
-            " a and b by grouped_quantize(..., columnwise=True)"
+            " a and b with groups=..., columnwise=True"
         ),
     ),
     "devices": (

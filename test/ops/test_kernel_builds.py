@@ -21,8 +21,8 @@ def cases(target: int):
 
     from torchao_blockwise import _compat
     from torchao_blockwise.formats import FORMATS, FP8_1X128, FP8_128X128, NVFP4_1X16, NVFP4_16X16, CastOptions
-    from torchao_blockwise.ops.gemm.plain import kernels_decode as decode
-    from torchao_blockwise.ops.gemm.plain import kernels_triton as matmul
+    from torchao_blockwise.ops.gemm import kernels_decode as decode
+    from torchao_blockwise.ops.gemm import kernels_triton as matmul
     from torchao_blockwise.ops.quantization import kernels_amax as amax
     from torchao_blockwise.ops.quantization import kernels_triton as quantize
     from torchao_blockwise.ops.transposition import kernels_triton as transpose
@@ -54,7 +54,12 @@ def cases(target: int):
 
         label = f"quantize one_read fp8_1x128 {m}x{k} {str(dtype)[6:]} {warps} warps" + " power_of_2" * power_of_2
         x, options = torch.zeros(m, k, dtype=dtype), CastOptions(FP8_1X128, True, True, power_of_2)
-        return label, lambda: gluon.quantize(x, None, options, build=(FP8_1X128.block[1], warps))
+
+        def launch():
+            gluon.BOTH = FP8_1X128.block[1], warps
+            gluon.quantize(x, None, options)
+
+        return label, launch
 
     def columnwise_read_case(m, k):
         from torchao_blockwise.ops.quantization import kernels_gluon as gluon
@@ -136,7 +141,6 @@ def _shard_cases(target: int):
     from torchao_blockwise.formats import FP8_128X128, NVFP4_16X16
     from torchao_blockwise.ops.shards import kernels_triton as partial_cast
     from torchao_blockwise.ops.shards.flat import CODES, WHOLE, Shards
-    from torchao_blockwise.ops.transposition.many import kernels_triton as transpose_many
 
     def case(fmt, op, alignment, master, dtype, count, packed=True):
         start, n, shape = (1024, 2**18, (1, 512, 1024)) if alignment == "aligned" else (77, 9999, (3, 300, 501))
@@ -150,8 +154,6 @@ def _shard_cases(target: int):
         amax_bits, encode = torch.zeros(2**16, dtype=torch.int32), torch.zeros(2**16)
         scales = [torch.zeros(64, dtype=fmt.scale_dtype)] * count
         global_scales = [torch.zeros(())] * count if fmt.has_global_scale else []
-        operand_rows, operand_columns = shape[1:] if alignment == "aligned" else (301, 501)
-        operand = kernel_builds.operand(fmt, operand_rows, operand_columns)
         launch = {
             "partial_block_amax": lambda: partial_cast.partial_block_amax_(amax_bits, shards),
             "partial_cast": lambda: partial_cast.partial_cast_([target] * count, shards, encode, into),
@@ -160,9 +162,6 @@ def _shard_cases(target: int):
             ),
             "block_scales": lambda: partial_cast.block_scales_(
                 encode, scales, global_scales, amax_bits, firsts, fmt, fmt.has_power_of_2_scales and count == 2
-            ),
-            "transpose_many": lambda: transpose_many.transpose_many(
-                [operand.qdata] * count, [operand.scale] * count, [operand_columns] * count, fmt
             ),
         }[op]
         label = f"{op} {fmt.name} {alignment} {str(master)[6:]} {str(dtype)[6:]} x{count}" + " codes" * (not packed)
@@ -180,7 +179,6 @@ def _shard_cases(target: int):
                         yield case(fmt, "partial_cast", alignment, master, dtype, 32, packed)
                 if target >= 89 and fmt is FP8_128X128:
                     yield case(fmt, "whole_block_cast", alignment, master, dtype, 1)
-            yield case(fmt, "transpose_many", alignment, *pairs[0], 1)
         for count in (1, 2, 32):
             yield case(fmt, "block_scales", "aligned", *pairs[0], count)
 

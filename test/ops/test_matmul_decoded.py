@@ -11,7 +11,7 @@ from torchao_blockwise.ops.backend import why_no_triton
 from torchao_blockwise.ops.gemm.plain import _why_not_decoded
 from torchao_blockwise.testing import assert_bitwise_equal, random_tensor, relative_error, shape_id
 
-decoded = pytest.importorskip("torchao_blockwise.ops.gemm.plain.kernels_decode")
+decoded = pytest.importorskip("torchao_blockwise.ops.gemm.kernels_decode")
 reason = why_no_triton(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
 if reason is not None:
     pytest.skip(reason, allow_module_level=True)

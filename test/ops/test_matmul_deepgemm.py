@@ -19,7 +19,7 @@ import torch
 from torchao_blockwise import ops
 from torchao_blockwise._compat import deep_gemm_library as library
 from torchao_blockwise.formats import FP8_1X128, FP8_128X128, NVFP4_1X16, NVFP4_16X16, Operand
-from torchao_blockwise.ops.gemm.plain import deepgemm
+from torchao_blockwise.ops.gemm import deepgemm
 from torchao_blockwise.testing import random_tensor, relative_error, shape_id
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)

@@ -1,82 +1,101 @@
-"""ops.quantize on meta tensors, and what it refuses with which message."""
+"""What ops.quantize refuses, also of groups, transforms, random bits and tensor scales, with which message."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from expecttest import assert_expected_inline
 
 from torchao_blockwise import ops
-from torchao_blockwise.formats import FP8_1X128, NVFP4_1X16
+from torchao_blockwise.formats import FP8_1X128, FP8_128X128, NVFP4_1X16, NVFP4_16X16, StochasticRounding
 
-X = torch.ones(2, 32)
-TYPE_REFUSALS = {
-    dtype: f"quantize: x must be bfloat16, float16 or float32, got {dtype}; cast it first"
-    for dtype in (torch.int32, torch.uint8, torch.bool, torch.float64, torch.complex64, torch.float8_e4m3fn)
-}
-NO_KERNEL_DEVICE = "Triton kernels run on CUDA devices, got cpu (TRITON_INTERPRET=1 interprets them on a CPU)"
-REFUSALS = {
-    "1-D": (
-        lambda: ops.quantize(torch.ones(32), FP8_1X128),
-        "quantize: x must have at least 2 dims [.., M, K], got shape [32]; reshape it",
-    ),
-    "unknown format": (
-        lambda: ops.quantize(X, "fp8"),
-        "no block format 'fp8'; the formats are fp8_1x128, fp8_128x128, nvfp4_1x16, nvfp4_16x16",
-    ),
-    "nothing asked": (
-        lambda: ops.quantize(X, FP8_1X128, rowwise=False),
-        "quantize: nothing to compute; ask for rowwise, columnwise or both",
-    ),
-    "power_of_2 on nvfp4": (
-        lambda: ops.quantize(X, NVFP4_1X16, power_of_2_scales=True),
-        "quantize: nvfp4_1x16 has no power_of_2_scales; its block scales are torch.float8_e4m3fn",
-    ),
-    "tensor_amax on fp8": (
-        lambda: ops.quantize(X, FP8_1X128, tensor_amax=torch.tensor(1.0)),
-        "quantize: fp8_1x128 has no tensor scale; leave tensor_amax out",
-    ),
-    "tensor_amax of one element": (
-        lambda: ops.quantize(X, NVFP4_1X16, tensor_amax=torch.ones(1)),
-        "quantize: tensor_amax must be a float32 scalar, got torch.float32 of shape [1]",
-    ),
-    "tensor_amax in bf16": (
-        lambda: ops.quantize(X, NVFP4_1X16, tensor_amax=torch.tensor(1.0, dtype=torch.bfloat16)),
-        "quantize: tensor_amax must be a float32 scalar, got torch.bfloat16 of shape []",
-    ),
-    "unknown backend": (
-        lambda: ops.quantize(X, FP8_1X128, backend="cuda"),
-        "no backend 'cuda'; the backends are auto, reference, triton, cublas, gluon, deep_gemm, cutlass;"
-        " did you mean 'cublas'?",
-    ),
-    "backend without an implementation": (
-        lambda: ops.quantize(X, FP8_1X128, backend="cublas"),
-        "quantize: backend cublas has no implementation; choose one of gluon, triton, reference, or auto",
-    ),
-}
+X, ONE, TWO = torch.ones(4, 32), torch.ones(()), torch.ones(2)
+ROUNDING = StochasticRounding(1, 2, 3)
+PART = ROUNDING._replace(start=(16, 0))
 
 
-@pytest.mark.parametrize("dtype", TYPE_REFUSALS, ids=lambda d: str(d)[6:])
-def test_refuses_dtype(dtype):
-    with pytest.raises(TypeError) as error:
-        ops.quantize(torch.ones(2, 32).to(dtype), FP8_1X128)
-    assert str(error.value) == TYPE_REFUSALS[dtype]
+def ends(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
 
 
-@pytest.mark.parametrize(("call", "message"), REFUSALS.values(), ids=REFUSALS)
-def test_refuses(call, message):
-    with pytest.raises(ValueError) as error:
-        call()
-    assert str(error.value) == message
+DTYPES = (torch.int32, torch.bool, torch.float64, torch.complex64, torch.float8_e4m3fn)
+CALLS = [
+    *((X.to(dtype), FP8_1X128, {}) for dtype in DTYPES),
+    (X[0], FP8_1X128, {}),
+    (X, "fp8", {}),
+    (X, FP8_1X128, {"rowwise": False}),
+    (X, NVFP4_1X16, {"power_of_2_scales": True}),
+    (X, FP8_1X128, {"scale_per_group": True}),
+    # Amaxes that are given.
+    (X, FP8_1X128, {"tensor_amax": ONE}),
+    (X, NVFP4_1X16, {"tensor_amax": TWO}),
+    (X, NVFP4_1X16, {"tensor_amax": ONE.bfloat16()}),
+    (X, NVFP4_1X16, {"groups": ends(1, 4), "scale_per_group": True, "tensor_amax": ONE}),
+    (X, NVFP4_1X16, {"columnwise": True, "hadamard": True, "tensor_amax": ONE}),
+    (X, NVFP4_1X16, {"tensor_amax": (ONE, ONE)}),
+    # Transforms and random bits.
+    (X, FP8_1X128, {"columnwise": True, "hadamard": True}),
+    (X, NVFP4_1X16, {"hadamard": True}),
+    (X, FP8_1X128, {"stochastic": ROUNDING}),
+    (X, NVFP4_16X16, {"stochastic": ROUNDING}),
+    (X[None], NVFP4_1X16, {"stochastic": ROUNDING}),
+    (X, NVFP4_1X16, {"columnwise": True, "stochastic": PART}),
+    (X, NVFP4_1X16, {"stochastic": StochasticRounding(-1, 0, 0)}),
+    # Groups.
+    (X, FP8_128X128, {"groups": ends(1, 4)}),
+    (X[None], FP8_1X128, {"groups": ends(1, 4)}),
+    (X, FP8_1X128, {"groups": ends(3, 2)}),
+    (X, NVFP4_1X16, {"groups": ends(3, 5)}),
+    (X, FP8_1X128, {"groups": torch.tensor([4])}),
+    (X, FP8_1X128, {"groups": ends(1, 4).to("meta")}),
+    # Backends.
+    (X, FP8_1X128, {"backend": "cuda"}),
+    (X, FP8_1X128, {"backend": "cublas", "columnwise": True}),
+    (X, FP8_1X128, {"backend": "triton"}),
+]
 
 
-def test_a_named_backend_that_cannot_run_raises(monkeypatch):
+def test_refusals(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "0")
-    with pytest.raises(ValueError) as error:
-        ops.quantize(X, FP8_1X128, backend="triton")
-    assert str(error.value) == f"quantize: backend triton cannot run: {NO_KERNEL_DEVICE}; choose another, or auto"
-
-
-@pytest.mark.parametrize("columnwise", (False, True))
-def test_messages_name_the_function(columnwise):
-    with pytest.raises(ValueError, match=r"^quantize: backend cublas has no implementation"):
-        ops.quantize(torch.ones(4, 128), FP8_1X128, columnwise=columnwise, backend="cublas")
+    messages = []
+    for x, fmt, options in CALLS:
+        with pytest.raises((TypeError, ValueError)) as error:
+            ops.quantize(x, fmt, **options)
+        messages.append(f"{error.type.__name__} {error.value}\n")
+    assert_expected_inline(
+        "".join(messages),
+        """\
+TypeError quantize: x must be bfloat16, float16 or float32, got torch.int32; cast it first
+TypeError quantize: x must be bfloat16, float16 or float32, got torch.bool; cast it first
+TypeError quantize: x must be bfloat16, float16 or float32, got torch.float64; cast it first
+TypeError quantize: x must be bfloat16, float16 or float32, got torch.complex64; cast it first
+TypeError quantize: x must be bfloat16, float16 or float32, got torch.float8_e4m3fn; cast it first
+ValueError quantize: x must have at least 2 dims [.., M, K], got shape [32]; reshape it
+ValueError no block format 'fp8'; the formats are fp8_1x128, fp8_128x128, nvfp4_1x16, nvfp4_16x16
+ValueError quantize: nothing to compute; ask for rowwise, columnwise or both
+ValueError quantize: nvfp4_1x16 has no power_of_2_scales; its block scales are torch.float8_e4m3fn
+ValueError quantize: scale_per_group is for tensor scales, which fp8_1x128 has not; leave it out
+ValueError quantize: fp8_1x128 has no tensor scale; leave tensor_amax out
+ValueError quantize: tensor_amax must be a float32 scalar, got torch.float32 of shape [2]
+ValueError quantize: tensor_amax must be a float32 scalar, got torch.bfloat16 of shape []
+ValueError quantize: tensor_amax must be [2] float32, one for each group, got torch.float32 of shape []
+ValueError quantize: tensor_amax must be two, of the tensor and of its transform, with hadamard, and one without it
+ValueError quantize: tensor_amax must be two, of the tensor and of its transform, with hadamard, and one without it
+ValueError quantize: hadamard is for nvfp4_1x16, got fp8_1x128; leave it out
+ValueError quantize: hadamard transforms the columnwise copy, which is not asked for; leave it out
+ValueError quantize: stochastic is for nvfp4_1x16, got fp8_1x128; leave it out
+ValueError quantize: stochastic is for nvfp4_1x16, got nvfp4_16x16; leave it out
+ValueError quantize: x must be [M, K], got shape [1, 4, 32]; flatten its leading dims
+ValueError quantize: start and grid of stochastic are those of one copy's blocks, and both are asked for; ask for one after the other, the columnwise one with stream + 1
+ValueError stochastic: seed must be from 0 to 2^64 - 1, got -1
+ValueError quantize: tokens in groups need blocks of one row, got fp8_128x128; take fp8_1x128 or nvfp4_1x16, the formats of activations
+ValueError quantize: x must be [M, K], got shape [1, 4, 32]; flatten its leading dims
+ValueError quantize: group_ends must not decrease and must lie in [0, 4], the number of tokens, got group_ends[1] = 2 after 3; pass the cumulative sum of the groups' sizes
+ValueError quantize: group_ends must not decrease and must lie in [0, 4], the number of tokens, got group_ends[1] = 5 after 3; pass the cumulative sum of the groups' sizes
+TypeError quantize: group_ends must be int32, got torch.int64; use group_ends.int()
+ValueError quantize: group_ends must be on the tokens' device cpu, got meta; move it
+ValueError no backend 'cuda'; the backends are auto, reference, triton, cublas, gluon, deep_gemm, cutlass; did you mean 'cublas'?
+ValueError quantize: backend cublas has no implementation; choose one of gluon, triton, reference, or auto
+ValueError quantize: backend triton cannot run: Triton kernels run on CUDA devices, got cpu (TRITON_INTERPRET=1 interprets them on a CPU); choose another, or auto
+""",  # noqa: E501
+    )

@@ -6,8 +6,6 @@ columns, first and second element of a byte, masks at ragged ends, scales of squ
 
 from __future__ import annotations
 
-import importlib
-
 import pytest
 import torch
 from grouped_products import PAIRS, ROUTINGS, Case, assert_close_to_each_group
@@ -18,9 +16,7 @@ from torchao_blockwise.formats import NVFP4_1X16, NVFP4_16X16
 from torchao_blockwise.testing import random_tensor
 
 interpreter = pytest.importorskip("triton.runtime.interpreter")
-plain, grouped = (
-    importlib.import_module(f"torchao_blockwise.ops.gemm.{kind}.kernels_triton") for kind in ("plain", "grouped")
-)
+kernels = pytest.importorskip("torchao_blockwise.ops.gemm.kernels_triton")
 
 # (M, N, K): empty in each dim, one element, one block, ragged in each dim, odd K, several tiles.
 PRODUCTS = (
@@ -53,8 +49,7 @@ def dots(monkeypatch) -> list:
         return interpreter.TensorHandle(out.float().numpy(), acc.dtype.scalar)
 
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot_scaled", create_dot_scaled, raising=False)
-    for kernels in (plain, grouped):
-        monkeypatch.setattr(kernels, "decodes", lambda fmt, device: False)
+    monkeypatch.setattr(kernels, "decodes", lambda fmt, device: False)
     return seen
 
 

@@ -20,30 +20,31 @@ def quantize(x, fmt) -> Operand:
     return ops.quantize(x, fmt, backend="reference").rowwise
 
 
+def check(fmt, *shape: int, backend: str, device) -> None:
+    """The transpose is the quantized transpose, in memory of its own; twice is the identity."""
+    x = random_tensor(*shape, device=device)
+    q = quantize(x, fmt)
+    once = ops.transpose(q, columns=shape[-1], backend=backend)
+    assert_operands_equal(once, quantize(x.mT.contiguous(), fmt))
+    assert once.qdata.is_contiguous() and once.scale.is_contiguous()
+    assert_operands_equal(ops.transpose(once, columns=shape[-2], backend=backend), q)
+    if x.numel():
+        assert once.qdata.data_ptr() != q.qdata.data_ptr() and once.scale.data_ptr() != q.scale.data_ptr()
+
+
 @backends
 @shapes
 @formats
 def test_is_quantizing_the_transpose(fmt, shape, backend, device):
-    x = random_tensor(*shape, device=device)
-    transposed = ops.transpose(quantize(x, fmt), columns=shape[-1], backend=backend)
-    assert_operands_equal(transposed, quantize(x.mT.contiguous(), fmt))
-    assert transposed.qdata.is_contiguous() and transposed.scale.is_contiguous()
+    check(fmt, *shape, backend=backend, device=device)
 
 
-@backends
-@shapes
+@settings(deadline=None, max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(rows=st.integers(0, 70), columns=st.integers(0, 150))
 @formats
-def test_twice_is_the_identity(fmt, shape, backend, device):
-    q = quantize(random_tensor(*shape, device=device), fmt)
-    once = ops.transpose(q, columns=shape[-1], backend=backend)
-    assert_operands_equal(ops.transpose(once, columns=shape[-2], backend=backend), q)
-
-
 @backends
-@formats
-def test_decodes_to_the_transpose(fmt, backend, device):
-    q = quantize(random_tensor(48, 200, device=device), fmt)
-    assert_bitwise_equal(ops.dequantize(ops.transpose(q, backend=backend)), ops.dequantize(q).mT)
+def test_any_shape(backend, fmt, rows, columns, device):
+    check(fmt, rows, columns, backend=backend, device=device)
 
 
 @backends
@@ -65,22 +66,6 @@ def test_moves_every_code_untouched(fmt, backend, device):
     assert_bitwise_equal(got.scale, scale.mT.contiguous(), "scale")
 
 
-@settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(rows=st.integers(0, 70), columns=st.integers(0, 150))
-@formats
-@backends
-def test_any_shape(backend, fmt, rows, columns, device):
-    x = random_tensor(rows, columns, device=device)
-    got = ops.transpose(quantize(x, fmt), columns=columns, backend=backend)
-    assert_operands_equal(got, quantize(x.mT.contiguous(), fmt))
-
-
-@pytest.fixture
-def launches(machine):
-    """Launches of the kernels."""
-    return machine.launches_of(pytest.importorskip("torchao_blockwise.ops.transposition.kernels_triton"))
-
-
 def random_operand(fmt, *shape, device) -> Operand:
     """Any bytes and any scales: every block has a scale of its own."""
     qdata = torch.randint(0, 256, fmt.qdata_shape(*shape), dtype=torch.uint8, device=device)
@@ -90,50 +75,39 @@ def random_operand(fmt, *shape, device) -> Operand:
     return Operand(qdata.view(fmt.element.storage_dtype), scale, global_scale, fmt.name)
 
 
-def assert_transposed(got, q, columns):
-    assert_operands_equal(got, ops.transpose(q, columns=columns, backend="reference"))
+# --- ways through the kernels -----------------------------------------------------------------------------------------
+
+# Format, shape, bytes before the payload in memory, the kernel that moves it: scales too, in one launch.
+WAYS = [
+    *((FP8_128X128, shape, 0, "quads") for shape in ((16, 16), (528, 400), (3, 272, 528), (2, 16, 272))),
+    *((FP8_128X128, (48, 272), offset, "quads" if offset == 16 else "bytes") for offset in (1, 2, 4, 8, 16)),
+    *((FP8_128X128, shape, 0, "bytes") for shape in ((150, 272), (2, 37, 302))),
+    *((NVFP4_16X16, shape, 0, "pairs") for shape in ((272, 144), (150, 272), (2, 37, 302))),
+]
 
 
 @pytest.mark.parametrize("least", (0, 64 << 20), ids=("small", "large"))
-@pytest.mark.parametrize("shape", ((16, 16), (272, 144), (528, 400), (3, 272, 528), (2, 16, 272)), ids=shape_id)
-def test_rows_on_16_bytes_move_four_bytes_at_a_time(shape, least, device, launches, monkeypatch):
+@pytest.mark.parametrize(("fmt", "shape", "offset", "kernel"), WAYS)
+def test_kernels_by_shape_and_address(fmt, shape, offset, kernel, least, device, machine, monkeypatch):
     kernels = pytest.importorskip("torchao_blockwise.ops.transposition.kernels_triton")
     monkeypatch.setattr(kernels, "_QUADS_TILES", {0: kernels._QUADS_TILES[least]})
-    q = random_operand(FP8_128X128, *shape, device=device)
-    assert_transposed(ops.transpose(q, backend="triton"), q, shape[-1])
-    assert [launch.kernel for launch in launches] == [kernels._transpose_quads_kernel]
-
-
-@pytest.mark.parametrize(
-    ("rows", "columns", "tile"), ((8192, 8176, (256, 128, 4)), (8192, 8192, (256, 256, 8))), ids=("below", "from")
-)
-def test_tiles_are_large_from_64_mi_elements_on(rows, columns, tile, machine):
-    kernels = pytest.importorskip("torchao_blockwise.ops.transposition.kernels_triton")
-    launches = machine.launches_of(kernels, happen=False)
-    empty = FP8_128X128.new_empty(torch.empty(0), rows, columns)
-    kernels.transpose(Operand(*empty, None, FP8_128X128.name), columns)
-    (launch,) = launches
-    options = launch.options
-    assert (options["TILE_M"], options["TILE_K"], options["num_warps"]) == tile
-
-
-@pytest.mark.parametrize("shape", ((272, 144), (150, 272), (272, 150), (2, 37, 302)), ids=shape_id)
-@formats
-def test_scales_move_in_the_launch_of_the_payload(fmt, shape, device, launches):
-    q = random_operand(fmt, *shape, device=device)
-    assert_transposed(ops.transpose(q, backend="triton"), q, shape[-1])
-    assert len(launches) == 1
-
-
-@pytest.mark.parametrize("offset", (1, 2, 4, 8, 16))
-def test_payload_may_begin_anywhere(offset, device, launches):
-    q = random_operand(FP8_128X128, 48, 272, device=device)
+    launches, q = machine.launches_of(kernels), random_operand(fmt, *shape, device=device)
     memory = torch.empty(q.qdata.numel() + 16, dtype=torch.uint8, device=device)
     assert memory.data_ptr() % 16 == 0
-    moved = memory[offset : offset + q.qdata.numel()].view(48, 272).copy_(q.qdata.view(torch.uint8))
-    moved = q._replace(qdata=moved.view(q.qdata.dtype))
-    assert_transposed(ops.transpose(moved, backend="triton"), q, 272)
-    assert ("quads" in launches[0].kernel.fn.__name__) == (offset == 16)
+    moved = memory[offset : offset + q.qdata.numel()].view(q.qdata.shape).copy_(q.qdata.view(torch.uint8))
+    got = ops.transpose(q._replace(qdata=moved.view(q.qdata.dtype)), columns=shape[-1], backend="triton")
+    assert_operands_equal(got, ops.transpose(q, columns=shape[-1], backend="reference"))
+    assert [launch.kernel.fn.__name__ for launch in launches] == [f"_transpose_{kernel}_kernel"]
+
+
+@pytest.mark.parametrize(("columns", "tile"), ((8176, (256, 128, 4)), (8192, (256, 256, 8))), ids=("below", "from"))
+def test_tiles_are_large_from_64_mi_elements_on(columns, tile, machine):
+    kernels = pytest.importorskip("torchao_blockwise.ops.transposition.kernels_triton")
+    launches = machine.launches_of(kernels, happen=False)
+    empty = FP8_128X128.new_empty(torch.empty(0), 8192, columns)
+    kernels.transpose(Operand(*empty, None, FP8_128X128.name), columns)
+    (launch,) = launches
+    assert tuple(launch.options[name] for name in ("TILE_M", "TILE_K", "num_warps")) == tile
 
 
 @backends
@@ -142,52 +116,35 @@ def test_matrices_may_lie_apart(fmt, backend, device):
     q = random_operand(fmt, 5, 48, 272, device=device)
     apart = q._replace(qdata=q.qdata[::2], scale=q.scale[::2])
     together = q._replace(qdata=q.qdata[::2].contiguous(), scale=q.scale[::2].contiguous())
-    assert_transposed(ops.transpose(apart, backend=backend), together, 272)
+    assert_operands_equal(ops.transpose(apart, backend=backend), ops.transpose(together, backend="reference"))
 
 
-@backends
-@formats
-@pytest.mark.parametrize("shape", ((1, 128), (128, 1), (128, 128)), ids=shape_id)
-def test_shares_no_memory_with_its_input(fmt, shape, backend, device):
-    q = quantize(random_tensor(*shape, device=device), fmt)
-    got = ops.transpose(q, columns=shape[-1], backend=backend)
-    assert got.qdata.data_ptr() != q.qdata.data_ptr()
-    assert got.scale.data_ptr() != q.scale.data_ptr()
-
-
-@pytest.mark.parametrize("fmt", (FP8_1X128, NVFP4_1X16), ids=lambda f: f.name)
-def test_refuses_one_row_blocks(fmt):
-    with pytest.raises(ValueError) as error:
-        ops.transpose(quantize(torch.ones(2, 32), fmt))
-    assert str(error.value) == (
-        f"transpose: x in {fmt.name} has blocks of 1x{fmt.block[1]}, a transpose would need other scales; "
-        "quantize the high-precision tensor with columnwise=True"
-    )
-
+# --- refusals ---------------------------------------------------------------------------------------------------------
 
 SQUARE = quantize(torch.ones(2, 32), NVFP4_16X16)
 REFUSALS = {
-    "tensor": (
-        lambda: ops.transpose(torch.ones(2, 32)),
-        TypeError("transpose: x must be a result of quantize, got Tensor; quantize it first"),
-    ),
-    "plain tuple": (
-        lambda: ops.transpose(tuple(SQUARE)),
-        TypeError("transpose: x must be a result of quantize, got tuple; quantize it first"),
-    ),
-    "columns": (
-        lambda: ops.transpose(SQUARE, columns=30),
-        ValueError("transpose: x with a payload of shape [2, 16] does not hold columns=30"),
-    ),
+    "tensor": (torch.ones(2, 32), {}, "x must be a result of quantize, got Tensor; quantize it first"),
+    "plain tuple": (tuple(SQUARE), {}, "x must be a result of quantize, got tuple; quantize it first"),
+    "columns": (SQUARE, {"columns": 30}, "x with a payload of shape [2, 16] does not hold columns=30"),
     "backend without an implementation": (
-        lambda: ops.transpose(SQUARE, backend="cublas"),
-        ValueError("transpose: backend cublas has no implementation; choose one of triton, reference, or auto"),
+        SQUARE,
+        {"backend": "cublas"},
+        "backend cublas has no implementation; choose one of triton, reference, or auto",
     ),
+    **{
+        fmt.name: (
+            quantize(torch.ones(2, 32), fmt),
+            {},
+            f"x in {fmt.name} has blocks of 1x{fmt.block[1]}, a transpose would need other scales; "
+            "quantize the high-precision tensor with columnwise=True",
+        )
+        for fmt in (FP8_1X128, NVFP4_1X16)
+    },
 }
 
 
-@pytest.mark.parametrize(("call", "expected"), REFUSALS.values(), ids=REFUSALS)
-def test_refuses(call, expected):
-    with pytest.raises(type(expected)) as error:
-        call()
-    assert str(error.value) == str(expected)
+@pytest.mark.parametrize(("x", "options", "message"), REFUSALS.values(), ids=REFUSALS)
+def test_refuses(x, options, message):
+    with pytest.raises(ValueError if isinstance(x, Operand) else TypeError) as error:
+        ops.transpose(x, **options)
+    assert str(error.value) == f"transpose: {message}"

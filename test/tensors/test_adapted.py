@@ -33,12 +33,14 @@ def test_the_sum_is_a_weight(from_hp):
 
 
 @every_kind
-def test_what_is_no_adapter_is_refused(from_hp):
-    """Products with the weight itself would be in high precision; a tensor of nobody's has no recipe."""
-    with pytest.raises(NotImplementedError, match="an adapter b @ a is added to a converted weight alone"):
-        torch.baddbmm(from_hp(W), B, A)
-    with pytest.raises(NotImplementedError, match="its factors are plain tensors"):
-        torch.baddbmm(torch.zeros(2, 4, 48), torch.zeros(2, 4, 32), converted(from_hp))
+def test_what_is_not_an_adapter_is_refused(from_hp):
+    """GEMMs with the weight itself would be in high precision; a tensor that no conversion made has no recipe."""
+    for baddbmm in (
+        lambda: torch.baddbmm(from_hp(W), B, A),
+        lambda: torch.baddbmm(torch.zeros(2, 4, 48), torch.zeros(2, 4, 32), converted(from_hp)),
+    ):
+        with pytest.raises(NotImplementedError, match="an adapter b @ a is added only to a converted weight"):
+            baddbmm()
 
 
 def loaded(layer):

@@ -10,7 +10,7 @@ import pickle
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from helpers import both_formats, saved_and_loaded
+from helpers import saved_and_loaded
 from torchao.core.config import config_from_dict, config_to_dict
 
 from torchao_blockwise import BlockwiseFP8TrainingConfig, NVFP4TrainingConfig, ops
@@ -39,32 +39,21 @@ def test_formats():
 
 
 WRONG = {
-    "save_activations": (
-        {"save_activations": "bf16"},
-        ValueError,
-        "save_activations must be 'quantized' or 'high_precision', got 'bf16'",
-    ),
-    "master_weights": ({"master_weights": "yes"}, TypeError, "master_weights must be True or False, got 'yes'"),
-    "master_weights_int": ({"master_weights": 1}, TypeError, "master_weights must be True or False, got 1"),
-    "backend": (
-        {"backend": "cudnn"},
-        ValueError,
-        "no backend 'cudnn'; the backends are auto, reference, triton, cublas, gluon, deep_gemm, cutlass",
-    ),
-    "out_dtype": (
-        {"out_dtype": torch.float64},
-        ValueError,
-        r"out_dtype must be .* or None \(the input's\), got torch.float64",
-    ),
-    "out_dtype_str": ({"out_dtype": "bfloat16"}, ValueError, "out_dtype must be torch.bfloat16"),
-    "misspelt": ({"backends": "auto"}, TypeError, "no option 'backends'"),
+    "save_activations": ({"save_activations": "bf16"}, "must be 'quantized' or 'high_precision', got 'bf16'"),
+    "master_weights": ({"master_weights": "yes"}, "master_weights must be True or False, got 'yes'"),
+    "backend": ({"backend": "cudnn"}, "no backend 'cudnn'; the backends are auto, reference, triton, cublas, gluon,"),
+    "out_dtype": ({"out_dtype": torch.float64}, r"out_dtype must be .* or None \(the input's\), got torch.float64"),
+    "out_dtype_str": ({"out_dtype": "bfloat16"}, "out_dtype must be torch.bfloat16"),
+    "unknown": ({"x": 1}, r"no option 'x'; its options are .*save_activations, master_weights"),
+    "misspelled": ({"save_activation": "quantized"}, "no option 'save_activation'.*; did you mean 'save_activations'?"),
+    "misspelled_backend": ({"backend": "tritn"}, r"no backend 'tritn'; .*; did you mean 'triton'\?"),
 }
 
 
 @both_classes
-@pytest.mark.parametrize(("fields", "error", "message"), WRONG.values(), ids=WRONG)
-def test_wrong_values(cls, fields, error, message):
-    with pytest.raises(error, match=message):
+@pytest.mark.parametrize(("fields", "message"), WRONG.values(), ids=WRONG)
+def test_wrong_values(cls, fields, message):
+    with pytest.raises((TypeError, ValueError), match=message):
         cls(**fields)
 
 
@@ -86,12 +75,6 @@ def test_the_name_that_a_format_had_for_what_it_saves_is_still_taken(cls):
     loaded = object.__new__(cls)
     loaded.__setstate__(state)
     assert loaded == cls()
-
-
-@both_formats
-def test_frozen(config):
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        config.backend = "reference"
 
 
 @both_classes
@@ -131,15 +114,3 @@ def test_round_trips(cls, trip):
 def test_configs_of_different_classes_differ():
     assert BlockwiseFP8TrainingConfig() != NVFP4TrainingConfig()
     assert len({cls(master_weights=m) for cls in CONFIGS for m in (True, False)}) == 4
-
-
-@pytest.mark.parametrize("kind", (BlockwiseFP8TrainingConfig, NVFP4TrainingConfig))
-def test_a_misspelled_option_is_named_with_the_nearest(kind):
-    with pytest.raises(
-        TypeError, match=f"{kind.__name__}: no option 'save_activation'.*; did you mean 'save_activations'?"
-    ):
-        kind(save_activation="quantized")
-    with pytest.raises(TypeError, match=r"no option 'x'; its options are .*save_activations, master_weights"):
-        kind(x=1)
-    with pytest.raises(ValueError, match=r"no backend 'tritn'; .*; did you mean 'triton'\?"):
-        kind(backend="tritn")

@@ -29,15 +29,11 @@ def test_from_hp_is_quantize(shape, block_size):
     assert_bitwise_equal(q.dequantize(), ops.dequantize(expected, dtype=torch.bfloat16, columns=shape[-1]))
 
 
-@both_blocks
-def test_block_size_may_be_any_pair(block_size):
-    assert NVFP4Tensor.from_hp(weight(16, 16), block_size=list(block_size)).block_size == block_size
-
-
-@pytest.mark.parametrize("block_size", ((8, 16), (16, 1), (16,), (128, 128)), ids=str)
-def test_other_block_sizes_are_refused(block_size):
-    with pytest.raises(ValueError, match=r"block_size must be \(16, 16\) or \(1, 16\), got \("):
-        NVFP4Tensor.from_hp(weight(16, 16), block_size=block_size)
+def test_block_sizes():
+    assert NVFP4Tensor.from_hp(weight(16, 16), block_size=[1, 16]).block_size == (1, 16)
+    for block_size in ((8, 16), (16, 1), (16,), (128, 128)):
+        with pytest.raises(ValueError, match=r"block_size must be \(16, 16\) or \(1, 16\), got \("):
+            NVFP4Tensor.from_hp(weight(16, 16), block_size=block_size)
 
 
 @both_blocks
@@ -77,19 +73,11 @@ def test_error_of_a_weight_is_that_of_e2m1():
         assert ((q.dequantize() - w).abs() <= bound).all()
 
 
-def test_zero_and_negative_zero():
-    w = torch.zeros(32, 32)
-    w[0, 0] = -0.0
-    decoded = NVFP4Tensor.from_hp(w).dequantize()
-    assert_bitwise_equal(decoded, w)
-
-
 @both_blocks
 def test_transposes_are_refused(block_size):
     q = NVFP4Tensor.from_hp(weight(32, 32), block_size=block_size)
-    message = "packs two elements a byte" if block_size == (16, 16) else "1x16 blocks has no exact transpose"
     for op in (torch.t, lambda x: x.mT, lambda x: x.T, lambda x: x.transpose(0, 1)):
-        with pytest.raises((NotImplementedError, ValueError), match=message):
+        with pytest.raises(NotImplementedError, match="packs two elements a byte"):
             op(q)
 
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import itertools
+import random
 import subprocess
 import sys
+import zipfile
 
 import pytest
 import torch
+import torch.nn.functional as F
 from helpers import FP8, NVFP4, every_kind, master, mlp, replace, saved_and_loaded, weight
 from torch import nn
 
@@ -65,3 +69,35 @@ def test_optimizer_states_are_plain():
     optimizer.step()
     state = saved_and_loaded(optimizer.state_dict())["state"]
     assert all(type(t) is torch.Tensor for entry in state.values() for t in entry.values())
+
+
+def damaged(data: bytes, rng: random.Random) -> bytes:
+    """A file of `torch.save` with some bytes of its pickle flipped."""
+    out = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(data)) as old, zipfile.ZipFile(out, "w") as new:
+        for name in old.namelist():
+            entry = bytearray(old.read(name))
+            for _ in range(rng.randrange(1, 3) if name.endswith("data.pkl") else 0):
+                entry[rng.randrange(len(entry))] ^= 1 << rng.randrange(8)
+            new.writestr(name, bytes(entry))
+    return out.getvalue()
+
+
+@pytest.mark.filterwarnings("ignore")
+@every_kind
+def test_damaged_files_are_refused_or_multiply(from_hp):
+    """Kernels take sizes from the payload: parts that do not fit each other must not come as far as one."""
+    file = io.BytesIO()
+    torch.save(from_hp(weight(130, 140)), file)
+    loaded = 0
+    for seed in range(300):
+        try:
+            x = torch.load(io.BytesIO(damaged(file.getvalue(), random.Random(seed))), weights_only=True)
+        except Exception:
+            continue
+        if type(x).__name__ in ("BlockwiseFP8Tensor", "NVFP4Tensor"):
+            loaded += 1
+            assert x.dequantize().shape == x.shape and x.shape[-1] in (130, 140)
+            if x.fmt.is_square:
+                assert F.linear(torch.ones(3, x.shape[-1]), x).shape == (3, len(x))
+    assert 5 < loaded < 250

@@ -2,49 +2,37 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 import threading
 import weakref
 
 import pytest
 import torch
-from helpers import FP8, NVFP4, Tied, both_formats, mlp, replace
+from helpers import FP8, NVFP4, Tied, both_formats, mlp, replace, saved_and_loaded, weight_calls
 from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 from torchao.quantization import quantize_
 
-from torchao_blockwise import linears_and_experts, ops, weights_unchanged
+from torchao_blockwise import linears_and_experts, weights_unchanged
 from torchao_blockwise.nn import SwiGLUExperts
-from torchao_blockwise.tensors import weight_operands
 
 pytestmark = pytest.mark.usefixtures("no_interpreter")
 
 
 @pytest.fixture
-def calls(monkeypatch):
-    """What was done to weights, in order: "rowwise" | "columnwise" | "transpose" | "transpose <of how many>"."""
-    seen = []
+def calls():
+    with weight_calls() as calls:
+        yield calls
 
-    class Counting:
-        Backend = ops.Backend
 
-        @staticmethod
-        def quantize_by(hp, options, **others):
-            seen.append("columnwise" if options.columnwise else "rowwise")
-            return ops.quantize_by(hp, options, **others)
-
-        @staticmethod
-        def transpose(*args, **options):
-            seen.append("transpose")
-            return ops.transpose(*args, **options)
-
-        @staticmethod
-        def transpose_many(operands, **options):
-            seen.append(f"transpose {len(operands)}")
-            return ops.transpose_many(operands, **options)
-
-    monkeypatch.setattr(weight_operands, "ops", Counting)
-    return seen
+def take(calls) -> tuple[int, int, int]:
+    """How often weights were quantized rowwise, columnwise and transposed since the last call."""
+    counts = calls.quantize - calls.columnwise, calls.columnwise, calls.transpose
+    calls.quantize = calls.columnwise = calls.transpose = 0
+    return counts
 
 
 def tokens(seed: int = 0):
@@ -63,25 +51,34 @@ def kept_bytes(model) -> int:
     return sum(m.weight.quantized_bytes for m in model.modules() if isinstance(m, nn.Linear))
 
 
+def assert_nothing_is_left(model) -> None:
+    assert kept_bytes(model) == 0
+    assert not any(hasattr(m.weight.hp, "kept_copies") for m in model.modules() if isinstance(m, nn.Linear))
+
+
+def checkpointed(model):
+    return lambda x: checkpoint(model, x, use_reentrant=False)
+
+
+RUNS = {"eager": lambda m: m, "compiled": lambda m: torch.compile(m, fullgraph=True), "checkpointed": checkpointed}
+
+
 @both_formats
 @pytest.mark.parametrize("keep", ("rowwise", "both"))
-@pytest.mark.parametrize("backend", (None, "inductor"), ids=("eager", "compiled"))
-def test_each_weight_is_quantized_once(config, keep, backend, calls, fresh_dynamo):
-    """Gradients are the bits of the passes outside; leaving frees all copies."""
+@pytest.mark.parametrize("make_run", RUNS.values(), ids=RUNS)
+def test_each_weight_is_quantized_once(config, keep, make_run, calls, fresh_dynamo):
+    """Gradients are bitwise identical to those of the passes outside; leaving frees all copies."""
     model = mlp(config)
-    run = model if backend is None else torch.compile(model, backend=backend, fullgraph=True)
+    run = make_run(model)
     expected = passes(model, run=run)
-    assert sorted(calls) == ["columnwise"] * 6 + ["rowwise"] * 6
-    calls.clear()
+    assert take(calls) == (12 if make_run is checkpointed else 6, 6, 0)
     with weights_unchanged(model, keep=keep):
         actual = passes(model, run=run)
         fmt, shapes = config.weight_format, [m.weight.shape for m in (model[0], model[2])]
         both = sum(fmt.nbytes(k, n) for n, k in shapes) if keep == "both" else 0
         assert kept_bytes(model) == sum(fmt.nbytes(*shape) for shape in shapes) + both
-    assert calls.count("rowwise") == 2 and calls.count("columnwise") == 0
-    # Both weights in one launch where they are kept, else each in each backward pass.
-    assert [call for call in calls if "transpose" in call] == (["transpose 2"] if keep == "both" else ["transpose"] * 6)
-    assert kept_bytes(model) == 0 and not weight_operands.kept_weights
+    assert take(calls) == (2, 0, 2 if keep == "both" else 6)
+    assert_nothing_is_left(model)
     for a, b in zip(actual, expected, strict=True):
         assert torch.equal(a, b)
 
@@ -100,35 +97,59 @@ def test_compiled_layers_are_not_compiled_again(fresh_dynamo):
 
 
 CHANGES = {
-    "add_": lambda m: m[0].weight.add_(1),
     "data": lambda m: m[0].weight.data.mul_(2),
     "hp": lambda m: m[0].weight.hp.mul_(2),
-    "set_data": lambda m: setattr(m[0].weight, "data", torch.zeros(160, 64)),
     "optimizer": lambda m: torch.optim.SGD([m[0].weight], lr=1.0).step(),
     "compiled_optimizer": lambda m: torch.compile(torch.optim.SGD([m[0].weight], lr=1.0).step)(),
     "load": lambda m: m.load_state_dict(mlp(seed=1).state_dict()),
+}
+REPLACEMENTS = {
+    "set_data": lambda m: setattr(m[0].weight, "data", torch.zeros(160, 64)),
     "load_assigned": lambda m: m.load_state_dict(mlp(seed=1).state_dict(), assign=True),
-    "replaced": lambda m: setattr(m[0], "weight", nn.Parameter(torch.zeros(160, 64))),
-    "replaced_by_converted": lambda m: setattr(m[0], "weight", mlp(FP8, seed=1)[0].weight),
+    "plain": lambda m: setattr(m[0], "weight", nn.Parameter(torch.zeros(160, 64))),
+    "swapped": lambda m: torch.utils.swap_tensors(m[0].weight, mlp(FP8, seed=1)[0].weight),
 }
 
 
-@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+@pytest.mark.filterwarnings("ignore:.*its weight was replaced")
+@pytest.mark.parametrize("change", (CHANGES | REPLACEMENTS).values(), ids=[*CHANGES, *REPLACEMENTS])
 @pytest.mark.parametrize("when", ("next use", "exit"))
 def test_a_change_inside_raises_with_the_name(change, when, fresh_dynamo):
+    """A weight in the place of another is used as it is, and raises at the end."""
     model = mlp(FP8)
     for p in model.parameters():
         p.grad = torch.ones_like(p)
-    message = r"weights_unchanged: 0\.weight was (changed|replaced) inside the scope"
+    changed = change in CHANGES.values()
+    message = rf"weights_unchanged: 0\.weight was {'changed' if changed else 'replaced'} inside the scope"
     with pytest.raises(RuntimeError, match=message), weights_unchanged(model):
-        model(tokens())
         with torch.no_grad():
+            model(tokens())
             change(model)
         if when == "next use":
-            model(tokens())
-            pytest.fail("the changed weight was used")
-    assert not weight_operands.kept_weights
+            assert torch.equal(model(tokens()), copy.deepcopy(model)(tokens())) and not changed
     model(tokens())
+
+
+def test_copies_and_files_of_a_model_inside_keep_nothing(calls):
+    """As EMA copies a model, and checkpoints are written."""
+    model = mlp(FP8)
+    with weights_unchanged(model):
+        passes(model, 1)
+        average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+        average.update_parameters(model)
+        weights = [saved_and_loaded(model.state_dict())["0.weight"], pickle.loads(pickle.dumps(model[0].weight)).hp]
+        weights += [saved_and_loaded(model[0].weight.hp), copy.deepcopy(model[0].weight.hp)]
+        assert kept_bytes(average.module) == 0 and kept_bytes(model) > 0
+        before = take(calls)[0]
+        assert torch.equal(average.module(tokens()), model(tokens()))
+        assert before == 2 and take(calls)[0] == 2
+    assert all(torch.equal(w, model[0].weight.hp) for w in weights)
+    with torch.no_grad():
+        model[0].weight.mul_(3)
+    average.update_parameters(model)
+    assert torch.allclose(average.module[0].weight.hp, 2 * weights[0])
+    with weights_unchanged(average.module):
+        assert torch.equal(average.module(tokens()), copy.deepcopy(average.module)(tokens()))
 
 
 def test_an_exception_frees_and_is_not_hidden():
@@ -138,7 +159,7 @@ def test_an_exception_frees_and_is_not_hidden():
         with torch.no_grad():
             model[0].weight.add_(1)
         raise KeyError("of the program")
-    assert kept_bytes(model) == 0 and not weight_operands.kept_weights
+    assert_nothing_is_left(model)
 
 
 def test_other_values_of_keep_are_refused():
@@ -157,18 +178,19 @@ def test_scopes_nest(calls):
             assert kept_bytes(model) == rowwise + fmt.nbytes(64, 160)
         assert kept_bytes(model) == rowwise
         passes(model)
-    assert calls.count("rowwise") == 2 and kept_bytes(model) == 0
+    assert take(calls)[0] == 2
+    assert_nothing_is_left(model)
 
 
 def test_backward_runs_after_the_scope_is_left(calls):
     model = mlp(FP8)
     expected = passes(model, 1)
-    calls.clear()
+    take(calls)
     with weights_unchanged(model):
         loss = model(tokens()).square().sum()
     model.zero_grad()
     loss.backward()
-    assert calls == ["rowwise"] * 2 + ["columnwise"] * 2
+    assert take(calls) == (2, 2, 0)
     for p, grad in zip(model.parameters(), expected, strict=True):
         assert torch.equal(p.grad, grad)
 
@@ -185,24 +207,13 @@ def test_threads_share_the_copies(calls):
             start.wait()
 
     threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
-    calls.clear()
+    take(calls)
     for t in threads:
         t.start()
     for t in threads:
         t.join()
-    assert calls == ["rowwise"] * 2 and len(results) == 4
-    assert all(torch.equal(r, expected) for r in results) and not weight_operands.kept_weights
-
-
-def test_checkpointed_layers_use_the_copies(calls):
-    model = mlp(FP8)
-    expected = passes(model)
-    calls.clear()
-    with weights_unchanged(model):
-        actual = passes(model, run=lambda x: checkpoint(model, x, use_reentrant=False))
-    assert calls.count("rowwise") == 2
-    for a, b in zip(actual, expected, strict=True):
-        assert torch.equal(a, b)
+    assert take(calls) == (2, 0, 0) and len(results) == 4 and all(torch.equal(r, expected) for r in results)
+    assert_nothing_is_left(model)
 
 
 @pytest.mark.parametrize("cast", (False, True), ids=("own dtype", "cast to bf16"))
@@ -223,10 +234,10 @@ def test_experts_are_quantized_once(cast, mode, calls):
 
     with torch.set_grad_enabled(mode == "train"):
         expected = run()
-        calls.clear()
+        take(calls)
         with weights_unchanged(experts, keep="both"):
             assert all(torch.equal(run(), expected) for _ in range(3))
-    assert calls.count("rowwise") == 1 and calls.count("transpose") <= 1 and "columnwise" not in calls
+    assert take(calls) == (1, 0, 1 if mode == "train" else 0)
 
 
 def test_shared_weights_have_one_copy(calls):
@@ -236,11 +247,11 @@ def test_shared_weights_have_one_copy(calls):
     with weights_unchanged(model):
         for _ in range(2):
             model(ids).sum().backward()
-    assert calls.count("rowwise") == 3
+    assert take(calls)[0] == 3
 
 
 def test_other_models_are_not_concerned(calls):
-    """A teacher stands still while its student trains."""
+    """A teacher does not change while its student trains."""
     teacher, student = mlp(FP8, seed=1), mlp(FP8)
     optimizer = torch.optim.SGD(student.parameters(), lr=0.1)
     with weights_unchanged(teacher):
@@ -250,7 +261,7 @@ def test_other_models_are_not_concerned(calls):
             (student(tokens(i)) - goal).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-    assert calls.count("rowwise") == 2 + 2 * 2
+    assert take(calls)[0] == 2 + 2 * 2
 
 
 def test_nothing_holds_the_model_afterwards():
@@ -277,7 +288,7 @@ def test_inference_tensors_are_kept_too(calls):
         model = mlp(FP8)
         with weights_unchanged(model):
             assert torch.equal(model(tokens()), model(tokens()))
-    assert calls == ["rowwise"] * 2
+    assert take(calls) == (2, 0, 0)
 
 
 @pytest.mark.gpu

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from helpers import FP8, both_formats, every_kind, master, mlp, saved_and_loaded, weight
+from helpers import FP8, both_formats, every_kind, master, mlp, weight
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from torchao_blockwise import MasterWeightTensor
+from torchao_blockwise import BlockwiseFP8Tensor, MasterWeightTensor, NVFP4Tensor
 from torchao_blockwise.testing import assert_bitwise_equal
 
 pytestmark = [
@@ -44,15 +44,10 @@ def test_master_weights_answer_for_their_values(read):
     assert read(ours.detach()) == read(ours.hp) and ours.is_shared()
 
 
-def test_numpy_of_a_trained_weight_is_refused_as_of_a_plain_one():
-    with pytest.raises(RuntimeError, match=r"Use tensor.detach\(\).numpy\(\) instead"):
-        master(40, 24).numpy()
-    assert isinstance(torch.histc(master(40, 24), 5), torch.Tensor)
-
-
 def test_a_function_is_applied_in_python():
     ours, plain = master(40, 24), master(40, 24).hp
-    assert torch.equal(ours.detach().apply_(abs).hp, plain.apply_(abs)) and torch.equal(ours.hp, plain)
+    ours.detach().apply_(abs)
+    assert torch.equal(ours.hp, plain.abs()) and not torch.equal(ours.hp, plain)
 
 
 @every_kind
@@ -62,11 +57,6 @@ def test_contiguous_weights_are_themselves_and_get_gradients(from_hp):
     experts = nn.Parameter(from_hp(weight(3, 32, 32)))
     experts.mT.contiguous().backward(grad := weight(3, 32, 32, seed=1))
     assert_bitwise_equal(experts.grad, grad.mT)
-
-
-def test_addresses_tell_weights_apart():
-    weights = [nn.Parameter(make(40, 24)) for make in (weight, lambda *s: master(*s).detach()) for _ in range(2)]
-    assert len({w.data_ptr() for w in weights}) == 4 and 0 not in {w.data_ptr() for w in weights}
 
 
 @every_kind
@@ -85,23 +75,21 @@ QUANTIZED_READS = {
     "tolist": lambda w: w.tolist(),
     "storage": lambda w: w.storage(),
     "apply_": lambda w: w.apply_(abs),
+    "safetensors": lambda w: pytest.importorskip("safetensors.torch").save({"w": w}),
+    "async_save": lambda w: stager_of_state_dicts().stage({"w": w}),
 }
 
 
-@every_kind
+def stager_of_state_dicts():
+    return pytest.importorskip("torch.distributed.checkpoint._state_dict_stager").StateDictStager()
+
+
+@pytest.mark.parametrize("from_hp", (BlockwiseFP8Tensor.from_hp, NVFP4Tensor.from_hp), ids=("fp8", "nvfp4"))
 @pytest.mark.parametrize("read", QUANTIZED_READS.values(), ids=QUANTIZED_READS)
 def test_nothing_reads_a_quantized_tensors_memory(from_hp, read):
+    """What copied or saved it would do so with bytes that are no values."""
     with pytest.raises(TypeError, match=r"blocks, not its values; take weight.dequantize\(\), or model.state_dict"):
-        read(from_hp(weight(40, 32)))
-
-
-@every_kind
-@pytest.mark.parametrize("write", ("save", "save_file"))
-def test_safetensors_is_refused_before_it_reads(from_hp, write, tmp_path):
-    safetensors = pytest.importorskip("safetensors.torch")
-    target = (tmp_path / "x",) if write == "save_file" else ()
-    with pytest.raises(TypeError, match=r"storage: the memory of a .* holds .* blocks, not its values"):
-        getattr(safetensors, write)({"w": nn.Parameter(from_hp(weight(40, 32)))}, *target)
+        read(nn.Parameter(from_hp(weight(40, 32)), requires_grad=False))
 
 
 def test_safetensors_saves_master_weights():
@@ -112,18 +100,6 @@ def test_safetensors_saves_master_weights():
     shared = {"a": weights["a"], "b": weights["a"].detach()}
     with pytest.raises(RuntimeError, match="share memory"):
         safetensors.save(shared)
-
-
-COPIES = {"deepcopy": copy.deepcopy, "torch_save": saved_and_loaded}
-
-
-@pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
-def test_copies_have_addresses_of_their_own(copied):
-    """A wrapper with an address of its own, and no memory there, must not be copied by it."""
-    ours = master(40, 24)
-    other = copied(ours)
-    assert type(other) is type(ours) and other.data_ptr() == other.hp.data_ptr() != ours.data_ptr()
-    assert_bitwise_equal(other.hp, ours.hp)
 
 
 def weights_to_save(seed: int) -> dict[str, torch.Tensor]:
@@ -145,8 +121,7 @@ def values_of(w: torch.Tensor) -> torch.Tensor:
 
 def test_asynchronous_saving_copies_weights():
     """As `torch.distributed.checkpoint.async_save` does it, for every save into the same memory."""
-    stager = pytest.importorskip("torch.distributed.checkpoint._state_dict_stager").StateDictStager()
-    weights = weights_to_save(seed=0)
+    stager, weights = stager_of_state_dicts(), weights_to_save(seed=0)
     for _ in range(2):
         copied = stager.stage(weights)
         for name, w in weights.items():
@@ -164,7 +139,6 @@ def test_asynchronous_saving_copies_weights():
 STAGERS = {
     "default": lambda staging: None,
     "default_stager": lambda staging: staging.DefaultStager(staging.StagingOptions(False, False, False, False)),
-    "background": lambda staging: staging.DefaultStager(staging.StagingOptions(False, True, True, False)),
     "blocking": lambda staging: staging.BlockingAsyncStager(),
 }
 
@@ -203,14 +177,6 @@ def test_exported_programs(strict, fresh_dynamo):
     model, x = mlp(FP8), weight(8, 64)
     program = torch.export.export(model, (x,), strict=strict)
     assert torch.equal(program.module()(x), model(x))
-
-
-@every_kind
-def test_asynchronous_saving_of_quantized_tensors_is_refused(from_hp):
-    """A copy of a wrapper would be a plain tensor that nothing is written to."""
-    stager = pytest.importorskip("torch.distributed.checkpoint._state_dict_stager").StateDictStager()
-    with pytest.raises(TypeError, match=r"blocks, not its values; take .* model.state_dict\(\)"):
-        stager.stage({"w": nn.Parameter(from_hp(weight(40, 32)))})
 
 
 @both_formats

@@ -1,7 +1,7 @@
 """What keeps graphs apart that torch.compile stores on disk: of other recipes, and of other versions of this package.
 
 Inductor finds a stored graph by a hash of the traced one and of its inputs. A tensor of ours hashes itself
-(`tensors.caching`), but PyTorch asks a DTensor alone, which answers for its placement and not for what it holds. And
+(`tensors.base`), but PyTorch asks a DTensor alone, which answers for its placement and not for what it holds. And
 operations of ours are known by name: shapes and strides that an older version gave them would be taken for today's.
 """
 

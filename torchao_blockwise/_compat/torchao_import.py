@@ -6,7 +6,6 @@ import contextlib
 import logging
 import warnings
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 # By logger: what its messages about torchao contain. Compiled kernels for recipes that are not ours, and an enum of
 # torchao that PyTorch 2.13 says is registered in an older way.
@@ -37,13 +36,3 @@ def without_noise() -> Iterator[None]:
 
 def _without(text: str) -> Callable[[logging.LogRecord], bool]:
     return lambda record: text not in record.getMessage()
-
-
-def files_not_loaded() -> list[str]:
-    """Names of torchao's compiled kernels that could not be loaded."""
-    import torch
-    import torchao
-
-    loaded = {Path(path).name for path in torch.ops.loaded_libraries}
-    folder = Path(torchao.__file__).parent
-    return sorted(path.name for path in folder.glob("_C*.so") if path.name not in loaded)

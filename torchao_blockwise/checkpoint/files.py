@@ -12,24 +12,20 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
-# What a run that may be resumed writes.
-_PLAN = "plan.json"
-# What a file is called while it is written.
-_PART = "part"
+# The file of a run that may be resumed; the name of a file while it is written.
+_PLAN, _PART = "plan.json", "part"
 _SHARD = re.compile(r"model-\d+-of-(\d+)\.safetensors")
 _SHOWN = 3
 # The second is what compressed-tensors called it at first.
 _SETTINGS = ("quantization_config", "compression_config")
 # A file that is open is mapped, so that what was read of it stays in memory.
 _OPEN_FILES = 8
-# Sizes are int64 in PyTorch and uint64 in files.
-_LARGEST_DIM = 2**63 - 1
 # What belongs to a tokenizer, in the folder that a model came from.
 _COPIED = ("tokenizer*", "special_tokens_map.json", "vocab*", "merges.txt", "chat_template*", "added_tokens.json")
 
@@ -61,11 +57,12 @@ def inside(folder: Path, name: str) -> Path:
 
 
 class Folder:
-    """A folder that is made whole: in a temporary one beside it, which takes its name when all is written.
+    """A folder that is made whole: in a temporary one next to it, which takes its name when all is written.
 
     resume: what decides all that is written, JSON-able. With it files that an interrupted run has finished are kept, in
         a folder of a fixed name, and a run of the same goes on there: `done` has the names of their tensors, which need
         no `add`. Without it what is interrupted leaves nothing; what is killed leaves the temporary folder, hidden.
+    nbytes: of all tensors.
     Raises FileExistsError where there is something already, ValueError where a folder cannot be replaced, OSError where
     nothing can be written.
     """
@@ -74,20 +71,17 @@ class Folder:
         # A link stays one: what it leads to is replaced.
         self.final, self.shard_bytes = Path(directory).resolve(), shard_bytes
         self._check_place()
-        self._torch = importlib.import_module(f"{safetensors().__name__}.torch")
         self._pending: dict[str, torch.Tensor] = {}
-        # nbytes: of all tensors.
         self.nbytes = self._pending_bytes = 0
         self._shards: list[list[str]] = []
         self._resumes = resume is not None
+        # Not by `tempfile`, whose folders nobody else may read.
+        self.path = self.final.parent / f".{self.final.name}-{'unfinished' if self._resumes else secrets.token_hex(4)}"
         with self.writing():
             self.final.parent.mkdir(parents=True, exist_ok=True)
             if self._resumes:
-                self.path = self.final.parent / f".{self.final.name}-unfinished"
                 self._take_up(json.loads(json.dumps(resume)))
             else:
-                # Not by `tempfile`, whose folders nobody else may read.
-                self.path = self.final.parent / f".{self.final.name}-{secrets.token_hex(4)}"
                 self.path.mkdir()
 
     def _check_place(self) -> None:
@@ -107,15 +101,14 @@ class Folder:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """What the system refuses in it is said as a sentence."""
+        """Errors of the system in it are raised as an OSError that says where, how much, and what to do."""
         try:
             yield
         except (OSError, safetensors().SafetensorError) as error:
             if error.__cause__ is not None:
                 # A sentence already.
                 raise
-            parent = next(place for place in self.final.parents if place.exists())
-            free = shutil.disk_usage(parent).free
+            free = shutil.disk_usage(next(place for place in self.final.parents if place.exists())).free
             what = "the same command goes on" if self._resumes else "nothing is left of it"
             raise OSError(
                 f"export: {self.final} cannot be written ({error}): it is made in {self.final.parent} and takes its "
@@ -150,24 +143,19 @@ class Folder:
             if kind is None:
                 with self.writing():
                     self._finish()
-                self._take_place()
-        finally:
-            if not self._resumes:
-                self.discard()
-
-    def _take_place(self) -> None:
-        try:
-            if self.final.exists():
-                self.final.rmdir()
-            os.replace(self.path, self.final)
+                    if self.final.exists():
+                        self.final.rmdir()
+                    os.replace(self.path, self.final)
         except OSError as error:
             if self.final.is_dir() and any(self.final.iterdir()):
                 raise FileExistsError(
                     f"export: {self.final} has got files since this began, from another export perhaps, and stays as "
-                    "it is; give each a directory of its own"
+                    "it is; give each a separate directory"
                 ) from error
-            with self.writing():
-                raise
+            raise
+        finally:
+            if not self._resumes:
+                self.discard()
 
     def discard(self) -> None:
         """Leave nothing but what took its name."""
@@ -175,7 +163,7 @@ class Folder:
 
     def add(self, name: str, x: torch.Tensor) -> None:
         """Write a tensor; a file is written when its share is there."""
-        # Memory of its own: what is given may be a view, and change.
+        # A copy: what is given may be a view, and change.
         self._pending[name] = x.detach().to("cpu", copy=True).contiguous()
         self._pending_bytes += x.nbytes
         self.nbytes += x.nbytes
@@ -198,18 +186,20 @@ class Folder:
                 shutil.copyfile(found, self.path / file.name)
 
     def _flush(self) -> None:
-        if self._pending:
-            # A file of this name is whole.
-            part = self.path / _PART
-            with self.writing():
-                self._torch.save_file(self._pending, str(part), metadata={"format": "pt"})
-                # safetensors lets its user alone read it; an engine may be another.
-                part.chmod(self.path.stat().st_mode & 0o666)
-                part.rename(self._shard(len(self._shards)))
-            self._shards.append(list(self._pending))
-            self._pending, self._pending_bytes = {}, 0
+        if not self._pending:
+            return
+        part = self.path / _PART
+        with self.writing():
+            save_file = importlib.import_module(f"{safetensors().__name__}.torch").save_file
+            save_file(self._pending, str(part), metadata={"format": "pt"})
+            # safetensors lets only its user read it; an engine may be another.
+            part.chmod(self.path.stat().st_mode & 0o666)
+            part.rename(self._shard(len(self._shards)))
+        self._shards.append(list(self._pending))
+        self._pending, self._pending_bytes = {}, 0
 
     def _shard(self, number: int) -> Path:
+        """A finished file, until the number of all is known."""
         return self.path / f"shard-{number}.safetensors"
 
     def _finish(self) -> None:
@@ -226,16 +216,8 @@ class Folder:
         self.write_json(INDEX, {"metadata": {"total_size": self.nbytes}, "weight_map": where})
 
 
-class _Held(NamedTuple):
-    """Where a tensor is, and what its file says of it."""
-
-    file: str
-    dtype: str
-    shape: list[int]
-
-
 class Files:
-    """The tensors of a folder of safetensors files, by name. A few files are open at a time, however many there are.
+    """The tensors of a folder of safetensors files, by name. A few files are open at a time.
 
     They are those that the index lists; without an index those of `model.safetensors`, else of `model-*-of-*`, else of
     all files. A warning names the files and tensors that are ignored.
@@ -245,45 +227,44 @@ class Files:
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         self.path = Path(directory)
         self._open: dict[str, Any] = {}
-        self._held: dict[str, _Held] = {}
-        index, on_disk = self.path / INDEX, sorted(file.name for file in self.path.glob("*.safetensors"))
-        listed: dict[str, str] | None = None
-        if index.exists():
-            listed = _object_in(index).get("weight_map")
-            if not isinstance(listed, dict) or not all(isinstance(file, str) for file in listed.values()):
-                raise ValueError(f"load: {index} has no weight_map from tensors to names of files; copy it again")
-        self.files = _canonical(self.path, on_disk) or on_disk if listed is None else sorted(set(listed.values()))
+        # (file, dtype, shape) of each tensor.
+        self._held: dict[str, tuple[str, str, list[int]]] = {}
+        on_disk = sorted(file.name for file in self.path.glob("*.safetensors"))
+        listed = self._weight_map()
+        self.files = _without_index(self.path, on_disk) if listed is None else sorted(set(listed.values()))
         if not self.files:
             raise FileNotFoundError(f"load: {self.path} has no *.safetensors; give the folder of a checkpoint")
         strays = [file for file in on_disk if file not in self.files]
         for file in self.files:
-            strays += self._hold(file, listed)
+            opened = self._opened(file)
+            for name in opened.keys():  # noqa: SIM118  # it is not a dict
+                if listed is not None and listed.get(name) != file:
+                    strays += [name] * (name not in listed)
+                elif name in self._held:
+                    raise ValueError(
+                        f"load: {self.where(name)} is in {file} as well, so that there are two checkpoints in the "
+                        "folder; remove one"
+                    )
+                else:
+                    part = opened.get_slice(name)
+                    self._held[name] = file, str(part.get_dtype()), list(part.get_shape())
         for name, file in (listed or {}).items():
             if name not in self._held:
-                raise ValueError(f"load: {index} has {name} in {file}, which lacks it; copy both again")
+                raise ValueError(f"load: {self.path / INDEX} has {name} in {file}, which lacks it; copy both again")
         if strays:
-            shown = ", ".join(strays[:_SHOWN]) + (f" and {len(strays) - _SHOWN} more" if strays[_SHOWN:] else "")
             why = f"{INDEX} does not list them" if listed is not None else f"the checkpoint is {self.files[0]}"
             why += ", .." * (listed is None and len(self.files) > 1)
-            warnings.warn(f"load: {self.path}: ignored {shown}, because {why}", stacklevel=2)
+            warnings.warn(f"load: {self.path}: ignored {shown(strays)}, because {why}", stacklevel=2)
 
-    def _hold(self, file: str, listed: dict[str, str] | None) -> list[str]:
-        """Take up the tensors of a file that the index lists there; the names of the others."""
-        opened, others = self._opened(file), []
-        for name in opened.keys():  # noqa: SIM118  # it is no dict
-            if listed is not None and listed.get(name) != file:
-                others += [name] * (name not in listed)
-                continue
-            if name in self._held:
-                raise ValueError(
-                    f"load: {self.where(name)} is in {file} as well, so that there are two checkpoints in the "
-                    "folder; remove one"
-                )
-            part = opened.get_slice(name)
-            self._held[name] = held = _Held(file, str(part.get_dtype()), list(part.get_shape()))
-            if max(held.shape, default=0) > _LARGEST_DIM:
-                raise ValueError(f"load: {self.where(name)} cannot have shape {held.shape}; copy the file again")
-        return others
+    def _weight_map(self) -> dict[str, str] | None:
+        """{tensor: file} of the index, None without one."""
+        index = self.path / INDEX
+        if not index.exists():
+            return None
+        listed = _object_in(index).get("weight_map")
+        if not isinstance(listed, dict) or not all(isinstance(file, str) for file in listed.values()):
+            raise ValueError(f"load: {index} has no weight_map from tensors to names of files; copy it again")
+        return listed
 
     def _opened(self, file: str) -> Any:
         """The file, open; the one that was used least recently is closed for it."""
@@ -313,7 +294,7 @@ class Files:
         return name in self._held
 
     def shape(self, name: str) -> list[int]:
-        return self._held[name].shape
+        return self._held[name][2]
 
     def check_shape(self, name: str, shape: Sequence[int]) -> None:
         """Raise ValueError unless the tensor has this shape."""
@@ -325,18 +306,18 @@ class Files:
 
     def dtype(self, name: str) -> str:
         """As the files call it, "F8_E4M3" or "BF16"."""
-        return self._held[name].dtype
+        return self._held[name][1]
 
     def read(self, name: str) -> torch.Tensor:
         try:
-            tensor: torch.Tensor = self._opened(self._held[name].file).get_tensor(name)
+            tensor: torch.Tensor = self._opened(self._held[name][0]).get_tensor(name)
         except Exception as error:
             raise ValueError(f"load: {self.where(name)} cannot be read ({error}); copy the file again") from error
         return tensor
 
     def where(self, name: str) -> str:
         """For messages."""
-        return f"{name} in {self.path / self._held[name].file}"
+        return f"{name} in {self.path / self._held[name][0]}"
 
     def config(self) -> dict[str, Any]:
         """`quantization_config` of the model or of its language model, empty for plain files."""
@@ -357,8 +338,13 @@ class Files:
         return content
 
 
-def _canonical(folder: Path, names: list[str]) -> list[str]:
-    """The files of a checkpoint without an index, by their names; empty if none has such a name."""
+def shown(names: Sequence[str]) -> str:
+    """The first names, and how many more there are."""
+    return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if names[_SHOWN:] else "")
+
+
+def _without_index(folder: Path, names: list[str]) -> list[str]:
+    """The files of a checkpoint without an index, by their names; all if none has such a name."""
     if _SINGLE in names:
         return [_SINGLE]
     shards = {name: int(match[1]) for name in names if (match := _SHARD.fullmatch(name))}
@@ -368,21 +354,21 @@ def _canonical(folder: Path, names: list[str]) -> list[str]:
             f"load: {folder} has no {INDEX}, and {len(shards)} files model-*-of-*.safetensors where their names say "
             f"{' and '.join(map(str, sorted(counts)))}; copy the index and the missing files, or remove other ones"
         )
-    return list(shards)
+    return list(shards) or names
 
 
 def _parts_of(config: dict[str, Any]) -> list[dict[str, Any]]:
-    """What may have quantization settings: a model's config, and that of its language model."""
+    """A model's config and that of its language model, which may have quantization settings."""
     text = config.get("text_config")
     return [config, text] if isinstance(text, dict) else [config]
 
 
 def _object_in(file: Path) -> dict[str, Any]:
-    """What a JSON file holds; raises ValueError unless that is an object."""
+    """The object in a JSON file; raises ValueError for other content."""
     try:
         content = json.loads(file.read_text())
     except (ValueError, RecursionError) as error:
         raise ValueError(f"load: {file} is not JSON that can be read ({error}); copy it again") from None
     if not isinstance(content, dict):
-        raise ValueError(f"load: {file} holds a {type(content).__name__}, not an object; copy it anew")
+        raise ValueError(f"load: {file} holds a {type(content).__name__}, not an object; copy it again")
     return content

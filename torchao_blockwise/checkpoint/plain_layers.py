@@ -10,32 +10,20 @@ from __future__ import annotations
 import bisect
 import re
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
-import torch
 from torch import nn
 
-from torchao_blockwise import _compat
-from torchao_blockwise._compat import wrappers
+from torchao_blockwise.checkpoint.files import shown
 from torchao_blockwise.checkpoint.fused_layers import fused_layers
-from torchao_blockwise.checkpoint.names import Part, all_parts_on_disk, tensors_of
-from torchao_blockwise.tensors import MasterWeightTensor, QuantizedTensor
+from torchao_blockwise.checkpoint.model_tensors import DIMS_OF_EXPERTS, Written
 
-_SHOWN = 3
-_DIMS_OF_EXPERTS = 3
 # Of path.experts.3.up_proj.weight: path.experts, one layer to engines.
 _EXPERTS = re.compile(r"(.*\bexperts)\.\d+\.")
 _NUMBER = re.compile(r"\.\d+\b")
-
 # Names of all experts' weights in one tensor, as transformers and vLLM read them quantized.
 _READ = (".gate_up_proj", ".gate_proj", ".up_proj", ".down_proj")
-
-
-def weights_of_embeddings(model: nn.Module) -> set[str]:
-    """Parameters that embeddings look values up in, whatever layers share them."""
-    own = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    return {name for name, x in tensors_of(model).items() if id(x) in own}
 
 
 class PlainLayers(NamedTuple):
@@ -49,40 +37,12 @@ class PlainLayers(NamedTuple):
         return [*self.linears, *self.experts]
 
 
-class Written(NamedTuple):
-    """A tensor of the files. name: there. own: names in the model, several where it is tied, none of what it lacks."""
-
-    name: str
-    own: tuple[str, ...]
-    shape: tuple[int, ...]
-    is_quantized: bool
-
-    @property
-    def is_of_experts(self) -> bool:
-        """Whether it is an expert's weight, or that of all experts of a layer."""
-        is_whole = len(self.shape) == _DIMS_OF_EXPERTS and min(self.shape) > 1 and not self.name.endswith(".weight")
-        return is_whole or _EXPERTS.match(self.name) is not None
-
-
-def written(
-    model: nn.Module, tensors: Mapping[str, torch.Tensor], on_disk: Mapping[str, list[Part]]
-) -> Iterator[Written]:
-    """What `export` writes of the tensors of `model`."""
-    tied = tied_names(model, tensors)
-    embeddings = weights_of_embeddings(model)
-    for name, x in tensors.items():
-        is_quantized = name not in embeddings and is_converted(x)
-        for part in on_disk[name]:
-            shape = part.of(torch.empty(x.shape, device="meta")).shape
-            yield Written(part.name, (name, *tied.get(name, ())), tuple(shape), is_quantized)
-
-
 def check_read(op: str, model: nn.Module, tensors: Iterable[Written]) -> None:
     """Raise ValueError where files of a model of transformers have experts under names that readers do not quantize."""
     if not hasattr(model, "_tied_weights_keys"):
         return
     for x in tensors:
-        if x.is_quantized and len(x.shape) == _DIMS_OF_EXPERTS and not x.name.endswith(_READ):
+        if x.is_quantized and len(x.shape) == DIMS_OF_EXPERTS and not x.name.endswith(_READ):
             layer = x.own[0].rpartition(".")[0]
             raise ValueError(
                 f"{op}: {x.name} holds all experts of a layer under a name that readers take for high precision, so "
@@ -91,22 +51,11 @@ def check_read(op: str, model: nn.Module, tensors: Iterable[Written]) -> None:
             )
 
 
-def tied_names(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, list[str]]:
-    """{name: the other names of this tensor, in the model and on disk}, where it has some."""
-    first = {id(x): name for name, x in tensors.items()}
-    named = ((wrappers.own_name(name), p) for name, p in model.named_parameters(remove_duplicate=False))
-    others = {name: p for name, p in named if name not in tensors}
-    found: dict[str, list[str]] = {}
-    for name, parts in all_parts_on_disk(model, others).items():
-        found.setdefault(first[id(others[name])], []).extend((name, *(part.name for part in parts)))
-    return found
-
-
 def plain_layers(tensors: Iterable[Written]) -> PlainLayers:
     """The layers of all tensors of two or more dims that are not quantized.
 
     A Parameter that lies among layers that are quantized is named itself, as its module's name would stand for them
-    too. What a quantized layer has beside its weight, as biases of experts, has no name: it is asked about with it.
+    too. What a quantized layer has next to its weight, as biases of experts, has no name: it is asked about with it.
     """
     tensors = [x for x in tensors if len(x.shape) > 1]
     quantized = sorted({name for x in tensors if x.is_quantized for name in (x.name, *x.own)})
@@ -118,13 +67,19 @@ def plain_layers(tensors: Iterable[Written]) -> PlainLayers:
             layer = _layer(name)
             if layer in quantized_layers:
                 continue
-            if x.is_of_experts:
+            if _is_of_experts(x):
                 experts.add(layer)
             elif name.endswith(".weight") or (layer and not _begins_one_of(quantized, layer)):
                 linears.add(layer)
             else:
                 linears.add(name)
     return PlainLayers(sorted(linears), sorted(experts))
+
+
+def _is_of_experts(x: Written) -> bool:
+    """Whether it is an expert's weight, or that of all experts of a layer."""
+    is_whole = len(x.shape) == DIMS_OF_EXPERTS and min(x.shape) > 1 and not x.name.endswith(".weight")
+    return is_whole or _EXPERTS.match(x.name) is not None
 
 
 def _layer(name: str) -> str:
@@ -141,7 +96,7 @@ def _begins_one_of(names: list[str], start: str) -> bool:
 
 
 def warn_of_fused(tensors: Sequence[Written], block: int | None) -> None:
-    """Warn of layers that engines run as one, and of experts of one module, which engines refuse.
+    """Warn of layers that engines fuse, and of experts of one module, which engines refuse.
 
     They do where some are quantized and some are not, and where the rows of another than the last are no multiple of
     `block`; None where each row has its own scales.
@@ -152,25 +107,23 @@ def warn_of_fused(tensors: Sequence[Written], block: int | None) -> None:
     ragged: dict[str, int] = {}
     for x in tensors:
         group = fused[x.name]
-        kinds.setdefault(_layer(x.name) if x.is_of_experts else group, set()).add(x.is_quantized)
+        kinds.setdefault(_layer(x.name) if _is_of_experts(x) else group, set()).add(x.is_quantized)
         *followed, _ = group.rpartition(".")[2].split("+")
         last = x.name.removesuffix(".weight").rpartition(".")[2]
         if block is not None and x.is_quantized and last in followed and x.shape[-2] % block:
             ragged.setdefault(group, x.shape[-2])
     if mixed := [group for group, found in kinds.items() if len(found) > 1]:
-        warnings.warn(
-            f"export: engines run {_first(mixed)} as one and want all of it quantized or nothing, but some weights are "
-            "not converted; convert all (filter_fn), or none",
-            stacklevel=8,
+        _warn(
+            f"engines fuse {shown(mixed)} and want all of it quantized or nothing, but some weights are not "
+            "converted; convert all (filter_fn), or none"
         )
     if ragged:
-        groups = _first([f"{group} ({rows} rows)" for group, rows in ragged.items()])
+        groups = shown([f"{group} ({rows} rows)" for group, rows in ragged.items()])
         layers = (_layer((*x.own, x.name)[0]) for x in tensors if fused[x.name] in ragged)
         patterns = ", ".join(dict.fromkeys(f'"{_NUMBER.sub(".*", layer)}"' for layer in layers))
-        warnings.warn(
-            f"export: vLLM fuses {groups} and refuses files where the rows of all but the last are no multiple of "
-            f"{block}; leave these layers unconverted (skip_fqns({patterns}); convert: --skip)",
-            stacklevel=8,
+        _warn(
+            f"vLLM fuses {groups} and refuses files where the rows of all but the last are no multiple of {block}; "
+            f"leave these layers unconverted (skip_fqns({patterns}); convert: --skip)"
         )
 
 
@@ -182,25 +135,14 @@ def warn_of_ragged(tensors: Iterable[Written], block: int) -> None:
     Source: transformers 5.23, integrations/finegrained_fp8.py, `Fp8Dequantize`.
     """
     quantized = sorted(x for x in tensors if x.is_quantized)
-    ragged = [x for x in quantized if any(n > block and n % block for n in x.shape[-2:])]
-    if ragged:
-        names = _first([f"{x.name} {list(x.shape)}" for x in ragged])
-        warnings.warn(
-            "export: where transformers dequantizes files, as it does without an FP8 GPU, it raises or loads wrong "
-            f"values for {names}: it reads dims above {block} only if they are multiples of it; use checkpoint.load "
-            "there, or leave these layers unconverted",
-            stacklevel=8,
+    if ragged := [x for x in quantized if any(n > block and n % block for n in x.shape[-2:])]:
+        _warn(
+            "where transformers dequantizes files, as it does without an FP8 GPU, it raises or loads wrong values for "
+            f"{shown([f'{x.name} {list(x.shape)}' for x in ragged])}: it reads dims above {block} only if they are "
+            "multiples of it; use checkpoint.load there, or leave these layers unconverted"
         )
 
 
-def _first(names: list[str]) -> str:
-    return ", ".join(names[:_SHOWN]) + (", .." if len(names) > _SHOWN else "")
-
-
-def is_converted(x: torch.Tensor) -> bool:
-    return isinstance(_compat.local_of(x), (MasterWeightTensor, QuantizedTensor))
-
-
-def has_power_of_2_scales(x: Any) -> bool:
-    """Whether a converted weight is quantized with scales that are powers of two."""
-    return bool(getattr(x.config if isinstance(x, MasterWeightTensor) else x, "power_of_2_scales", False))
+def _warn(what: str) -> None:
+    """Warn at the call of `export`."""
+    warnings.warn(f"export: {what}", stacklevel=9)

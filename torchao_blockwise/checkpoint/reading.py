@@ -5,24 +5,31 @@ from __future__ import annotations
 import os
 import re
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
-from torchao_blockwise import _compat
+from torchao_blockwise import _compat, ops
 from torchao_blockwise._compat import hugging_face
 from torchao_blockwise._names import did_you_mean
-from torchao_blockwise.checkpoint import fp8_block, nvfp4_packed, stored
-from torchao_blockwise.checkpoint.files import Files
+from torchao_blockwise.checkpoint.files import shown
+from torchao_blockwise.checkpoint.fused_layers import TENSOR_MAX
 from torchao_blockwise.checkpoint.gathering import agreed_by_all, is_shared, shard_of
-from torchao_blockwise.checkpoint.names import OF_AN_ENGINE, Part, all_parts_on_disk, tensors_of, unwrapped
-from torchao_blockwise.checkpoint.plain_layers import has_power_of_2_scales
-from torchao_blockwise.tensors import MasterWeightTensor, QuantizedShard, QuantizedTensor
+from torchao_blockwise.checkpoint.layouts import FP8, TAKE_PLAIN
+from torchao_blockwise.checkpoint.model_tensors import (
+    OF_AN_ENGINE,
+    Part,
+    all_parts_on_disk,
+    has_power_of_2_scales,
+    tensors_of,
+    unwrapped,
+)
+from torchao_blockwise.checkpoint.stored_weights import StoredWeights
+from torchao_blockwise.tensors import MasterWeightTensor, NVFP4Tensor, QuantizedShard, QuantizedTensor
+from torchao_blockwise.tensors.state_values import over_blocks, plain_values
 
-_SHOWN = 3
-# What GPT-OSS's files call the codes of a weight.
+# The suffix of a weight's codes in GPT-OSS's files.
 _OF_MXFP4 = "_blocks"
 # As files call dtypes.
 _INTEGERS = ("I", "U", "BOOL")
@@ -56,144 +63,145 @@ def load(model: nn.Module, directory: str | os.PathLike[str]) -> None:
     numbers, and tensors of a wrong shape; KeyError for names that do not match; NotImplementedError for shards of
     quantized Parameters. On all ranks what the first that fails raises.
     """
-    writes = agreed_by_all(is_shared(model), lambda: _checked(unwrapped("load", model), directory))
+    weights, tensors, wanted = agreed_by_all(is_shared(model), lambda: _checked(unwrapped("load", model), directory))
     with torch.no_grad():
-        for write in writes:
-            write()
+        for name, x in tensors.items():
+            _fill(x, wanted[name], weights)
 
 
-def _checked(model: nn.Module, directory: str | os.PathLike[str]) -> list[Callable[[], None]]:
-    """What writes each tensor, after a look at all of them."""
-    files = Files(directory)
-    config = files.config()
-    if config and (reason := stored.why_not_read(config)) is not None:
-        raise ValueError(f"load: {files.path}: {reason}")
-    writes: list[Callable[[], None]] = []
-    tensors = tensors_of(model)
+def _checked(
+    model: nn.Module, directory: str | os.PathLike[str]
+) -> tuple[StoredWeights, dict[str, torch.Tensor], dict[str, list[Part]]]:
+    """(the folder's weights, the model's tensors by name, the parts of each that files have), after a look at all."""
+    weights, tensors = StoredWeights(directory), tensors_of(model)
     for name, x in tensors.items():
         if isinstance(_compat.local_of(x), QuantizedShard):
             raise NotImplementedError(f"load: {name} is a shard of a quantized Parameter; load before fully_shard")
-    there = stored.weights_in(files)
     wanted = {
         # Files may have experts as the model has them, one tensor for all.
-        name: [Part(name)] if name in there and there.isdisjoint(part.name for part in parts) else parts
+        name: [Part(name)] if name in weights.names and weights.names.isdisjoint(x.name for x in parts) else parts
         for name, parts in all_parts_on_disk(model, tensors).items()
     }
     passed_over = hugging_face.passed_over(model) | {OF_AN_ENGINE}
-    _check_names(files, there, {part.name for parts in wanted.values() for part in parts}, passed_over)
+    _check_names(weights, {part.name for parts in wanted.values() for part in parts}, passed_over)
+    # {(whether scales of the files are powers of two, whether those of the model are): one of these weights}
+    kinds: dict[tuple[bool, bool], str] = {}
     for name, x in tensors.items():
         for part in wanted[name]:
-            stored.check(files, part.name, part.of(torch.empty(x.shape, device="meta")).shape)
-            _check_kind(files, part.name, x)
-        writes.append(_writing(files, x, wanted[name]))
-    _warn_of_scales(files, tensors, wanted)
-    return writes
+            in_files = weights.check(part.name, part.of(torch.empty(x.shape, device="meta")).shape)
+            _check_kind(weights, part.name, x)
+            in_model = _power_of_2_scales_wanted(_compat.local_of(x))
+            if in_files is not None and in_model is not None:
+                kinds.setdefault((in_files, in_model), part.name)
+    _warn_of_scales(weights, kinds)
+    return weights, tensors, wanted
 
 
-def _check_kind(files: Files, name: str, x: torch.Tensor) -> None:
+def _check_kind(weights: StoredWeights, name: str, x: torch.Tensor) -> None:
     """Raise ValueError where files have integers, codes of an unknown format, for numbers of the model, or reverse."""
-    if stored.is_quantized(files, name):
+    if weights.format(name) is not None:
         return
-    if (dtype := files.dtype(name)).startswith(_INTEGERS) == x.is_floating_point():
+    if (dtype := weights.files.dtype(name)).startswith(_INTEGERS) == x.is_floating_point():
         remedy = "files of such a format are not read, take them dequantized"
         raise ValueError(
-            f"load: {files.where(name)} is in {dtype}, the model wants {x.dtype}; "
+            f"load: {weights.files.where(name)} is in {dtype}, the model wants {x.dtype}; "
             f"{remedy if x.is_floating_point() else 'take files of this model'}"
         )
 
 
-def _check_names(files: Files, there: set[str], wanted: set[str], passed_over: set[str]) -> None:
+def _check_names(weights: StoredWeights, wanted: set[str], passed_over: set[str]) -> None:
+    path, there = weights.files.path, weights.names
     others = (name for name in there - wanted if not any(re.search(pattern, name) for pattern in passed_over))
     missing, unknown = sorted(wanted - there), sorted(others)
+    if codes := next((name + _OF_MXFP4 for name in missing if name + _OF_MXFP4 in there), None):
+        raise KeyError(f"load: {weights.files.where(codes)} is of MXFP4, which is not read; {TAKE_PLAIN}")
     if missing:
-        if codes := next((name + _OF_MXFP4 for name in missing if name + _OF_MXFP4 in there), None):
-            raise KeyError(f"load: {files.where(codes)} is of MXFP4, which is not read; {stored.TAKE_PLAIN}")
-        if codes := next(
-            (name + nvfp4_packed.PAYLOAD for name in missing if name + nvfp4_packed.PAYLOAD in there), None
-        ):
-            raise ValueError(
-                f"load: {files.where(codes)} is in {files.dtype(codes)}, and packed codes of NVFP4 are bytes (U8) with "
-                "scales; copy the file again, or export the model again"
-            )
-        shown = ", ".join(missing[:_SHOWN]) + (f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else "")
         near = did_you_mean(missing[0], unknown) or "; is it of another model?"
-        raise KeyError(f"load: {files.path} has no {shown}{near}")
+        raise KeyError(f"load: {path} has no {shown(missing)}{near}")
     if unknown:
-        shown = ", ".join(unknown[:_SHOWN])
-        raise KeyError(f"load: the model has no place for {shown} of {files.path}{did_you_mean(unknown[0], wanted)}")
+        raise KeyError(f"load: the model has no place for {shown(unknown)} of {path}{did_you_mean(unknown[0], wanted)}")
 
 
-def _writing(files: Files, x: torch.Tensor, parts: list[Part]) -> Callable[[], None]:
+def _fill(x: torch.Tensor, parts: list[Part], weights: StoredWeights) -> None:
+    """Give `x`, a tensor of a model or this rank's shard of one, the values of its parts in the files."""
     local: Any = _compat.local_of(x)
-
-    def read(part: Part, dtype: torch.dtype) -> torch.Tensor:
-        held = stored.quantized(files, part.name, dtype)
-        if held is None:
-            return files.read(part.name).to(dtype)
-        # Into master weights such that quantizing them gives what was read.
-        return stored.plain(held) if isinstance(local, MasterWeightTensor) else held.dequantize()
-
-    def into(target: torch.Tensor) -> None:
-        for part in parts:
-            part.of(target).copy_(read(part, target.dtype))
-
-    def write() -> None:
-        if local is not x:
-            values = torch.empty(x.shape, dtype=x.dtype, device="cpu")
-            into(values)
-            target = local.hp if isinstance(local, MasterWeightTensor) else local.detach()
-            target.copy_(shard_of(values, x))
-            torch.autograd.graph.increment_version(target)
-        elif isinstance(x, MasterWeightTensor):
-            into(x.hp)
-            torch.autograd.graph.increment_version(x.hp)
-        elif not isinstance(x, QuantizedTensor):
-            into(x.detach())
-        elif (payload := _payload(files, x, parts)) is not None:
-            x.copy_(payload)
-        else:
-            values = torch.empty(x.shape, dtype=x.dtype, device="cpu")
-            into(values)
-            x.copy_(values.to(x.device))
-
-    return write
+    if isinstance(x, QuantizedTensor) and (payload := _payload(x, parts, weights)) is not None:
+        x.copy_(payload)
+        return
+    is_master = isinstance(local, MasterWeightTensor)
+    target = local.hp if is_master else x if local is x else local.detach()
+    in_place = local is x and not isinstance(x, QuantizedTensor)
+    values = target if in_place else torch.empty(x.shape, dtype=x.dtype, device="cpu")
+    for part in parts:
+        read: Any = weights.read(part.name, values.dtype)
+        if isinstance(read, QuantizedTensor):
+            read = _master_values(read) if is_master else read.dequantize()
+        part.of(values).copy_(read.to(values.dtype))
+    if not in_place:
+        target.copy_(values.to(x.device) if local is x else shard_of(values, x))
 
 
-def _payload(files: Files, x: Any, parts: list[Part]) -> QuantizedTensor | None:
+def _payload(x: Any, parts: list[Part], weights: StoredWeights) -> QuantizedTensor | None:
     """The payload of a quantized Parameter, where files have its blocks and scales as it has them; else None."""
     rows = x.fmt.block[0]
     if any(part.cuts(rows) for part in parts):
         return None
     made: Any = torch.empty_like(x.detach())
-    tensor_scale = None
+    factor = None
     for part in parts:
-        held: Any = stored.quantized(files, part.name, x.dtype)
-        if held is None or held.fmt is not x.fmt or (has_power_of_2_scales(x) and not held.power_of_2_scales):
+        read: Any = weights.read(part.name, x.dtype)
+        if not isinstance(read, QuantizedTensor) or read.fmt is not x.fmt:
             return None
-        part.of(made.qdata).copy_(held.qdata)
-        part.in_blocks(rows).of(made.scale).copy_(held.scale)
-        if x.global_scale is not None:
-            if tensor_scale is not None and not torch.equal(tensor_scale, held.global_scale):
+        if has_power_of_2_scales(x) and not has_power_of_2_scales(read):
+            return None
+        part.of(made.qdata).copy_(read.qdata)
+        part.in_blocks(rows).of(made.scale).copy_(read.scale)
+        if read.global_scale is not None:
+            if factor is not None and not torch.equal(factor, read.global_scale):
                 return None
-            tensor_scale = held.global_scale
-            made.global_scale.copy_(tensor_scale)
+            factor = read.global_scale
+            made.global_scale.copy_(factor)
     return made
 
 
-def _warn_of_scales(files: Files, tensors: dict[str, torch.Tensor], wanted: dict[str, list[Part]]) -> None:
+def _master_values(x: Any) -> torch.Tensor:
+    """The values of `x`, in its dtype, such that quantizing them as our weights are gives these values again.
+
+    In NVFP4 that is with the tensor scale of the files, which may be that of a larger weight that an engine fuses
+    with this one. Blocks of rows, which our weights do not have, are decoded and no more.
+    """
+    if isinstance(x, NVFP4Tensor):
+        return plain_values(x, lambda values: _quantized_as(x, values)) if x.fmt.is_square else x.dequantize()
+    values = plain_values(x)
+    if not x.power_of_2_scales:
+        return values
+    # A block's largest value that was rounded down to 224, half of what a code holds, would get half of the scale. It
+    # is moved by one unit in the last place, up to which it is coded as 224 and needs the whole one.
+    again = ops.quantize(values, x.fmt, power_of_2_scales=True).rowwise
+    assert again is not None
+    is_half = x.qdata.float().abs() == x.fmt.element.max / 2
+    moved = is_half & over_blocks(again.scale < x.scale, values.shape, x.fmt)
+    bits = values.view(torch.int32 if values.element_size() == 4 else torch.int16)
+    return (bits + moved.to(bits.dtype)).view(values.dtype)
+
+
+def _quantized_as(x: NVFP4Tensor, values: torch.Tensor) -> NVFP4Tensor:
+    """`values` in the blocks of `x` and with its tensor scale."""
+    made = ops.quantize(values, x.fmt, tensor_amax=x.global_scale * TENSOR_MAX).rowwise
+    assert made is not None and made.global_scale is not None
+    return NVFP4Tensor(made.qdata, made.scale, made.global_scale, x.columns, x.block_size, x.dtype)
+
+
+def _power_of_2_scales_wanted(x: Any) -> bool | None:
+    """Whether a weight in FP8 needs scales that are powers of two; None for others, and for one that takes any."""
+    if isinstance(x, MasterWeightTensor):
+        return has_power_of_2_scales(x) if x.config.weight_format is FP8.format else None
+    # A quantized Parameter takes any scales, if they need not be powers of two.
+    return True if getattr(x, "fmt", None) is FP8.format and has_power_of_2_scales(x) else None
+
+
+def _warn_of_scales(weights: StoredWeights, kinds: dict[tuple[bool, bool], str]) -> None:
     """Warn where files have scales that are powers of two and the model trains with others, or the reverse."""
-    kinds: dict[tuple[bool, bool], str] = {}
-    for name, x in tensors.items():
-        local: Any = _compat.local_of(x)
-        is_master = isinstance(local, MasterWeightTensor)
-        fmt = local.config.weight_format if is_master else getattr(local, "fmt", None)
-        if fmt is not fp8_block.FORMAT:
-            continue
-        for part in wanted[name]:
-            in_files = stored.has_powers_of_2(files, part.name)
-            # A quantized Parameter takes any scales, if they need not be powers of two.
-            if in_files is not None and (is_master or has_power_of_2_scales(local)):
-                kinds.setdefault((in_files, has_power_of_2_scales(local)), part.name)
     # All scales of a weight may be powers of two by chance.
     if (True, False) in kinds and (False, False) not in kinds:
         name, theirs, option = kinds[True, False], "powers of two", True
@@ -202,7 +210,7 @@ def _warn_of_scales(files: Files, tensors: dict[str, torch.Tensor], wanted: dict
     else:
         return
     warnings.warn(
-        f"load: scales of {files.where(name)} are {theirs}, and those that the model trains with are"
+        f"load: scales of {weights.files.where(name)} are {theirs}, and those that the model trains with are"
         f"{' not' * option}: GEMMs and exports get other codes than the files have; to keep them convert the model "
         f"with BlockwiseFP8TrainingConfig(power_of_2_scales={option})",
         stacklevel=2,

@@ -9,33 +9,28 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any
 
 from torchao_blockwise._compat import torchao_import
 from torchao_blockwise.cli import convert, doctor, report, verify
-from torchao_blockwise.cli.terminal import UsageError
+from torchao_blockwise.cli.inputs import UsageError
 
 COMMANDS = {"doctor": doctor, "report": report, "convert": convert, "verify": verify}
 PROGRAM = "python -m torchao_blockwise"
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
-
-
 def parser() -> argparse.ArgumentParser:
     """The parser of all commands."""
-    whole = _Parser(prog=PROGRAM, description="Train in blockwise FP8 and in NVFP4: what helps around it.")
-    commands = whole.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=_Parser)
+    whole = argparse.ArgumentParser(
+        prog=PROGRAM, description="Train in blockwise FP8 and in NVFP4: what helps around it."
+    )
+    commands = whole.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, command in COMMANDS.items():
-        added = commands.add_parser(
-            name,
-            help=command.HELP,
-            description=command.__doc__,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
-        command.add_arguments(added)
+        options: dict[str, Any] = {
+            "description": command.__doc__,
+            "formatter_class": argparse.RawDescriptionHelpFormatter,
+        }
+        command.add_arguments(commands.add_parser(name, help=command.HELP, **options))
     return whole
 
 

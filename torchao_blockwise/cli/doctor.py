@@ -13,7 +13,7 @@ import argparse
 
 import torch
 
-from torchao_blockwise.cli.terminal import UsageError, show
+from torchao_blockwise.cli.inputs import UsageError, show
 from torchao_blockwise.diagnostics.doctor import examine
 
 HELP = "versions, backends of each operation, and a self-test"
@@ -21,13 +21,13 @@ HELP = "versions, backends of each operation, and a self-test"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", help="cpu, cuda or cuda:1; default the GPU, or the CPU where there is none")
-    parser.add_argument("--no-run", action="store_true", help="say who would compute, and compute nothing")
+    parser.add_argument("--no-run", action="store_true", help="say which backends would run, and run no kernel")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(args: argparse.Namespace) -> int:
     examination = examine(_device(args.device), run=not args.no_run)
-    show(str(examination), examination.to_dict() if args.json else None)
+    show(examination, examination.to_dict() if args.json else None)
     return 0 if examination.is_healthy else 1
 
 

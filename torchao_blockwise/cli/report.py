@@ -21,9 +21,9 @@ from __future__ import annotations
 import argparse
 import functools
 import operator
-import re
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -31,8 +31,7 @@ from torchao.quantization import quantize_
 
 from torchao_blockwise import conversion
 from torchao_blockwise._names import did_you_mean
-from torchao_blockwise.cli.models import meta_model
-from torchao_blockwise.cli.terminal import UsageError, show
+from torchao_blockwise.cli.inputs import UsageError, meta_model, show
 from torchao_blockwise.conversion import Filter
 from torchao_blockwise.conversion.report import CANNOT
 from torchao_blockwise.diagnostics import memory_report
@@ -40,31 +39,19 @@ from torchao_blockwise.diagnostics import memory_report
 HELP = "what quantize_ and fuse do to a Hugging Face model"
 
 _RECIPES = {"fp8": conversion.BlockwiseFP8TrainingConfig, "nvfp4": conversion.NVFP4TrainingConfig}
-# (model, what follows "=") -> a filter.
-_FILTERS: dict[str, Callable[[nn.Module, str], Filter]] = {
-    "is_linear": lambda model, value: conversion.is_linear(),
-    "experts": lambda model, value: conversion.experts(),
-    "linears_and_experts": lambda model, value: conversion.linears_and_experts(),
-    "skip_lm_head": lambda model, value: conversion.skip_lm_head(),
-    "skip_routers": lambda model, value: conversion.skip_routers(),
-    "skip_fqns": lambda model, value: conversion.skip_fqns(*value.split(",")),
-    "min_features": lambda model, value: conversion.min_features(_number(value)),
-    "keep_last_blocks": lambda model, value: conversion.keep_last_blocks(model, _number_or_share(value)),
+# {filter: (model, VALUE) -> its arguments}; None for filters that take no VALUE.
+_FILTERS: dict[str, Callable[[nn.Module, str], list[Any]] | None] = {
+    **dict.fromkeys(("is_linear", "experts", "linears_and_experts", "skip_lm_head", "skip_routers")),
+    "skip_fqns": lambda model, value: value.split(","),
+    "min_features": lambda model, value: [int(value)],
+    "keep_last_blocks": lambda model, value: [model, float(value) if "." in value else int(value)],
 }
-_TAKE_VALUES = ("skip_fqns", "min_features", "keep_last_blocks")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "model", metavar="MODEL", help="config.json, a folder that holds one, or a model id in the cache"
-    )
+    parser.add_argument("model", metavar="MODEL", help="config.json, its folder, or a model id in the cache")
     parser.add_argument("--recipe", choices=_RECIPES, default="fp8", help="default fp8")
-    parser.add_argument(
-        "--filter",
-        action="append",
-        metavar="NAME[=VALUE]",
-        help="leave out more than recommended_layers does; may be given several times",
-    )
+    parser.add_argument("--filter", action="append", default=[], metavar="NAME[=VALUE]", help="leave out more layers")
     parser.add_argument("--no-recommended", action="store_true", help="without recommended_layers: --filter only")
     parser.add_argument("--no-master-weights", action="store_true", help="Parameters are the quantized tensors")
     parser.add_argument("--fuse", action="store_true", help="layers that read one activation share its copies")
@@ -80,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
     if args.no_recommended and not args.filter:
         raise UsageError("--no-recommended leaves no filter; give one by --filter, as --filter linears_and_experts")
     filters = [] if args.no_recommended else [conversion.recommended_layers(model, config)]
-    filter_fn = functools.reduce(operator.and_, filters + [_filter(model, text) for text in args.filter or ()])
+    filter_fn = functools.reduce(operator.and_, filters + [_filter(model, text) for text in args.filter])
     report = conversion.dry_run(model, config, filter_fn)
     can = all(layer.status != CANNOT for layer in report.layers)
     if can:
@@ -100,32 +87,23 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _batch(model: nn.Module, tokens: int | None) -> tuple[dict[str, torch.Tensor], ...]:
-    """What a step is predicted with: one sequence, and for a language model its labels; nothing for no tokens."""
+    """The batch of the step: one sequence, and for a language model its labels; nothing for no tokens."""
     if tokens is None:
         return ()
     ids = torch.zeros(1, tokens, dtype=torch.long, device="meta")
     return ({"input_ids": ids, **({"labels": ids} if type(model).__name__.endswith("ForCausalLM") else {})},)
 
 
-def _number(value: str) -> int:
-    if not value.isdecimal():
-        raise ValueError(f"VALUE must be a whole number, got {value!r}")
-    return int(value)
-
-
-def _number_or_share(value: str) -> int | float:
-    return float(value) if re.fullmatch(r"[01]?\.\d+", value) else _number(value)
-
-
 def _filter(model: nn.Module, text: str) -> Filter:
-    name, equals, value = text.partition("=")
+    name, _, value = text.partition("=")
     if name not in _FILTERS:
         known = ", ".join(_FILTERS)
         raise UsageError(f"--filter must be one of {known}, got {name}{did_you_mean(name, _FILTERS)}")
-    if bool(equals and value) != (name in _TAKE_VALUES):
-        wanted = f"{name}=VALUE" if name in _TAKE_VALUES else name
-        raise UsageError(f"--filter {name} is written {wanted}, got {text}")
+    arguments = _FILTERS[name]
+    if bool(value) != (arguments is not None):
+        raise UsageError(f"--filter {name} is written {name}{'=VALUE' * (arguments is not None)}, got {text}")
     try:
-        return _FILTERS[name](model, value)
+        made: Filter = getattr(conversion, name)(*(() if arguments is None else arguments(model, value)))
     except ValueError as error:
         raise UsageError(f"--filter {text}: {error}") from None
+    return made

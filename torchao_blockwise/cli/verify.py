@@ -19,13 +19,17 @@ from pathlib import Path
 
 import torch
 
-from torchao_blockwise.checkpoint import checksums, stored
+from torchao_blockwise.checkpoint import checksums
 from torchao_blockwise.checkpoint.files import Files
-from torchao_blockwise.checkpoint.names import OF_AN_ENGINE
-from torchao_blockwise.cli.terminal import UsageError
+from torchao_blockwise.checkpoint.model_tensors import OF_AN_ENGINE
+from torchao_blockwise.checkpoint.stored_weights import StoredWeights
+from torchao_blockwise.cli.inputs import UsageError
+from torchao_blockwise.formats import NVFP4_16X16
 
 HELP = "compare two checkpoints on disk"
 _SHOWN = 10
+# How far an element is rounded at most, relative: three bits of mantissa in e4m3; 5, between 4 and 6, in e2m1.
+_ROUNDING = {False: 2**-4, True: 1 / 5}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,9 +44,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     try:
-        first = Files(args.first)
-        by_sums = args.second.is_file()
-        problems = _by_checksums(first, args.second) if by_sums else _by_values(first, Files(args.second), args.error)
+        if args.second.is_file():
+            problems = _by_checksums(Files(args.first), args.second)
+        else:
+            problems = _by_values(StoredWeights(args.first), StoredWeights(args.second), args.error)
     except (OSError, ValueError) as e:
         raise UsageError(str(e)) from None
     for problem in problems[:_SHOWN]:
@@ -54,13 +59,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _by_checksums(files: Files, written: Path) -> list[str]:
-    """What differs from what `written` says, as sentences."""
+    """Differences from the checksums in `written`, as sentences."""
     try:
         wanted = json.loads(written.read_text())
     except ValueError as error:
-        raise ValueError(f"{written} is no JSON ({error}); write it anew") from None
+        raise ValueError(f"{written} is not JSON ({error}); write it again") from None
     if not isinstance(wanted, dict):
-        raise ValueError(f"{written} must hold {{name: checksum}}, got a {type(wanted).__name__}; write it anew")
+        raise ValueError(f"{written} must hold {{name: checksum}}, got a {type(wanted).__name__}; write it again")
     problems = _missing(files.path, wanted.keys() - files.names()) + _missing(written, files.names() - wanted.keys())
     both = sorted(files.names() & wanted.keys())
     got = checksums((name, files.read(name)) for name in both)
@@ -69,30 +74,28 @@ def _by_checksums(files: Files, written: Path) -> list[str]:
     return problems + [f"{name}: checksum {got[name]}, {written} has {wanted[name]}" for name in other]
 
 
-def _by_values(first: Files, second: Files, allowed: float | None) -> list[str]:
-    """What differs, as sentences."""
+def _by_values(first: StoredWeights, second: StoredWeights, allowed: float | None) -> list[str]:
+    """Differences, as sentences."""
     same, close, largest = 0, 0, 0.0
-    of_both = [stored.weights_in(files) for files in (first, second)]
-    only_first, only_second = (
-        {name for name in names - others if not re.search(OF_AN_ENGINE, name)}
-        for names, others in (of_both, of_both[::-1])
-    )
-    problems = _missing(second.path, only_first) + _missing(first.path, only_second)
-    for name in sorted(of_both[0] & of_both[1]):
-        shapes = [stored.shape(files, name) for files in (first, second)]
-        if shapes[0] != shapes[1]:
-            problems.append(f"{name}: shape {shapes[0]} and {shapes[1]}")
+    problems = []
+    for weights, others in ((first, second), (second, first)):
+        names = {name for name in weights.names - others.names if not re.search(OF_AN_ENGINE, name)}
+        problems += _missing(others.files.path, names)
+    for name in sorted(first.names & second.names):
+        if (shape := first.shape(name)) != second.shape(name):
+            problems.append(f"{name}: shape {list(shape)} and {list(second.shape(name))}")
             continue
         try:
-            for files in (first, second):
-                stored.check(files, name, torch.Size(shapes[0]))
+            for weights in (first, second):
+                weights.check(name, shape)
         except ValueError as reason:
             problems.append(str(reason))
             continue
-        error = _error(first, second, name)
+        a, b = (weights.values(name, torch.float32).float() for weights in (first, second))
+        error = 0.0 if torch.equal(a, b) else float((a - b).norm() / b.norm())
         same, close, largest = same + (error == 0), close + (error != 0), max(largest, error)
-        of_formats = max(stored.rounding(files, name) for files in (first, second))
-        if not error <= (of_formats if allowed is None else allowed):
+        is_nvfp4 = NVFP4_16X16 in (first.format(name), second.format(name))
+        if not error <= (_ROUNDING[is_nvfp4] if allowed is None else allowed):
             problems.append(f"{name}: relative error {error:.3g}")
     print(f"{same} tensors the same, {close} with other values, relative error at most {largest:.3g}")
     return problems
@@ -100,10 +103,3 @@ def _by_values(first: Files, second: Files, allowed: float | None) -> list[str]:
 
 def _missing(where: Path, names: set[str]) -> list[str]:
     return [f"{where} has no {name}" for name in sorted(names)]
-
-
-def _error(first: Files, second: Files, name: str) -> float:
-    a, b = (stored.values(files, name, torch.float32).float() for files in (first, second))
-    if torch.equal(a, b):
-        return 0.0
-    return float((a - b).norm() / b.norm())

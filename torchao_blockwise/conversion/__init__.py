@@ -1,4 +1,4 @@
-"""Conversion: configs, filters and handlers behind `quantize_`, and the report of what it did."""
+"""Conversion: configs, filters and handlers behind `quantize_`, and its report."""
 
 from torchao_blockwise.conversion.filters import (
     Filter,

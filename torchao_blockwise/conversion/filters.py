@@ -12,7 +12,7 @@ import re
 import warnings
 from collections.abc import Callable, Sequence
 from fractions import Fraction
-from typing import TypeGuard
+from typing import TypeGuard, TypeVar
 
 from torch import nn
 
@@ -122,12 +122,15 @@ class Filter:
         return f"Filter({self.description})"
 
 
+_MakesFilter = TypeVar("_MakesFilter", bound=Callable[..., Filter])
+
+
 def _is_linear(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear)
 
 
-def must_be_called(make: Callable[..., Filter]) -> Callable[..., Filter]:
-    """Decorate a function that returns a filter: where it is passed as one itself, the error says how to call it."""
+def must_be_called(make: _MakesFilter) -> _MakesFilter:
+    """Decorate a function that returns a filter: the error names the call where the function itself is passed."""
 
     @functools.wraps(make)
     def checked(*args: object, **kwargs: object) -> Filter:
@@ -140,7 +143,7 @@ def must_be_called(make: Callable[..., Filter]) -> Callable[..., Filter]:
             )
         return make(*args, **kwargs)
 
-    return checked
+    return checked  # type: ignore[return-value]  # it has the signature of `make`
 
 
 def custom(predicate: Callable[[nn.Module, str], bool], reason: str = "left out by a custom filter") -> Filter:
@@ -279,7 +282,7 @@ def in_last_blocks(blocks: Sequence[nn.Module], count: int | float) -> dict[nn.M
 def keep_last_blocks(model: nn.Module, count: int | float) -> Filter:
     """Keep the last `count` blocks of `model` in high precision: entries of its longest ModuleList, or the like.
 
-    Of a list inside of blocks, as one of experts, no entry is a block. Without a list, entries of an `nn.Sequential`
+    Entries of a list inside of a block, such as experts, are no blocks. Without a list, entries of an `nn.Sequential`
     with two or more linear layers each are blocks.
 
     count: an integer, or a share of the blocks as a float from 0 to 1, rounded up: 0.15 of 32 blocks are 5.

@@ -1,7 +1,7 @@
-"""Fusion: attention and MLPs of known models, whose layers then share one quantization of what they read.
+"""Fusion: attention and MLPs of known models, whose layers then share one quantization of their input.
 
-A module is known by its class: its forward pass hands its first argument to the layers of `_READERS`, changes it
-nowhere, and gives it to nothing else. What only looks alike is left alone, and reported.
+A module is known by its class: its forward pass passes its first argument to the layers of `_READERS`, does not change
+it, and passes it to nothing else. A module that only looks alike is left as it is, and reported.
 """
 
 from __future__ import annotations
@@ -97,14 +97,14 @@ def fuse(model: nn.Module, *, round_once: bool = False) -> FusionReport:
         `fully_shard`, in place.
     round_once: also let SwiGLU quantize what it computes, in FP8: h = silu(gate) · up is computed in fp32 and rounded
         once, as compilers do it, where the model's own code rounds silu(gate) too. It is never in memory.
-    Returns the report; `fusion_report(model)` gives it again, as things are then. Called again it fuses anew.
+    Returns the report; `fusion_report(model)` gives it again, as things are then. A second call fuses again.
 
     An input is quantized once, and backward holds one columnwise copy for all its readers. Without `round_once` outputs
     and gradients are what they were, bit for bit. Names, state dicts, hooks, plans of tensor parallelism and wrapping
     by FSDP2 stay as they were: classes are derived from the ones that modules have, and a module asks in every forward
     pass whether its layers can share. Where one of them is not converted, is a DTensor, has hooks or was replaced (by
     LoRA, say), or where configs differ, each layer quantizes its input itself. Modules whose forward pass is not known
-    are left alone. `unconvert` ends the fusion too.
+    do not change. `unconvert` ends the fusion too.
     Source: DeepSeek-V3 report (arXiv 2412.19437), §3.3.
     """
     for module in model.modules():
@@ -119,7 +119,7 @@ def fuse(model: nn.Module, *, round_once: bool = False) -> FusionReport:
 
 
 def fusion_report(model: nn.Module) -> FusionReport:
-    """What `fuse` has done to `model`: which modules share their inputs as they are now, and why others do not."""
+    """The modules of `model` that share their inputs as they are now, and why others do not."""
     reports = []
     for fqn, module in model.named_modules():
         readers, reason = _examined(module)
@@ -152,7 +152,7 @@ def _examined(module: nn.Module) -> tuple[tuple[str, ...], str | None]:
     if (forward.__module__, forward.__qualname__) != (cls.__module__, f"{cls.__qualname__}.forward"):
         return readers, f"its forward pass was replaced by {forward.__module__}.{forward.__qualname__}"
     if "forward" in vars(module):
-        return readers, "something has given it a forward pass of its own"
+        return readers, "its forward pass is an attribute of the instance"
     for name in readers:
         if not isinstance(layer := getattr(module, name), nn.Linear):
             return readers, f"{name} is a {type(layer).__name__}; {_BEFORE}"

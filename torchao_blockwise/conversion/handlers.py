@@ -46,7 +46,7 @@ from torchao_blockwise.tensors.rounding import RoundingKeys
 _OTHER_QUANTIZERS = "torchao.", "torch.ao.", "bitsandbytes.", "transformers.integrations."
 
 # Attributes of a converted weight that a new content has by itself.
-_OF_THE_CONTENT = "pending_master", "saved_values", "layer", "rounding_key", "rounding_keys", "_cast_of", "_is_param"
+_OF_THE_CONTENT = "pending_master", "saved_values", "layer", "rounding_key", "rounding_keys", "cast_of", "_is_param"
 
 
 def why_not_convertible(

@@ -1,4 +1,4 @@
-"""What a recipe must remember to resume: how often each weight's random bits were drawn."""
+"""The state of a recipe that a run needs to resume: how often each weight's random bits were drawn."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _NUMBERS = "seed", "stream", "use"
 
 
 def recipe_state(model: nn.Module) -> dict[str, dict[str, int]]:
-    """What `model` must remember beside its state dict to go on with the same random bits.
+    """Return the state of `model` that continues the same random bits; a checkpoint needs it with the state dict.
 
     Returns for each weight whose gradients are rounded stochastically, by name: the seed and the stream of its random
-    bits, and how often they were drawn. Plain integers, empty for other recipes. Each data-parallel rank has a state of
-    its own, as it has a seed of its own. Waits for the device.
+    bits, and how often they were drawn. Plain integers, empty for other recipes. Each data-parallel rank has a separate
+    state, as it has a separate seed. Waits for the device.
     """
     return {name: dict(zip(_NUMBERS, (int(number) for number in keys.now()[:3]))) for name, keys, _ in _rounding(model)}
 

@@ -130,7 +130,7 @@ def dry_run(
     """The report that `quantize_(model, config, filter_fn)` would leave behind; converts nothing.
 
     Layers that would make `quantize_` raise have the status "cannot convert".
-    Raises TypeError for what is no config, as its class.
+    Raises TypeError unless `config` is a training config; its class is not one.
     """
     check_config("dry_run", config)
     _versions.check()

@@ -47,7 +47,7 @@ def matrices(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def weights_of(module: nn.Module, parameter_name: str | None = None) -> dict[str, nn.Parameter | None]:
-    """What a conversion of `module` converts, by name; of one name only that Parameter, None where it is none."""
+    """Return the Parameters of `module` to convert, by name: all, or that of one name, None where there is none."""
     own = _compat.parameters_of(module)
     if parameter_name is not None:
         return {parameter_name: own.get(parameter_name)}

@@ -1,11 +1,10 @@
 """Diagnostics: what runs here, what training takes, and what low precision does to a model's numbers."""
 
 from torchao_blockwise.diagnostics.doctor import Examination, examine
-from torchao_blockwise.diagnostics.html_page import HTMLWriter
 from torchao_blockwise.diagnostics.memory import MemoryReport, memory_report
 from torchao_blockwise.diagnostics.monitor import NumericsMonitor
 from torchao_blockwise.diagnostics.records import GradientReport, Recommendation, Report, TensorReport
-from torchao_blockwise.diagnostics.writers import CSVWriter, TensorBoardWriter, WandbWriter, Writer
+from torchao_blockwise.diagnostics.writers import CSVWriter, HTMLWriter, TensorBoardWriter, WandbWriter, Writer
 
 __all__ = [
     "CSVWriter",

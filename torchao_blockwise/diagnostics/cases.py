@@ -1,12 +1,17 @@
-"""Every operation on small inputs, made by the reference."""
+"""The calls that the self-test repeats with every backend: those that small layers make when they train."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
+from torchao.quantization import quantize_
 
+from torchao_blockwise import _compat, ops
+from torchao_blockwise.conversion import linears_and_experts
 from torchao_blockwise.formats import (
     FP8_1X128,
     FP8_128X128,
@@ -16,275 +21,157 @@ from torchao_blockwise.formats import (
     CastOptions,
     Groups,
     Operand,
-    Place,
-    hadamard_number,
 )
-from torchao_blockwise.ops import (
-    dequantization,
-    fused,
-    grouped_quantize,
-    make_groups,
-    quantization,
-    quantize,
-    randomization,
-    shards,
-    transposition,
-)
-from torchao_blockwise.ops.gemm import grouped, plain
-from torchao_blockwise.ops.groups import permutation, tables
+from torchao_blockwise.nn import NormLinear, SwiGLUExperts, SwiGLUMLP
+from torchao_blockwise.nn.permutation import permute, unpermute
+from torchao_blockwise.ops import shards
+from torchao_blockwise.ops.backend import Backend, first_tensor
 from torchao_blockwise.ops.groups.tables.layout import HEIGHTS, layout_of
 from torchao_blockwise.ops.registry import Operation
-from torchao_blockwise.ops.shards.flat import WHOLE, Shards, block_count
-from torchao_blockwise.ops.transposition import many
+from torchao_blockwise.ops.shards.flat import WHOLE, Shards
+from torchao_blockwise.tensors import BlockwiseFP8TrainingConfig, NVFP4TrainingConfig, TrainingConfig
 
-# Tokens are more than the rows up to which plain products choose another backend, and no multiple of a block.
+# There are more tokens than the rows up to which plain GEMMs choose another backend, and no multiple of a block.
 TOKENS, FEATURES_IN, FEATURES_OUT = 520, 384, 256
 # One expert has no tokens, and the last tokens have no expert.
 ENDS = (100, 100, 390, 500)
 TOP_K = 2
+# The order in which these sum is the backend's own.
+_SUMS = {"matmul", "add_matmul", "grouped_matmul", "add_grouped_matmul", "norm_statistics", "unpermute_backward"}
 
 
 class Case(NamedTuple):
     """An operation and what it is called with.
 
-    of: formats, or what else tells the case from others of the operation.
-    args: whole values, without the backend. exact: whether all backends give the same bits.
-    defined: what of a result, on the CPU, is defined.
+    of: formats and options, which tell the case from others of the operation. args: whole values, without the backend.
     """
 
     op: Operation
     of: str
     args: Sequence[Any]
-    exact: bool = True
-    defined: Callable[[torch.Tensor], torch.Tensor] = lambda x: x
+
+    @property
+    def exact(self) -> bool:
+        """Whether all backends give the same bits."""
+        return self.op.name not in _SUMS
+
+    def defined(self, result: torch.Tensor) -> torch.Tensor:
+        """The part of a result that is defined: behind the last entry of a schedule of groups there may be anything."""
+        if self.op.name != "group_tables":
+            return result
+        at = layout_of(TOKENS, len(ENDS), self.args[2].block[1])
+        firsts = [at.rows_of(tile) for tile in HEIGHTS]
+        schedules = [result[first : first + 1 + int(result[first, 0])] for first in firsts]
+        return torch.cat([result[: at.rows], *schedules, result[at.blocks :]])
 
 
 def cases(device: torch.device) -> list[Case]:
-    """A case or more of each operation, with inputs on `device`."""
+    """A case or more of each operation, with inputs on `device`. Runs the reference only."""
     numbers = torch.Generator().manual_seed(0)
 
-    def values(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-        return torch.randn(*shape, generator=numbers, device="cpu").to(device=device, dtype=dtype)
+    def values(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=numbers, device="cpu").to(device, torch.bfloat16)
 
-    x, dy, w = values(TOKENS, FEATURES_IN), values(TOKENS, FEATURES_OUT), values(FEATURES_OUT, FEATURES_IN)
-    experts = values(len(ENDS), FEATURES_OUT, FEATURES_IN)
-    ends = torch.tensor(ENDS, dtype=torch.int32, device=device)
-    found = [*_norm_cases(x, values), *_swiglu_cases(x, values), *_permutation_cases(x, values, device)]
-    for fmt, weight_fmt in ((FP8_1X128, FP8_128X128), (NVFP4_1X16, NVFP4_16X16)):
-        found += _cast_cases(x, w, fmt, weight_fmt)
-        found += _product_cases(x, dy, w, fmt, weight_fmt)
-        found += _group_cases(x, dy, experts, ends, fmt, weight_fmt)
-        found += _shard_cases(w, weight_fmt)
-    return sorted(found, key=lambda case: case.op.name)
-
-
-def _amax_bits(x: torch.Tensor, fmt: BlockFormat) -> torch.Tensor | None:
-    return x.abs().max().float().view(torch.int32) if fmt.has_global_scale else None
-
-
-def _rowwise(x: torch.Tensor, fmt: BlockFormat) -> Operand:
-    return quantize(x, fmt, backend="reference").rowwise
-
-
-def _quantize(
-    of: str,
-    x: torch.Tensor,
-    amax_bits: torch.Tensor | None,
-    options: CastOptions,
-    groups: Groups | None = None,
-    key: torch.Tensor | None = None,
-) -> Case:
-    place = Place(operand=int(key is not None and options.columnwise))
-    op = quantization.quantize_both_op if options.rowwise and options.columnwise else quantization.quantize_op
-    return Case(op, of, (x, amax_bits, options, groups, key, place))
+    with _recorded() as found, torch.enable_grad():
+        fp8, nvfp4 = BlockwiseFP8TrainingConfig(), NVFP4TrainingConfig()
+        for make, config in (
+            (nn.Linear, fp8),
+            (nn.Linear, nvfp4),
+            (NormLinear, fp8),
+            (SwiGLUMLP, fp8),
+            (SwiGLUMLP, nvfp4),
+            (SwiGLUExperts, fp8),
+            (SwiGLUExperts, nvfp4),
+            (SwiGLUExperts, NVFP4TrainingConfig(scale_per_expert=True)),
+        ):
+            _train(make, config, values)
+        _permute(values)
+        x, w = values(TOKENS, FEATURES_IN), values(FEATURES_OUT, FEATURES_IN)
+        ops.normalize(ops.Norm(x, None, None, *ops.norm_statistics(x, "rms", 1e-5), x.dtype))
+        for fmt in (FP8_128X128, NVFP4_16X16):
+            quantized = ops.quantize(w, fmt).rowwise
+            ops.dequantize(quantized, dtype=torch.bfloat16)
+            ops.transpose(quantized)
+            _cast_shards(w, quantized)
+    unlike = {(case.op.name, case.of): case for case in reversed(found)}
+    return sorted(unlike.values(), key=lambda case: (case.op.name, case.of))
 
 
-def _cast_cases(x: torch.Tensor, w: torch.Tensor, fmt: BlockFormat, weight_fmt: BlockFormat) -> list[Case]:
-    both, columnwise = CastOptions(fmt, True, True, padded=True), CastOptions(fmt, False, True, padded=True)
-    quantized = _rowwise(w, weight_fmt)
-    two = [quantized.qdata] * 2, [quantized.scale] * 2, [FEATURES_IN] * 2, weight_fmt
-    found = [
-        _quantize(f"{weight_fmt.name} of a weight", w, _amax_bits(w, weight_fmt), CastOptions(weight_fmt)),
-        _quantize(f"{fmt.name} columnwise", x, _amax_bits(x, fmt), columnwise),
-        _quantize(fmt.name, x, _amax_bits(x, fmt), both),
-        Case(dequantization.dequantize_op, weight_fmt.name, (quantized, FEATURES_IN, torch.bfloat16)),
-        Case(transposition.transpose_op, weight_fmt.name, (quantized, FEATURES_IN)),
-        Case(many.transpose_many_op, weight_fmt.name, two),
-    ]
-    if fmt.has_global_scale:
-        found += [
-            Case(quantization.tensor_amax_bits_op, fmt.name, (x, None, False)),
-            Case(quantization.global_scale_op, fmt.name, (_amax_bits(x, fmt),)),
-            *_randomized_cases(x, None, fmt),
-        ]
-    return found
+@contextlib.contextmanager
+def _recorded() -> Iterator[list[Case]]:
+    """Record calls of operations that have a table of backends, and compute them by the reference."""
+    found: list[Case] = []
+    original = Operation.__call__
+
+    def call(op: Operation, *values: Any) -> Any:
+        names_backend = _compat.schema_of(op.overload).arguments[-1].name == "backend"
+        args = values[:-1] if names_backend else values
+        if op.table[0].backend is not Backend.AUTO:
+            # What an operation writes in place is recorded as it was before.
+            found.append(Case(op, _described(args), _compat.pytree.tree_map_only(torch.Tensor, torch.clone, args)))
+        return original(op, *args, *([Backend.REFERENCE] if names_backend else []))
+
+    Operation.__call__ = call  # type: ignore[assignment, method-assign]
+    try:
+        yield found
+    finally:
+        Operation.__call__ = original  # type: ignore[method-assign]
 
 
-def _randomized_cases(x: torch.Tensor, groups: Groups | None, fmt: BlockFormat) -> list[Case]:
-    number, key, bits = hadamard_number(True), torch.tensor([1, 2, 3, 5], device=x.device), _amax_bits(x, fmt)
-    in_groups = " in groups" * (groups is not None)
-    rowwise, columnwise = CastOptions(fmt), CastOptions(fmt, False, True, padded=True, hadamard=number)
-    return [
-        *(
-            Case(
-                randomization.hadamard_amax_bits_op,
-                f"{fmt.name}{in_groups}{', one each' * per_group}",
-                (x, number, groups, per_group),
-            )
-            for per_group in ((False, True) if in_groups else (False,))
-        ),
-        *(
-            _quantize(f"{fmt.name} randomized{' columnwise' * one.columnwise}{in_groups}", x, bits, one, groups, key)
-            for one in (rowwise, columnwise)
-        ),
-    ]
+def _described(args: Sequence[Any]) -> str:
+    """Formats and options of a call; where there are none the dtype of its first tensor."""
+    words: list[str] = []
+    for arg in args:
+        arg = arg[0] if isinstance(arg, list) and arg else arg
+        fmt = arg if isinstance(arg, BlockFormat) else getattr(arg, "fmt", getattr(arg, "format", None))
+        words += [fmt.name] if isinstance(fmt, BlockFormat) else []
+        if isinstance(arg, CastOptions):
+            of_both = arg.rowwise and arg.columnwise
+            words += [] if of_both else ["rowwise" if arg.rowwise else "columnwise"]
+            words += [name for name in ("hadamard", "scale_per_group") if getattr(arg, name)]
+        if isinstance(arg, Groups) or arg is True:
+            words.append("groups" if isinstance(arg, Groups) else "each")
+    first = first_tensor(args)
+    return " ".join(words) or str(None if first is None else first.dtype).removeprefix("torch.")
 
 
-def _product_cases(
-    x: torch.Tensor, dy: torch.Tensor, w: torch.Tensor, fmt: BlockFormat, weight_fmt: BlockFormat
-) -> list[Case]:
-    a, b = (
-        quantize(t, fmt, rowwise=False, columnwise=True, padded=True, backend="reference").columnwise for t in (dy, x)
-    )
-    output = _rowwise(x, fmt), _rowwise(w, weight_fmt)
-    main_grad = torch.zeros(FEATURES_OUT, FEATURES_IN, device=x.device)
-    by_row, by_token = f"{fmt.name} · {weight_fmt.name}", f"{fmt.name} · {fmt.name}"
-    return [
-        Case(plain.matmul_op, by_row, (*output, torch.bfloat16, None), exact=False),
-        Case(plain.matmul_op, by_token, (a, b, torch.bfloat16, None), exact=False),
-        Case(plain.add_matmul_op, by_token, (main_grad, a, b), exact=False),
-    ]
+def _train(make: Callable[..., nn.Module], config: TrainingConfig, values: Callable[..., torch.Tensor]) -> None:
+    """Forward and backward pass of a layer; every second weight adds its gradient to a buffer, as Megatron's do."""
+    x = values(TOKENS, FEATURES_IN).requires_grad_()
+    experts = (len(ENDS),) if make is SwiGLUExperts else ()
+    layer = make(*experts, FEATURES_IN, FEATURES_OUT, device="meta")
+    for i, (name, p) in enumerate(list(layer.named_parameters())):
+        module, _, own_name = name.rpartition(".")
+        weight = nn.Parameter(values(*p.shape))
+        setattr(layer.get_submodule(module), own_name, weight)
+        if i % 2:
+            weight.main_grad = torch.zeros(p.shape, device=x.device)  # type: ignore[attr-defined]
+    quantize_(layer, config, filter_fn=linears_and_experts())
+    out = layer(x, torch.tensor(ENDS, dtype=torch.int32, device=x.device)) if experts else layer(x)
+    out.backward(values(*out.shape))
 
 
-def _group_cases(
-    x: torch.Tensor,
-    dy: torch.Tensor,
-    experts: torch.Tensor,
-    ends: torch.Tensor,
-    fmt: BlockFormat,
-    weight_fmt: BlockFormat,
-) -> list[Case]:
-    groups = make_groups(ends, TOKENS, fmt, backend="reference")
-    a, b = (
-        grouped_quantize(t, groups, fmt, rowwise=False, columnwise=True, backend="reference").columnwise
-        for t in (dy, x)
-    )
-    output = _rowwise(x, fmt), _rowwise(experts, weight_fmt)
-    main_grad = torch.zeros(experts.shape, device=x.device)
-    options = CastOptions(fmt, True, True, padded=True)
-    by_row, by_token = f"{fmt.name} · {weight_fmt.name}", f"{fmt.name} · {fmt.name}"
-    found = [
-        Case(tables.group_tables_op, fmt.name, (ends, TOKENS, fmt), defined=lambda x: _used_entries(x, fmt)),
-        _quantize(f"{fmt.name} in groups", x, _amax_bits(x, fmt), options, groups),
-        Case(grouped.grouped_matmul_op, by_row, (*output, groups, "m", torch.bfloat16), exact=False),
-        Case(grouped.grouped_matmul_op, by_token, (a, b, groups, "k", torch.bfloat16), exact=False),
-        Case(grouped.add_grouped_matmul_op, by_token, (main_grad, a, b, groups), exact=False),
-    ]
-    if fmt.has_global_scale:
-        found.append(Case(quantization.tensor_amax_bits_op, f"{fmt.name} in groups", (x, ends, False)))
-        found += _randomized_cases(x, groups, fmt)
-        found += _scaled_group_cases(x, dy, experts, ends, groups, (fmt, weight_fmt))
-    return found
+def _permute(values: Callable[..., torch.Tensor]) -> None:
+    x, weights = values(TOKENS, FEATURES_IN).requires_grad_(), values(TOKENS, TOP_K).float().requires_grad_()
+    first = torch.arange(TOKENS, device=x.device)
+    tokens, source, _ = permute(x, torch.stack([(first + k) % len(ENDS) for k in range(TOP_K)], 1), len(ENDS))
+    unpermute(tokens, source, TOP_K, weights).sum().backward()
+    for fmt in (FP8_1X128, NVFP4_1X16):
+        ops.make_groups(torch.tensor(ENDS, dtype=torch.int32, device=x.device), TOKENS, fmt)
 
 
-def _scaled_group_cases(
-    x: torch.Tensor,
-    dy: torch.Tensor,
-    experts: torch.Tensor,
-    ends: torch.Tensor,
-    groups: Groups,
-    formats: tuple[BlockFormat, BlockFormat],
-) -> list[Case]:
-    """Of groups, and of experts, that have a tensor scale each."""
-    fmt, weight_fmt = formats
-    options = CastOptions(fmt, True, True, padded=True, scale_per_group=True)
-    each = torch.arange(1, len(ENDS) + 1, device=x.device).float()
-    key, name = torch.tensor([1, 2, 3, 5], device=x.device), f"{fmt.name}, a scale each"
-    a, b = (
-        grouped_quantize(t, groups, fmt, columnwise=True, scale_per_group=True, backend="reference") for t in (dy, x)
-    )
-    w = quantize(experts, weight_fmt, scale_per_group=True, backend="reference").rowwise
-    by_row, by_token = (b.rowwise, w, groups, "m"), (a.columnwise, b.columnwise, groups, "k")
-    of_weight, bits = CastOptions(weight_fmt, scale_per_group=True), each.view(torch.int32)
-    rowwise, columnwise = (options._replace(rowwise=row, columnwise=not row) for row in (True, False))
-    return [
-        Case(quantization.tensor_amax_bits_op, f"{fmt.name} in groups, one each", (x, ends, True)),
-        Case(quantization.tensor_amax_bits_op, f"{weight_fmt.name} of experts, one each", (experts, None, True)),
-        Case(quantization.global_scale_op, name, (bits,)),
-        _quantize(f"{weight_fmt.name} of experts, a scale each", experts, bits, of_weight),
-        _quantize(f"{fmt.name} in groups, a scale each", x, bits, options, groups),
-        *(
-            _quantize(f"{name}, randomized{' columnwise' * one.columnwise}", x, bits, one, groups, key)
-            for one in (rowwise, columnwise)
-        ),
-        Case(grouped.grouped_matmul_op, f"{name}, by row", (*by_row, torch.bfloat16), exact=False),
-        Case(grouped.grouped_matmul_op, f"{name}, by token", (*by_token, torch.bfloat16), exact=False),
-    ]
-
-
-def _used_entries(entries: torch.Tensor, fmt: BlockFormat) -> torch.Tensor:
-    """Of tables of groups what is read: behind a schedule's last entry there may be anything."""
-    at = layout_of(TOKENS, len(ENDS), fmt.block[1])
-    firsts = [at.rows_of(tile) for tile in HEIGHTS]
-    schedules = [entries[first : first + 1 + int(entries[first, 0])] for first in firsts]
-    return torch.cat([entries[: at.rows], *schedules, entries[at.blocks :]])
-
-
-def _norm_cases(x: torch.Tensor, values: Callable[..., torch.Tensor]) -> list[Case]:
-    rstd = x.float().square().mean(-1).rsqrt()
-    normed = fused.Norm(x, values(FEATURES_IN), None, None, rstd, x.dtype)
-    return [
-        Case(fused.norm_statistics_op, "RMSNorm", (x, False, 1e-5), exact=False),
-        Case(fused.normalize_op, "RMSNorm", (normed,)),
-        Case(fused.norm_quantize_op, FP8_1X128.name, (normed, CastOptions(FP8_1X128, True, True, padded=True))),
-    ]
-
-
-def _swiglu_cases(x: torch.Tensor, values: Callable[..., torch.Tensor]) -> list[Case]:
-    up, dh = values(*x.shape), values(*x.shape)
-    options = CastOptions(FP8_1X128, True, True, padded=True)
-    no_groups: Groups | None = None
-    return [
-        Case(fused.swiglu_op, "bfloat16", (x, up)),
-        Case(fused.swiglu_backward_op, "bfloat16", (dh, x, up)),
-        Case(fused.swiglu_quantize_op, FP8_1X128.name, (x, up, options, no_groups)),
-        Case(fused.swiglu_backward_quantize_op, FP8_1X128.name, (dh, x, up, options, no_groups)),
-    ]
-
-
-def _permutation_cases(x: torch.Tensor, values: Callable[..., torch.Tensor], device: torch.device) -> list[Case]:
-    first = torch.arange(TOKENS, device=device) % len(ENDS)
-    ids = torch.stack([(first + k) % len(ENDS) for k in range(TOP_K)], 1)
-    source = ids.flatten().argsort(stable=True).int()
-    y, weights = values(TOKENS * TOP_K, FEATURES_IN), values(TOKENS, TOP_K).abs().float()
-    return [
-        Case(permutation.permute_op, "bfloat16", (x, ids, len(ENDS))),
-        Case(permutation.unpermute_op, "bfloat16", (y, source, TOP_K, weights)),
-        Case(permutation.unpermute_backward_op, "bfloat16", (x, y, source, TOP_K, weights), exact=False),
-    ]
-
-
-def _shard_cases(w: torch.Tensor, fmt: BlockFormat) -> list[Case]:
-    """Of a weight that two ranks split in the middle of a row."""
-    cut = w.numel() // 2 + 1
-    parts, starts, shape = [w.flatten()[:cut], w.flatten()[cut:]], [0, cut], [1, *w.shape]
-    whole = _rowwise(w, fmt)
-    blocks = block_count(w.shape, fmt)
-    part = Shards([parts[1].clone()], starts[1:], shape, [0], torch.bfloat16, fmt)
-    amax_bits = torch.zeros(blocks, dtype=torch.int32, device=w.device)
-    # Of any magnitudes: what is compared is what backends make of them.
-    of_blocks = torch.arange(1, blocks + 1, device=w.device).float()
-    encode = torch.zeros(blocks, device=w.device)
+def _cast_shards(w: torch.Tensor, whole: Operand) -> None:
+    """The cast of a weight that two ranks split in the middle of a row."""
+    fmt, cut = whole.format, w.numel() // 2 + 1
+    part = Shards.of([w.flatten()[cut:]], [cut], [w.shape], w.dtype, fmt)
+    bits = torch.zeros(whole.scale.numel(), dtype=torch.int32, device=w.device)
+    encode, auto = torch.zeros_like(bits, dtype=torch.float32), Backend.AUTO
+    shards.partial_block_amax_op(bits, part, auto)
     global_scales = [torch.zeros((), device=w.device)] if fmt.has_global_scale else []
-    scales, qdata = [torch.zeros_like(whole.scale)], [torch.zeros_like(whole.qdata)]
-    written = encode, scales, global_scales, of_blocks.view(torch.int32), [0], fmt, False
-    # The first row of blocks, and what is below it is another rank's.
-    rows_of_blocks = Shards([w[: fmt.block[0]].flatten()], [0], shape, [0], torch.bfloat16, fmt)
-    at_once = (qdata, amax_bits, rows_of_blocks, fmt.has_power_of_2_scales, WHOLE)
-    once = [] if fmt.has_global_scale else [Case(shards.whole_block_cast_op, fmt.name, at_once)]
-    return [
-        *once,
-        Case(shards.partial_block_amax_op, fmt.name, (amax_bits, part)),
-        Case(shards.block_scales_op, fmt.name, written),
-        Case(shards.partial_cast_op, fmt.name, (qdata, part, of_blocks, WHOLE)),
-    ]
+    shards.block_scales_op(encode, [torch.zeros_like(whole.scale)], global_scales, bits, [0], fmt, False, auto)
+    target = torch.zeros_like(whole.qdata)
+    shards.partial_cast_op([target], part, encode, WHOLE, auto)
+    if not fmt.has_global_scale:
+        # The first row of blocks: what is below it belongs to another rank.
+        rows = Shards.of([w[: fmt.block[0]].flatten()], [0], [w.shape], w.dtype, fmt)
+        shards.whole_block_cast_op([target], torch.zeros_like(bits), rows, False, WHOLE, auto)

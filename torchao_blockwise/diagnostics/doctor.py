@@ -1,59 +1,49 @@
-"""The doctor: what is installed, who computes what here and why others do not, and whether it computes right."""
+"""The doctor: versions, the backend of each operation and why others cannot run, and a self-test of all of them."""
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
 from torchao_blockwise.conversion.report import aligned
 from torchao_blockwise.diagnostics.environment import PROBLEM, Finding, facts, findings
-from torchao_blockwise.diagnostics.layer_checks import ProductReport, check_layers
-from torchao_blockwise.diagnostics.operations import OperationReport, check_operations
-from torchao_blockwise.ops import Backend
+from torchao_blockwise.diagnostics.self_test import OperationReport, ProductReport, check_layers, check_operations
+
+_RIGHT = {"reference": "ran"}
 
 
 @dataclass(frozen=True)
 class Examination:
-    """What `examine` found; print it for tables.
+    """The result of `examine`; print it for tables.
 
-    facts: versions and the device. operations: who computes each, and what is wrong with results. products: of a layer
-    of each recipe. findings: what is known of this environment. tested: whether operations were run.
+    facts: versions and the device. operations: the backends of each, and what is wrong with results. products: GEMMs of
+    a layer of each recipe. findings: what is known of this environment. tested: whether operations were run.
     """
 
     device: str
     facts: dict[str, str]
-    operations: tuple[OperationReport, ...]
-    products: tuple[ProductReport, ...]
-    findings: tuple[Finding, ...]
+    operations: list[OperationReport]
+    products: list[ProductReport]
+    findings: list[Finding]
     tested: bool
 
     @property
     def is_healthy(self) -> bool:
-        """Whether there is no problem and every result that was looked at is right."""
-        return not (self._failures() or self._wrong() or self._problems())
+        """Whether nothing is a problem and every result is right."""
+        return not (self._failures() or self._problems())
 
     def to_dict(self) -> dict[str, Any]:
         """The same of plain Python values, ready for JSON, with "healthy": bool."""
-        operations = [
-            {"name": x.name, "of": x.of, "auto": str(x.auto), "passed": _named(x.passed), "checks": _named(x.checks)}
-            for x in self.operations
-        ]
-        return {
-            **{field.name: getattr(self, field.name) for field in dataclasses.fields(self)},
-            "operations": operations,
-            "products": [x._asdict() for x in self.products],
-            "findings": [x._asdict() for x in self.findings],
-            "healthy": self.is_healthy,
-        }
+        return {**asdict(self), "healthy": self.is_healthy}
 
     def __str__(self) -> str:
         parts = [aligned(("what", "version"), list(self.facts.items()), None, words=2), self._operation_table()]
         if self.tested:
             rows = [
-                (p.recipe, p.product, f"{p.error:.2%}", f"{p.limit:.2%}", _verdict(p.is_right)) for p in self.products
+                (p.recipe, p.product, f"{p.error:.2%}", f"{p.limit:.2%}", "ok" if p.is_right else "failed")
+                for p in self.products
             ]
             title = "a linear layer of each recipe: how far its products are from those in fp32\n"
             parts.append(title + aligned(("recipe", "product", "error", "limit", "self-test"), rows, None, words=2))
@@ -62,38 +52,37 @@ class Examination:
         return "\n\n".join((self._summary(), *parts))
 
     def _operation_table(self) -> str:
-        """Reasons that several operations share are said once, below."""
+        """Reasons that several operations share are given once, below."""
         numbers: dict[str, int] = {}
         rows = []
         for x in self.operations:
-            why = [f"{name} [{numbers.setdefault(reason, len(numbers) + 1)}]" for name, reason in x.passed]
-            tested = [f"{name} {_verdict(not wrong, name)}" for name, wrong in x.checks]
-            rows.append((x.name, x.of, str(x.auto), ", ".join(tested) or "-", ", ".join(why) or "-"))
+            why = [f"{name} [{numbers.setdefault(reason, len(numbers) + 1)}]" for name, reason in x.passed.items()]
+            # There is nothing that the reference could be compared with.
+            tested = [f"{name} {'failed' if wrong else _RIGHT.get(name, 'ok')}" for name, wrong in x.checks.items()]
+            rows.append((x.name, x.of, x.auto, ", ".join(tested) or "-", ", ".join(why) or "-"))
         header = ("operation", "of", "auto takes", "self-test", "cannot, and why")
         reasons = "".join(f"\n[{number}] {reason}" for reason, number in numbers.items())
-        wrong = "".join(f"\nfailed: {what}" for what in self._failures())
+        wrong = "".join(f"\nfailed: {x.name} of {x.of} by {by}: {why}" for x, by, why in self._failures() if by)
         return aligned(header, rows, None, words=len(header)) + reasons + wrong
 
-    def _failures(self) -> list[str]:
-        return [f"{x.name} of {x.of} by {name}: {wrong}" for x in self.operations for name, wrong in x.checks if wrong]
-
-    def _wrong(self) -> list[ProductReport]:
-        return [product for product in self.products if not product.is_right]
+    def _failures(self) -> list[tuple[Any, str, str]]:
+        """(report, backend, what is wrong) of operations; (report, "", "") of GEMMs of layers."""
+        of_operations = [(x, by, wrong) for x in self.operations for by, wrong in x.checks.items() if wrong]
+        return [*of_operations, *((product, "", "") for product in self.products if not product.is_right)]
 
     def _problems(self) -> list[Finding]:
         return [finding for finding in self.findings if finding.kind == PROBLEM]
 
     def _summary(self) -> str:
         checks = sum(len(x.checks) for x in self.operations) + len(self.products)
-        failed = len(self._failures()) + len(self._wrong())
-        tested = f"{checks - failed} of {checks} checks passed" if self.tested else "nothing was run"
+        tested = f"{checks - len(self._failures())} of {checks} checks passed" if self.tested else "nothing was run"
         problems = len(self._problems())
         healthy = "healthy" if self.is_healthy else "not healthy"
         return f"{healthy}: {tested}, {problems} problem{'s' * (problems != 1)}"
 
 
 def examine(device: torch.device | str | None = None, *, run: bool = True) -> Examination:
-    """Look at the environment, ask every operation who computes it on `device`, and check the results of all that can.
+    """Look at the environment, list the backends of every operation on `device`, and check all that can run.
 
     device: default the GPU, or the CPU where there is none. run: whether to compute; the first time on a GPU builds
     kernels, which takes a minute or two. Changes nothing; the random state stays.
@@ -110,14 +99,4 @@ def examine(device: torch.device | str | None = None, *, run: bool = True) -> Ex
     except Exception as error:
         # What a broken installation raises is what is to be reported.
         found.insert(0, Finding(PROBLEM, f"the self-test ended with {type(error).__name__}: {error}"))
-    return Examination(str(device), facts(device), tuple(operations), tuple(products), tuple(found), run)
-
-
-def _named(pairs: tuple[tuple[Any, str], ...]) -> dict[str, str]:
-    return {str(name): text for name, text in pairs}
-
-
-def _verdict(is_right: bool, backend: Backend | None = None) -> str:
-    # There is nothing that the reference could be compared with.
-    right = "ran" if backend is Backend.REFERENCE else "ok"
-    return right if is_right else "failed"
+    return Examination(str(device), facts(device), operations, products, found, run)

@@ -8,28 +8,29 @@ import re
 import shutil
 import subprocess
 from collections.abc import Iterator
+from dataclasses import dataclass
 from importlib import metadata
-from typing import NamedTuple
 
 import torch
 
 import torchao_blockwise
 from torchao_blockwise import _compat, _versions
-from torchao_blockwise._compat import torch_fsdp, torchao_import, triton_launcher, triton_tools
+from torchao_blockwise._compat import torch_fsdp, triton_launcher, triton_tools
 from torchao_blockwise.ops import backend
 
 PROBLEM, NOTE = "problem", "note"
 
 
-class Finding(NamedTuple):
-    """What is known of an environment: a "problem", which stands in the way, or a "note"; with the remedy."""
+@dataclass(frozen=True)
+class Finding:
+    """A fact about an environment with its remedy: a "problem", which must be solved, or a "note"."""
 
     kind: str
     text: str
 
 
 def facts(device: torch.device) -> dict[str, str]:
-    """{what: its version or description}, "-" for what is not there."""
+    """{package or device: version or description}, "-" where it is missing."""
     return {
         "torchao_blockwise": torchao_blockwise.__version__,
         "torch": torch.__version__,
@@ -72,7 +73,7 @@ def driver_version() -> str | None:
 
 
 def findings(device: torch.device) -> list[Finding]:
-    """What is known of this environment, problems first."""
+    """Findings about this environment, problems first."""
     found = [*_of_versions(), *_of_triton(device), *_of_gpu(device)]
     return sorted(found, key=lambda finding: finding.kind != PROBLEM)
 
@@ -84,9 +85,6 @@ def _of_versions() -> Iterator[Finding]:
         yield Finding(NOTE, reason)
     if reason := torch_fsdp.why_unknown():
         yield Finding(NOTE, reason)
-    if files := torchao_import.files_not_loaded():
-        what = "kernels for other recipes, which nothing here uses"
-        yield Finding(NOTE, f'torchao logs "Failed to load" for {", ".join(files)}: {what}')
 
 
 def _of_triton(device: torch.device) -> Iterator[Finding]:
@@ -110,20 +108,6 @@ def _of_triton(device: torch.device) -> Iterator[Finding]:
         yield Finding(NOTE, reason)
     if is_gpu and not (os.environ.get("CC") or any(map(shutil.which, ("cc", "gcc", "clang")))):
         yield Finding(PROBLEM, "Triton builds what launches kernels with a C compiler, and there is none; install gcc")
-    version = (_ptxas_version(device) or "") if is_gpu else ""
-    for miscompiled, what in _MISCOMPILED.items():
-        if version.startswith(miscompiled):
-            yield Finding(NOTE, f"ptxas {miscompiled} {what}; kernels here avoid that, other kernels may not")
-
-
-# Bugs of ptxas by version.
-_MISCOMPILED = {
-    "12.8": "(Triton 3.6 and 3.7) loses bytes of values converted to e4m3 where half of a word is undefined",
-    "12.9": (
-        "(Triton 3.8 on Hopper) can corrupt FP8 values that min.NaN or max.NaN clamps and two stores write, and drops "
-        "constants added by add.s16x2"
-    ),
-}
 
 
 def _ptxas_version(device: torch.device) -> str | None:
@@ -132,22 +116,14 @@ def _ptxas_version(device: torch.device) -> str | None:
 
 
 def why_another_triton() -> str | None:
-    """Why the Triton that is installed may not fit PyTorch, which names the versions that it works with, or None."""
+    """Why the Triton that is installed may not fit PyTorch, which names the version that it works with, or None."""
     have = installed("triton")
     for requirement in metadata.requires("torch") or ():
-        wanted = re.match(r"triton\s*(==|~=)\s*([\w.+]+)", requirement)
-        if wanted and have and not _fits(have, *wanted.groups()):
-            needs = f"PyTorch {torch.__version__} needs Triton {''.join(wanted.groups())}, got {have}"
-            return f"{needs}: torch.compile may fail (pip install triton{''.join(wanted.groups())})"
+        wanted = re.match(r"triton\s*(?:==|~=)\s*([\w.+]+)", requirement)
+        if wanted and have and wanted[1].split(".")[:2] != have.split(".")[:2]:
+            needs = f"PyTorch {torch.__version__} needs Triton {wanted[1]}, got {have}"
+            return f"{needs}: torch.compile may fail (pip install triton=={wanted[1]})"
     return None
-
-
-def _fits(have: str, operator: str, wanted: str) -> bool:
-    """Whether a version is `wanted` or, for "~=", one that differs only in the last number and is not older."""
-    if operator == "==":
-        return have == wanted
-    got, least = ([int(part) for part in re.findall(r"\d+", v.split("+")[0])] for v in (have, wanted))
-    return got >= least and got[: len(least) - 1] == least[:-1]
 
 
 def _of_gpu(device: torch.device) -> Iterator[Finding]:
@@ -167,9 +143,4 @@ def _of_gpu(device: torch.device) -> Iterator[Finding]:
     elif capability < (8, 9):
         yield Finding(
             NOTE, f"{name} has no FP8: products decode to f16, and eager PyTorch quantizes; it saves memory only"
-        )
-    cuda = tuple(int(part) for part in (torch.version.cuda or "0.0").split(".")[:2])
-    if capability == (9, 0) and cuda < (12, 9):
-        yield Finding(
-            NOTE, f"cuBLASLt scales blocks from CUDA 12.9 on, got {torch.version.cuda}: Gluon and Triton multiply alone"
         )

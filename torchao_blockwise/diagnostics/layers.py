@@ -1,4 +1,4 @@
-"""Which layers a monitor looks at, which recipes it tries, and how a weight that a product reads is known."""
+"""The layers that a monitor looks at, the recipes that it tries, and how it knows the weight that a GEMM reads."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Layer:
 
     @property
     def config(self) -> TrainingConfig | None:
-        """What the layer trains by, None for one that is not converted."""
+        """The config of the layer, None for one that is not converted."""
         local = _compat.local_of(self.weight)
         return config_of(local) if isinstance(local, WEIGHTS) else None
 
@@ -67,23 +67,26 @@ def find_layers(model: nn.Module, patterns: str | Sequence[str]) -> list[Layer]:
             found.setdefault(id(module.weight), Layer(fqn, module, "weight"))
         for name, weight in expert_weights(module).items():
             found.setdefault(id(weight), Layer(f"{fqn}.{name}".lstrip("."), module, name))
-    layers = list(found.values())
-    patterns = [patterns] if isinstance(patterns, str) else list(patterns)
-    for pattern in patterns:
-        if not any(fnmatch.fnmatchcase(layer.name, pattern) for layer in layers):
-            if not layers:
-                raise ValueError("NumericsMonitor: the model has no linear layer and no experts")
-            near = nearest_names(pattern, [layer.name for layer in layers])
+    if not found:
+        raise ValueError("NumericsMonitor: the model has no linear layer and no experts")
+    names = [layer.name for layer in found.values()]
+    chosen: set[str] = set()
+    for pattern in [patterns] if isinstance(patterns, str) else patterns:
+        matching = [name for name in names if fnmatch.fnmatchcase(name, pattern)]
+        if not matching:
+            near = nearest_names(pattern, names)
             raise ValueError(f"NumericsMonitor: layers={pattern!r} matches no layer; the nearest names are {near}")
-    return [layer for layer in layers if any(fnmatch.fnmatchcase(layer.name, pattern) for pattern in patterns)]
+        chosen.update(matching)
+    return [layer for layer in found.values() if layer.name in chosen]
 
 
 def recipe_name(config: TrainingConfig) -> str:
     """The name of the known recipe that quantizes as `config` does, else that of its class."""
-    for name, known in RECIPES.items():
-        if _cast(known) == _cast(config):
-            return name
-    return type(config).__name__
+
+    def cast(config: TrainingConfig) -> tuple[Any, ...]:
+        return config.activation_format, config.weight_format, config.power_of_2_scales
+
+    return next((name for name, known in RECIPES.items() if cast(known) == cast(config)), type(config).__name__)
 
 
 def untransformed(config: TrainingConfig) -> TrainingConfig:
@@ -91,50 +94,42 @@ def untransformed(config: TrainingConfig) -> TrainingConfig:
     return replace(config, hadamard=False) if config.hadamard_number else config  # type: ignore[call-arg]  # NVFP4
 
 
-def _cast(config: TrainingConfig) -> tuple[Any, ...]:
-    return config.activation_format.name, config.weight_format.name, config.power_of_2_scales
-
-
 def find_recipes(what_if: Iterable[str | TrainingConfig]) -> dict[str, TrainingConfig]:
     """Recipes by name, from names and configs."""
     found: dict[str, TrainingConfig] = {}
     for recipe in [what_if] if isinstance(what_if, (str, TrainingConfig)) else what_if:
-        if isinstance(recipe, TrainingConfig):
-            found[recipe_name(recipe)] = recipe
-        elif recipe in RECIPES:
-            found[recipe] = RECIPES[recipe]
-        else:
-            raise ValueError(
-                f"NumericsMonitor: what_if must name recipes of {', '.join(RECIPES)}, or hold configs, got {recipe!r}"
-            )
+        if isinstance(recipe, str) and recipe not in RECIPES:
+            known = ", ".join(RECIPES)
+            raise ValueError(f"NumericsMonitor: what_if must name recipes of {known}, or hold configs, got {recipe!r}")
+        config = RECIPES[recipe] if isinstance(recipe, str) else recipe
+        found[recipe_name(config)] = config
     return found
 
 
 class WeightIndex:
-    """Finds the layer that holds a weight by where its values lie: products read views, casts and parts of it."""
+    """Finds the layer that holds a weight by where its values lie: GEMMs read views, casts and parts of it."""
 
     def __init__(self, layers: Sequence[Layer]) -> None:
         self._layers = layers
-        self._by_address: dict[int, int] = {}
+        self._by_address: dict[int, Layer] = {}
 
-    def find(self, weight: Any) -> int | None:
-        """Index of the layer whose values `weight` has, or some of whose experts; None if there is none."""
+    def find(self, weight: Any) -> Layer | None:
+        """The layer whose values `weight` has, or some of whose experts; None if there is none."""
         address = _values_of(weight).data_ptr()
-        index = self._by_address.get(address)
+        layer = self._by_address.get(address)
         # FSDP2 frees what it gathered, and another weight comes to lie there.
-        if index is not None and self._range_of(index)[0] == address:
-            return index
-        ranges = [self._range_of(index) for index in range(len(self._layers))]
-        self._by_address = {start: index for index, (start, end) in enumerate(ranges) if end > start}
-        if address in self._by_address:
-            return self._by_address[address]
-        return next((index for index, (start, end) in enumerate(ranges) if start <= address < end), None)
+        if layer is None or _range_of(layer)[0] != address:
+            ranges = [(layer, *_range_of(layer)) for layer in self._layers]
+            self._by_address = {start: layer for layer, start, end in ranges if end > start}
+            layer = next((layer for layer, start, end in ranges if start <= address < end), None)
+        return layer
 
-    def _range_of(self, index: int) -> tuple[int, int]:
-        values = _values_of(_compat.local_of(self._layers[index].weight))
-        start = values.data_ptr()
-        # Of what is gathered later there is no address yet.
-        return start, start + values.numel() * values.element_size() if start else 0
+
+def _range_of(layer: Layer) -> tuple[int, int]:
+    values = _values_of(_compat.local_of(layer.weight))
+    start = values.data_ptr()
+    # Values that are gathered later have no address yet.
+    return start, start + values.numel() * values.element_size() if start else 0
 
 
 def _values_of(weight: Any) -> torch.Tensor:
@@ -203,7 +198,7 @@ def part_of(weight: Any) -> tuple[int, ...]:
 def values_of_weight(weight: Any) -> tuple[torch.Tensor | None, str]:
     """(values in high precision, groups over which they are split) of a layer's weight; a collective.
 
-    They are whole, gathered where that must be, but for experts that are dealt out to ranks: there they are this
+    They are whole, gathered if necessary, except those of experts that are dealt out to ranks: these are this
     rank's. None where there is a quantized weight and no optimizer with its master.
     """
     local = _compat.local_of(weight)

@@ -1,4 +1,4 @@
-"""What lives while something runs: bytes of tensors that it makes, on any device and of fake tensors, by counting."""
+"""Bytes of tensors that are alive while something runs, counted, on any device and for fake tensors."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torchao_blockwise import _compat
 from torchao_blockwise._compat.modes import TorchDispatchMode, is_traceable_wrapper_subclass, storage_of
 from torchao_blockwise._compat.torch_types import Args, Kwargs, Operation, Types
-from torchao_blockwise.formats import Groups, Operand, get_format
 from torchao_blockwise.nn import gemms
-from torchao_blockwise.ops import get_backend
 from torchao_blockwise.ops.registry import NAMESPACE
 
 _OURS = f"{NAMESPACE}::"
@@ -21,7 +19,7 @@ _OF_WEIGHTS = {"quantize", "global_scale", "transpose"}
 
 
 class LiveMemory(TorchDispatchMode):
-    """Under it `peak` is the most bytes that live after an operation, of what was made under it.
+    """Under it `peak` is the most bytes of new tensors that are alive after an operation.
 
     copies: the most bytes of quantized copies of weights that live at once.
     It looks into products with weights, whose quantized copy no other sees, and into no other operation. Bytes are
@@ -31,8 +29,8 @@ class LiveMemory(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.peak = self.copies = 0
-        # By storage: (whether it lives, its bytes, what it is, whether it is a copy of a weight).
-        self._made: dict[int, tuple[StorageWeakRef, int, str, bool]] = {}
+        # By storage: (whether it lives, its bytes, whether it is a copy of a weight).
+        self._made: dict[int, tuple[StorageWeakRef, int, bool]] = {}
         # Of all that were made, and may be gone.
         self._bytes_made = 0
         self._inside = 0
@@ -43,7 +41,7 @@ class LiveMemory(TorchDispatchMode):
             with self:
                 self._inside += 1
                 try:
-                    return _PRODUCTS[func](*args)
+                    return _PRODUCTS[func]._apply(None, *args)
                 finally:
                     self._inside -= 1
         before = {storage_of(x) for x in plain_tensors(args)}
@@ -52,30 +50,21 @@ class LiveMemory(TorchDispatchMode):
         for x in plain_tensors(out):
             storage = x.untyped_storage()
             if storage_of(x) not in before:
-                what = f"{name} {list(x.shape)}"
-                self._made[storage_of(x)] = StorageWeakRef(storage), storage.nbytes(), what, is_copy
+                self._made[storage_of(x)] = StorageWeakRef(storage), storage.nbytes(), is_copy
                 self._bytes_made += storage.nbytes()
             del storage
-        self.after(name)
-        if is_copy:
-            self.copies = max(self.copies, sum(nbytes for _, nbytes, _, is_copy in self._made.values() if is_copy))
-        return out
-
-    def after(self, name: str) -> None:
-        """What is done after each operation of that name, without a namespace where it is one of ours."""
         # What is gone is looked for only where the peak may be higher.
         if self._bytes_made > self.peak or name in _OF_WEIGHTS:
             self.peak = max(self.peak, self.live())
+        if is_copy:
+            self.copies = max(self.copies, sum(nbytes for _, nbytes, is_copy in self._made.values() if is_copy))
+        return out
 
     def live(self) -> int:
         """Bytes that live now."""
         self._made = {key: made for key, made in self._made.items() if not made[0].expired()}
-        self._bytes_made = sum(nbytes for _, nbytes, _, _ in self._made.values())
+        self._bytes_made = sum(nbytes for _, nbytes, _ in self._made.values())
         return self._bytes_made
-
-    def parts(self) -> tuple[str, ...]:
-        """What lived when `live` was last asked: the operation that made it, and its shape."""
-        return tuple(what for _, _, what, _ in self._made.values())
 
 
 def plain_tensors(x: Any) -> list[torch.Tensor]:
@@ -87,24 +76,4 @@ def plain_tensors(x: Any) -> list[torch.Tensor]:
     return [y for item in x for y in plain_tensors(item)] if isinstance(x, (list, tuple)) else []
 
 
-def _master_matmul(qdata: Any, scale: Any, global_scale: Any, name: str, hp: Any, fmt: str, *rest: Any) -> torch.Tensor:
-    """The operation's implementation, of what a mode sees of its arguments."""
-    *recipe, bias, ends, tables, backend = rest
-    a, groups = Operand(qdata, scale, global_scale, name), None if ends is None else Groups(ends, tables)
-    product: Any = gemms.master_matmul
-    return product(a, hp, get_format(fmt), *recipe, bias, groups, get_backend(backend))
-
-
-def _quantized_matmul(*args: Any) -> torch.Tensor:
-    """Likewise."""
-    a, weight = Operand(*args[:4]), Operand(*args[4:8])
-    *options, ends, tables, backend = args[8:]
-    groups = None if ends is None else Groups(ends, tables)
-    product: Any = gemms.quantized_matmul
-    return product(a, weight, *options, groups, get_backend(backend))
-
-
-_PRODUCTS = {
-    torch.ops.torchao_blockwise.master_matmul.default: _master_matmul,
-    torch.ops.torchao_blockwise.quantized_matmul.default: _quantized_matmul,
-}
+_PRODUCTS = {op.overload: op for op in (gemms.master_matmul_op, gemms.quantized_matmul_op)}

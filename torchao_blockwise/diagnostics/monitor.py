@@ -21,6 +21,7 @@ from torchao_blockwise import _compat, ops
 from torchao_blockwise._compat.modes import without_modes
 from torchao_blockwise.diagnostics import statistics
 from torchao_blockwise.diagnostics.layers import (
+    Layer,
     Place,
     WeightIndex,
     find_layers,
@@ -53,13 +54,13 @@ from torchao_blockwise.tensors.weight_operands import amax_over
 
 
 class NumericsMonitor:
-    """Report what quantization loses, tensor by tensor, every so many steps.
+    """Report what quantization loses, tensor by tensor, on every `every`-th step.
 
     model: monitored where it is; make the monitor last, after `quantize_`, `fuse`, sharding and loads of checkpoints.
     every: steps between reports; the first one is of the step that comes next.
     layers: names of linear layers and weights of experts, patterns as in `fnmatch`.
     what_if: recipes ("fp8", "fp8_pow2", "nvfp4", or configs) that every layer's tensors are tried in besides.
-    writers: see `diagnostics`; they are given each report, on the first rank alone.
+    writers: see `diagnostics`; they are given each report, on the first rank only.
     step: of the training run, where it continues one.
     group: the ranks that train the model together, None for all. Making a monitor, and `step`, are collectives.
 
@@ -96,23 +97,26 @@ class NumericsMonitor:
 
     def _agree(self) -> tuple[Tallies, set[str]]:
         """Tallies for the layers and recipes of all ranks, and the layers whose weight this rank counts."""
-        trained = {layer.name: recipe_name(layer.config) for layer in self._layers if layer.config is not None}
-        parts = {layer.name: part_of(layer.weight) for layer in self._layers}
-        mine = parts, trained, list(self._what_if)
+        mine = (
+            {layer.name: part_of(layer.weight) for layer in self._layers},
+            {layer.name: recipe_name(layer.config) for layer in self._layers if layer.config is not None},
+            list(self._what_if),
+        )
         everyone: list[Any] = [mine]
+        rank = 0
         if self._group is not None:
-            everyone = [None] * self._group.size()
+            rank, everyone = self._group.rank(), [None] * self._group.size()
             dist.all_gather_object(everyone, mine, group=self._group)
-        names = list(dict.fromkeys(name for theirs, _, _ in everyone for name in theirs))
-        all_trained = {name: recipe for _, theirs, _ in everyone for name, recipe in theirs.items()}
-        recipes = dict.fromkeys([*all_trained.values(), *(name for _, _, theirs in everyone for name in theirs)])
-        rank = 0 if self._group is None else self._group.rank()
-        earlier = {(name, part) for theirs, _, _ in everyone[:rank] for name, part in theirs.items()}
-        owned = {name for name, part in parts.items() if (name, part) not in earlier}
+        parts, trained, asked = zip(*everyone)
+        names = list(dict.fromkeys(name for theirs in parts for name in theirs))
+        all_trained = {name: recipe for theirs in trained for name, recipe in theirs.items()}
+        recipes = list(dict.fromkeys([*all_trained.values(), *(name for theirs in asked for name in theirs)]))
+        # Of ranks that have the same part of a weight the first one counts it.
+        owned = {name for name, part in mine[0].items() if all(part != theirs.get(name) for theirs in parts[:rank])}
         device = _compat.local_of(self._layers[0].weight).device
         if device.type == "meta":
             raise ValueError("NumericsMonitor: the model is on the meta device; materialize it first")
-        return Tallies(names, list(recipes), all_trained, device), owned
+        return Tallies(names, recipes, all_trained, device), owned
 
     # --- the life of a report ------------------------------------------------------------------------------------
 
@@ -132,7 +136,7 @@ class NumericsMonitor:
         Raises RuntimeError before the first report, ValueError for a recipe that is neither trained nor in what_if.
         """
         if self.report is None:
-            raise RuntimeError("NumericsMonitor: there is no report yet; train a step and call step()")
+            raise RuntimeError("NumericsMonitor: no report yet; train a step and call step()")
         if recipe is not None and recipe not in self._tallies.recipes:
             known = ", ".join(self._tallies.recipes)
             raise ValueError(f"NumericsMonitor: recommend knows {known}, got {recipe!r}; add it to what_if")
@@ -206,52 +210,40 @@ class NumericsMonitor:
         with torch.no_grad(), without_modes(), _compat.no_torch_function():
             for layer in self._layers:
                 values, over = values_of_weight(layer.weight)
-                if values is None or (layer.name not in self._owned and not over):
+                owned = layer.name in self._owned
+                if values is None or not (owned or over):
                     continue
                 order = self._next()
                 for name, config in self._recipes_of(layer.config).items():
-                    fmt = config.weight_format
-                    copy = ops.quantize(
-                        values,
-                        fmt,
-                        power_of_2_scales=config.power_of_2_scales,
-                        scale_per_group=config.scale_per_expert,
-                        tensor_amax=self._amax_of_weight(values, over, config),
-                        backend=ops.casting_backend(config.backend),
-                    ).rowwise
-                    if layer.name in self._owned:
-                        found, _ = statistics.tally(values, copy, order)
-                        self._tallies.add(layer.name, WEIGHT, name, found)
-
-    def _amax_of_weight(self, values: torch.Tensor, over: str, config: TrainingConfig) -> torch.Tensor | None:
-        if not config.weight_format.has_global_scale or (config.scale_per_expert and values.dim() > 2):
-            # Ranks hold whole experts, which have scales of their own.
-            return None
-        return amax_over(values, over)
+                    fmt, backend = config.weight_format, ops.casting_backend(config.backend)
+                    options: dict[str, Any] = {"power_of_2_scales": config.power_of_2_scales, "backend": backend}
+                    # With a scale each, ranks that hold whole experts share no amax.
+                    if fmt.has_global_scale and not (config.scale_per_expert and values.dim() > 2):
+                        options["tensor_amax"] = amax_over(values, over)
+                    copy = ops.quantize(values, fmt, scale_per_group=config.scale_per_expert, **options).rowwise
+                    if owned:
+                        self._tallies.add(layer.name, WEIGHT, name, statistics.tally(values, copy, order)[0])
 
     def _see(self, weight: Any, x: torch.Tensor, spec: GemmSpec) -> SeesGradient | None:
-        index = self._index.find(weight)
-        if index is None or not self._layers[index].module.training:
-            return None
-        return self._see_input(index, x, spec)
+        layer = self._index.find(weight)
+        return None if layer is None or not layer.module.training else self._see_input(layer, x, spec)
 
     def _see_product(self, x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor | None, out: torch.Tensor) -> None:
-        index = self._index.find(_compat.local_of(weight))
-        if index is None or self._layers[index].config is not None or not self._layers[index].module.training:
+        layer = self._index.find(_compat.local_of(weight))
+        if layer is None or layer.config is not None or not layer.module.training:
             return
         with torch.no_grad():
             rows = as_rows(_compat.local_of(x).detach())
-            # No product asks for a config: each recipe brings its own.
+            # No GEMM asks for a config: each recipe brings its own.
             spec = GemmSpec(None if ends is None else Groups(ends), None)  # type: ignore[arg-type]
-            see_gradient = self._see_input(index, cast_for_compute(rows), spec)
+            see_gradient = self._see_input(layer, cast_for_compute(rows), spec)
         if out.requires_grad:
             out.register_hook(lambda dy: see_gradient(as_rows(_compat.local_of(dy).detach())))
 
-    def _see_input(self, index: int, x: torch.Tensor, spec: GemmSpec) -> SeesGradient:
+    def _see_input(self, layer: Layer, x: torch.Tensor, spec: GemmSpec) -> SeesGradient:
         """Count x [T, K], and return what counts the gradient of the same pass."""
-        layer = self._layers[index]
         place = Place.of(layer.weight)
-        recipes, seed = self._recipes_of(spec.config), 3 * self._tallies.index(layer.name)
+        recipes, seed = self._recipes_of(spec.config), 3 * self._tallies.index[layer.name]
         # Activation checkpointing computes a layer once more, in backward, and it was counted before.
         counts = place.counts_x and not _compat.in_backward()
         with without_modes(), _compat.no_torch_function():
@@ -282,7 +274,7 @@ class NumericsMonitor:
         spec: GemmSpec,
         over: str,
         counts: bool,
-    ) -> dict[str, statistics.TokenSquares]:
+    ) -> dict[str, torch.Tensor]:
         """Tally both copies of x [T, K] in each recipe, if this rank `counts` it; returns squares along tokens."""
         orders, tokens = (self._next(), self._next()), {}
         for name, config in recipes.items():

@@ -1,4 +1,4 @@
-"""What a report holds: figures of each tensor under each recipe, and what follows from them."""
+"""Reports: figures of each tensor under each recipe, and the layers that should stay in bf16."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ KINDS = (X_ROWWISE, X_COLUMNWISE, WEIGHT, DY_ROWWISE, DY_COLUMNWISE)
 
 @dataclass(frozen=True)
 class TensorReport:
-    """What one recipe makes of one tensor of one layer, in one step.
+    """Figures of one tensor of one layer under one recipe, in one step.
 
     layer, tensor ("x", "w", "dy"), direction ("rowwise", "columnwise", "both"): which. recipe: how it was quantized;
         `trains` says whether the layer really trains so, and is not only asked what if.

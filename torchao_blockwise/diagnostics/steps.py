@@ -23,156 +23,24 @@ Loss = Callable[[Any], torch.Tensor]
 
 
 class NothingToDifferentiate(ValueError):
-    """What a model returns asks for no gradient."""
+    """Nothing that a model returns requires a gradient."""
 
 
 class Step(NamedTuple):
-    """Bytes of a forward and backward pass; see `memory.Bytes`. held_before: of what gradients are added to."""
+    """Bytes of a forward and backward pass; see `memory.Bytes`. peak: with what gradients are added to."""
 
     copies: int
     gradients: int
     saved: int
     peak: int
-    held_before: int
 
 
-class Run(NamedTuple):
-    """A step that can be run.
+class Inputs(NamedTuple):
+    """The inputs of a step: tensors in the places of a model's own, by name; a batch; and a context, if any."""
 
-    call: runs a body, which gets the forward pass as a function without arguments, while the tensors are in place.
-    weights: what gradients are asked of. own: what is there before, and is not
-    counted as saved. inside: the context of forward and backward.
-    """
-
-    call: Callable[[Callable[[Callable[[], Any]], Any]], Any]
-    weights: list[torch.Tensor]
-    own: list[torch.Tensor]
-    inside: AbstractContextManager[Any]
-
-
-def run_step(run: Run, loss: Loss | None) -> Step:
-    """Forward and backward pass of `run`, counted."""
-    own = {storage_of(x) for x in plain_tensors(run.own)}
-    saved: dict[int, tuple[StorageWeakRef, int]] = {}
-
-    def pack(x: torch.Tensor) -> torch.Tensor:
-        for part in plain_tensors(x):
-            if storage_of(part) not in own:
-                saved[storage_of(part)] = StorageWeakRef(part.untyped_storage()), part.untyped_storage().nbytes()
-        # The tensor itself, where a node saves its own result, would hold the node that holds it.
-        return x.detach()
-
-    main_grads = _distinct(x for p in run.weights if isinstance(x := getattr(p, "main_grad", None), torch.Tensor))
-    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x)
-
-    def forward_backward(forward: Callable[[], Any]) -> tuple[int, tuple[torch.Tensor | None, ...]]:
-        with hooks:
-            total = _scalar(forward(), loss)
-        nbytes = sum(nbytes for ref, nbytes in saved.values() if not ref.expired())
-        # Edges, not weights: a subclass would be asked, and what checkpointing recomputes inside would not be.
-        edges = [torch.autograd.graph.get_gradient_edge(p) for p in run.weights]
-        return nbytes, torch.autograd.grad(total, edges, allow_unused=True)
-
-    with torch.compiler.set_stance("force_eager"), torch.enable_grad(), run.inside, LiveMemory() as memory:
-        saved_bytes, gradients = run.call(forward_backward)
-    made = _distinct(x for x in gradients if x is not None)
-    return Step(memory.copies, nbytes_of([*made, *main_grads]), saved_bytes, memory.peak, nbytes_of(main_grads))
-
-
-def _scalar(out: Any, loss: Loss | None) -> torch.Tensor:
-    """What is differentiated of a model's result. It lives as long as the result does, as in a training loop."""
-    if loss is not None:
-        return loss(out)
-    own = getattr(out, "loss", None)
-    if isinstance(own, torch.Tensor):
-        return own
-    asked = [x.sum() for x in _compat.pytree.tree_leaves(out) if isinstance(x, torch.Tensor) and x.requires_grad]
-    if not asked:
-        raise NothingToDifferentiate("memory_report: nothing that the model returns asks for a gradient; pass loss=")
-    total = asked[0]
-    for x in asked[1:]:
-        total = total + x
-    return total
-
-
-def _distinct(tensors: Iterator[torch.Tensor]) -> list[torch.Tensor]:
-    """One plain tensor of each storage."""
-    return list({storage_of(part): part for x in tensors for part in plain_tensors(x)}.values())
-
-
-def nbytes_of(tensors: Sequence[torch.Tensor]) -> int:
-    """Bytes of the storages of tensors, of subclasses of what they are made of, each counted once."""
-    return sum(x.untyped_storage().nbytes() for x in _distinct(iter(tensors)))
-
-
-# --- real and fake ----------------------------------------------------------------------------------------------------
-
-
-def real_of(model: nn.Module, batch: Sequence[Any]) -> Run:
-    """The model as it is, with copies of its buffers."""
-    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    weights: list[torch.Tensor] = [p for p in model.parameters() if p.requires_grad]
-    own = [*model.parameters(), *buffers.values(), *_tensors(batch)]
-    return Run(_calling(model, buffers, batch), weights, own, contextlib.nullcontext())
-
-
-def fake_of(model: nn.Module, batch: Sequence[Any]) -> Run:
-    """The model with fake tensors in the places of its own, on its device, or on the CPU for one without values."""
-    return _with_fakes(model, batch, lambda x: x.dtype, _like)
-
-
-def bf16_of(model: nn.Module, batch: Sequence[Any]) -> Run:
-    """The same with plain tensors in bf16, as `model.bfloat16()` would have them, unconverted."""
-
-    def dtype_of(x: torch.Tensor) -> torch.dtype:
-        return torch.bfloat16 if x.is_floating_point() else x.dtype
-
-    return _with_fakes(model, batch, dtype_of, _plain)
-
-
-def _with_fakes(
-    model: nn.Module,
-    batch: Sequence[Any],
-    dtype_of: Callable[[torch.Tensor], torch.dtype],
-    fake: Callable[[torch.Tensor, torch.dtype], torch.Tensor],
-) -> Run:
-    mode = fakes.fake_mode()
-    with mode:
-        tensors: dict[str, torch.Tensor] = {}
-        for name, p in model.named_parameters():
-            made = nn.Parameter(fake(p, dtype_of(p)), requires_grad=p.requires_grad)
-            if isinstance(main_grad := getattr(p, "main_grad", None), torch.Tensor):
-                made.main_grad = _plain(main_grad, main_grad.dtype)  # type: ignore[attr-defined]
-            tensors[name] = made
-        weights = [p for p in tensors.values() if p.requires_grad]
-        tensors |= {name: _plain(x, dtype_of(x)) for name, x in model.named_buffers()}
-        given = _compat.pytree.tree_map_only(torch.Tensor, lambda x: _plain(x, dtype_of(x)), list(batch))
-    return Run(_calling(model, tensors, given), weights, [*tensors.values(), *_tensors(given)], _inside(mode))
-
-
-@contextlib.contextmanager
-def _inside(mode: AbstractContextManager[Any]) -> Iterator[None]:
-    with high_precision_meant(), mode:
-        yield
-
-
-def _plain(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    strides = torch.empty(x.shape, device="meta").stride() if isinstance(x, QuantizedTensor) else x.stride()
-    device = "cpu" if x.is_meta else x.device
-    return torch.empty_strided(x.shape, strides, dtype=dtype, device=device)
-
-
-def _like(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A fake tensor of the same class, made of fake tensors."""
-    if not is_traceable_wrapper_subclass(x):
-        return _plain(x, dtype)
-    names, context = x.__tensor_flatten__()
-    parts = {name: _like(part, part.dtype) for name in names if (part := getattr(x, name)) is not None}
-    return type(x).__tensor_unflatten__(parts, context, x.shape, x.stride())
-
-
-def _tensors(batch: Any) -> list[torch.Tensor]:
-    return [x for x in _compat.pytree.tree_leaves(list(batch)) if isinstance(x, torch.Tensor)]
+    tensors: Mapping[str, torch.Tensor]
+    batch: Sequence[Any]
+    mode: AbstractContextManager[Any]
 
 
 class _Within(nn.Module):
@@ -191,12 +59,99 @@ class _Within(nn.Module):
         return body(lambda: self.model(*batch))
 
 
-def _calling(
-    model: nn.Module, tensors: dict[str, torch.Tensor], batch: Sequence[Any]
-) -> Callable[[Callable[[Callable[[], Any]], Any]], Any]:
-    """A `Run.call` of a model with these tensors in the places of its own; one mapping is keyword arguments."""
-    named = {f"model.{name}": x for name, x in tensors.items()}
-    return lambda body: torch.func.functional_call(_Within(model), named, (body, batch))
+def run_step(model: nn.Module, inputs: Inputs, loss: Loss | None) -> Step:
+    """Forward and backward pass, counted. What is there before is not counted as saved."""
+    weights = [x for x in inputs.tensors.values() if x.requires_grad]
+    before = [*inputs.tensors.values(), *_compat.pytree.tree_leaves(list(inputs.batch))]
+    own = {storage_of(x) for x in plain_tensors(before)}
+    saved: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def pack(x: torch.Tensor) -> torch.Tensor:
+        for part in plain_tensors(x):
+            if storage_of(part) not in own:
+                saved[storage_of(part)] = StorageWeakRef(part.untyped_storage()), part.untyped_storage().nbytes()
+        # The tensor itself, where a node saves its own result, would hold the node that holds it.
+        return x.detach()
+
+    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x)
+
+    def forward_backward(forward: Callable[[], Any]) -> tuple[int, tuple[torch.Tensor | None, ...]]:
+        with hooks:
+            total = _scalar(forward(), loss)
+        nbytes = sum(nbytes for ref, nbytes in saved.values() if not ref.expired())
+        # Edges, not weights: a subclass would be asked, and what checkpointing recomputes inside would not be.
+        edges = [torch.autograd.graph.get_gradient_edge(p) for p in weights]
+        return nbytes, torch.autograd.grad(total, edges, allow_unused=True)
+
+    named = {f"model.{name}": x for name, x in inputs.tensors.items()}
+    contexts = torch.compiler.set_stance("force_eager"), torch.enable_grad(), high_precision_meant(), inputs.mode
+    with contextlib.ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        memory = stack.enter_context(LiveMemory())
+        saved_bytes, gradients = torch.func.functional_call(_Within(model), named, (forward_backward, inputs.batch))
+    main_grads = [x for p in weights if isinstance(x := getattr(p, "main_grad", None), torch.Tensor)]
+    made = [x for x in gradients if x is not None]
+    return Step(memory.copies, nbytes_of([*made, *main_grads]), saved_bytes, memory.peak + nbytes_of(main_grads))
+
+
+def _scalar(out: Any, loss: Loss | None) -> torch.Tensor:
+    """The scalar that is differentiated. It lives as long as the result does, as in a training loop."""
+    if loss is not None:
+        return loss(out)
+    own = getattr(out, "loss", None)
+    if isinstance(own, torch.Tensor):
+        return own
+    asked = [x.sum() for x in _compat.pytree.tree_leaves(out) if isinstance(x, torch.Tensor) and x.requires_grad]
+    if not asked:
+        raise NothingToDifferentiate("memory_report: nothing that the model returns asks for a gradient; pass loss=")
+    total = asked[0]
+    for x in asked[1:]:
+        total = total + x
+    return total
+
+
+def nbytes_of(tensors: Sequence[torch.Tensor]) -> int:
+    """Bytes of the storages of tensors, of subclasses those of their inner tensors, each counted once."""
+    return sum({storage_of(x): x.untyped_storage().nbytes() for x in plain_tensors(tensors)}.values())
+
+
+# --- real and fake ----------------------------------------------------------------------------------------------------
+
+
+def real_inputs(model: nn.Module, batch: Sequence[Any]) -> Inputs:
+    """The model's own weights, and copies of its buffers."""
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    return Inputs({**dict(model.named_parameters()), **buffers}, batch, contextlib.nullcontext())
+
+
+def fake_inputs(model: nn.Module, batch: Sequence[Any], dtype: torch.dtype | None = None) -> Inputs:
+    """Fake tensors, on the model's device, or on the CPU for a model without values.
+
+    dtype: of all floating-point values, which are plain tensors then, as in a model that is not converted.
+    """
+
+    def plain(x: torch.Tensor, dtype: torch.dtype | None = dtype) -> torch.Tensor:
+        dtype = x.dtype if dtype is None or not x.is_floating_point() else dtype
+        strides = torch.empty(x.shape, device="meta").stride() if isinstance(x, QuantizedTensor) else x.stride()
+        return torch.empty_strided(x.shape, strides, dtype=dtype, device="cpu" if x.is_meta else x.device)
+
+    def like(x: torch.Tensor) -> torch.Tensor:
+        if dtype is not None or not is_traceable_wrapper_subclass(x):
+            return plain(x)
+        names, context = x.__tensor_flatten__()
+        parts = {name: like(part) for name in names if (part := getattr(x, name)) is not None}
+        return type(x).__tensor_unflatten__(parts, context, x.shape, x.stride())
+
+    mode = fakes.fake_mode()
+    with mode:
+        tensors: dict[str, torch.Tensor] = {}
+        for name, p in model.named_parameters():
+            tensors[name] = made = nn.Parameter(like(p), requires_grad=p.requires_grad)
+            if isinstance(main_grad := getattr(p, "main_grad", None), torch.Tensor):
+                made.main_grad = plain(main_grad, None)  # type: ignore[attr-defined]
+        tensors |= {name: plain(x) for name, x in model.named_buffers()}
+        return Inputs(tensors, _compat.pytree.tree_map_only(torch.Tensor, plain, list(batch)), mode)
 
 
 # --- undoing ----------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -10,28 +11,7 @@ import torch.distributed as dist
 
 from torchao_blockwise.diagnostics import statistics
 from torchao_blockwise.diagnostics.records import KINDS, GradientReport, Kind, Report, TensorReport
-from torchao_blockwise.diagnostics.statistics import (
-    AMAX,
-    COUNTS,
-    DECODED,
-    ELEMENTS,
-    ERROR,
-    EXPONENT_BIAS,
-    FIRST_NONFINITE,
-    HISTOGRAM,
-    LARGEST_SCALE,
-    MAXIMA,
-    NEVER,
-    NONFINITE,
-    PROBES,
-    SATURATED,
-    SMALLEST_SCALE,
-    SUMS,
-    UNDERFLOWS,
-    VALUES,
-    ZEROS,
-    Tally,
-)
+from torchao_blockwise.diagnostics.statistics import DECODED, ERROR, HISTOGRAM, PROBES, VALUES, Tally
 
 
 class Tallies:
@@ -43,129 +23,98 @@ class Tallies:
     def __init__(
         self, names: Sequence[str], recipes: Sequence[str], trained: Mapping[str, str], device: torch.device
     ) -> None:
-        self.names, self.recipes, self.trained, self.device = list(names), list(recipes), dict(trained), device
-        self._places: tuple[dict[object, int], ...] = tuple(
-            {name: i for i, name in enumerate(axis)} for axis in (names, KINDS, recipes)
-        )
+        self.index = {name: i for i, name in enumerate(names)}
+        self.recipes, self.trained, self.device = list(recipes), dict(trained), device
         self._clear()
 
     def _clear(self) -> None:
-        layers, recipes = len(self.names), len(self.recipes)
+        layers, recipes = len(self.index), len(self.recipes)
         self._all = Tally.empty(self.device, layers, len(KINDS), recipes)
-        options = {"dtype": torch.float64, "device": self.device}
-        self._probes = torch.zeros((layers, PROBES), **options)  # type: ignore[call-overload]
-        self._noise = torch.zeros((layers, recipes), **options)  # type: ignore[call-overload]
-
-    def index(self, layer: str) -> int:
-        return self._places[0][layer]
+        self._probes, self._noise = (self._all.sums.new_zeros(layers, n) for n in (PROBES, recipes))
 
     def add(self, layer: str, kind: Kind, recipe: str, tally: Tally) -> None:
-        index = [places[name] for places, name in zip(self._places, (layer, kind, recipe))]
-        self._all.at(*index).merge(Tally(*(t.to(self.device) for t in tally)))
+        index = self.index[layer], KINDS.index(kind), self.recipes.index(recipe)
+        Tally(*(t[index] for t in self._all)).merge(Tally(*(t.to(self.device) for t in tally)))
 
     def add_gradient(self, layer: str, probes: torch.Tensor, noise: Mapping[str, torch.Tensor]) -> None:
         """probes: of `statistics.gradient_probes`. noise: by recipe, of `statistics.gradient_noise`."""
-        index = self.index(layer)
+        index = self.index[layer]
         self._probes[index] += probes.to(self.device)
         for recipe, value in noise.items():
-            self._noise[index, self._places[2][recipe]] += value.to(self.device)
+            self._noise[index, self.recipes.index(recipe)] += value.to(self.device)
 
     def take(self, step: int, group: dist.ProcessGroup | None) -> Report:
-        """The report of what was added by all ranks; afterwards there is nothing again."""
-        counts, maxima, sums = self._all
-        added = torch.cat([t.flatten() for t in (sums, self._probes, self._noise)])
+        """The report of all that ranks have added, and start again from zero."""
+        tensors = self._all.sums, self._probes, self._noise, self._all.maxima
+        added, maxima = torch.cat([t.flatten() for t in tensors[:3]]), tensors[3].flatten()
         if group is not None:
-            dist.all_reduce(counts, dist.ReduceOp.SUM, group=group)
-            dist.all_reduce(maxima, dist.ReduceOp.MAX, group=group)
             dist.all_reduce(added, dist.ReduceOp.SUM, group=group)
-        parts = counts.flatten(), maxima.flatten(), added.view(torch.int64)
-        on_host = torch.cat(parts).cpu().split([part.numel() for part in parts])
-        shape = len(self.names), len(KINDS), len(self.recipes)
-        host_sums, probes, noise = (
-            on_host[2].view(torch.float64).split([sums.numel(), self._probes.numel(), self._noise.numel()])
-        )
-        tally = Tally(on_host[0].view(*shape, COUNTS), on_host[1].view(*shape, MAXIMA), host_sums.view(*shape, SUMS))
+            dist.all_reduce(maxima, dist.ReduceOp.MAX, group=group)
+        on_host = torch.cat((added, maxima)).cpu().split([t.numel() for t in tensors])
+        sums, probes, noise, maxima = (part.view(t.shape) for part, t in zip(on_host, tensors))
         self._clear()
-        tensors = self._tensors(tally)
-        seen = {(t.layer, t.recipe) for t in tensors if t.tensor == "dy"}
-        squares = probes.view(-1, PROBES).square().mean(1).tolist()
-        gradients = self._gradients(squares, noise.view(len(self.names), len(self.recipes)).tolist(), seen)
-        return Report(step, tuple(tensors), tuple(gradients), self._first_nonfinite(tally))
-
-    def _tensors(self, tally: Tally) -> list[TensorReport]:
-        counts, maxima, sums = (t.tolist() for t in tally)
-        found = []
-        for i, layer in enumerate(self.names):
-            for k, kind in enumerate(KINDS):
-                for r, recipe in enumerate(self.recipes):
-                    if counts[i][k][r][ELEMENTS]:
-                        trains = self.trained.get(layer) == recipe
-                        numbers = counts[i][k][r], maxima[i][k][r], sums[i][k][r]
-                        found.append(tensor_report(layer, kind, recipe, trains, *numbers))
-        return found
+        found = [
+            tensor_report(layer, kind, recipe, self.trained.get(layer) == recipe, Tally(sums[i, k, r], maxima[i, k, r]))
+            for layer, i in self.index.items()
+            for k, kind in enumerate(KINDS)
+            for r, recipe in enumerate(self.recipes)
+            if sums[i, k, r, statistics.ELEMENTS]
+        ]
+        with_gradient = {(t.layer, t.recipe) for t in found if t.tensor == "dy"}
+        gradients = self._gradients(probes.square().mean(1).tolist(), noise.tolist(), with_gradient)
+        first = maxima[..., statistics.FIRST_NONFINITE]
+        where = None
+        if first.numel() and first.max() > -math.inf:
+            layer, kind, _ = (int(i) for i in torch.unravel_index(first.argmax(), first.shape))
+            where = list(self.index)[layer], KINDS[kind].tensor
+        return Report(step, tuple(found), tuple(gradients), where)
 
     def _gradients(
         self, squares: list[float], noise: list[list[float]], seen: set[tuple[str, str]]
     ) -> list[GradientReport]:
-        found, as_trained = [], [0.0, 0.0]
+        found: list[GradientReport] = []
+        as_trained: list[tuple[float, float]] = []
         for r, recipe in enumerate(self.recipes):
-            total = [0.0, 0.0]
-            for i, layer in enumerate(self.names):
-                if (layer, recipe) not in seen:
-                    continue
-                trains = self.trained.get(layer) == recipe
-                found.append(GradientReport(layer, recipe, trains, _ratio(squares[i], noise[i][r])))
-                for sums in (total, *((as_trained,) if trains else ())):
-                    sums[0] += squares[i]
-                    sums[1] += noise[i][r]
-            found.append(GradientReport("", recipe, False, _ratio(*total)))
-        if self.trained:
-            found.append(GradientReport("", "", True, _ratio(*as_trained)))
-        return found
-
-    def _first_nonfinite(self, tally: Tally) -> tuple[str, str] | None:
-        first = tally.maxima[..., FIRST_NONFINITE]
-        if not first.numel() or int(first.max()) == -NEVER:
-            return None
-        layer, kind, _ = (int(i) for i in torch.unravel_index(first.argmax(), first.shape))
-        return self.names[layer], KINDS[kind].tensor
+            layers = {name: (squares[i], noise[i][r]) for name, i in self.index.items() if (name, recipe) in seen}
+            for name, of_layer in layers.items():
+                trains = self.trained.get(name) == recipe
+                found.append(GradientReport(name, recipe, trains, _ratio([of_layer])))
+                as_trained += [of_layer] if trains else []
+            found.append(GradientReport("", recipe, False, _ratio(list(layers.values()))))
+        return [*found, GradientReport("", "", True, _ratio(as_trained))] if self.trained else found
 
 
-def tensor_report(
-    layer: str, kind: Kind, recipe: str, trains: bool, counts: list[int], maxima: list[int], sums: list[float]
-) -> TensorReport:
-    """Figures of one tensor from its tally, as lists."""
-    elements = counts[ELEMENTS]
-    zeros, underflow, saturated = (100 * counts[i] / elements for i in (ZEROS, UNDERFLOWS, SATURATED))
+def tensor_report(layer: str, kind: Kind, recipe: str, trains: bool, tally: Tally) -> TensorReport:
+    """Figures of one tensor from its tally."""
+    sums, maxima = (t.tolist() for t in tally)
+    elements, *counts, nonfinite = map(int, sums[:VALUES])
+    zeros, underflow, saturated = (100 * count / elements for count in counts)
     # Bin 0 holds blocks of zeros, the last one NaN and Inf.
-    bins = counts[HISTOGRAM : HISTOGRAM + statistics.BINS]
-    histogram = {e - EXPONENT_BIAS: bins[e] for e in range(1, statistics.BINS - 1) if bins[e]}
-    extremes = _value_of(-maxima[SMALLEST_SCALE]), _value_of(maxima[LARGEST_SCALE])
-    has_scales = maxima[SMALLEST_SCALE] != -NEVER and all(math.isfinite(s) and s > 0 for s in extremes)
-    scale_log2 = (math.log2(extremes[0]), math.log2(extremes[1])) if has_scales else None
+    bins = enumerate(sums[HISTOGRAM + 1 : -1], 1 - statistics.EXPONENT_BIAS)
+    amax, largest, smallest = (0.0 if math.isinf(bits) else _from_bits(abs(int(bits))) for bits in maxima[:3])
+    has_scales = smallest > 0 and math.isfinite(largest)
     ratio = _quotient(sums[VALUES], sums[ERROR])
     return TensorReport(
-        layer,
-        kind.tensor,
-        kind.direction,
-        recipe,
-        trains,
-        elements,
-        counts[NONFINITE],
-        _value_of(maxima[AMAX]),
-        zeros,
-        underflow,
-        saturated,
-        scale_log2,
-        histogram,
-        10 * math.log10(ratio) if ratio > 0 else -math.inf if ratio == 0 else math.nan,
-        _cosine(sums),
+        layer=layer,
+        tensor=kind.tensor,
+        direction=kind.direction,
+        recipe=recipe,
+        trains=trains,
+        elements=elements,
+        nonfinite=nonfinite,
+        amax=amax,
+        zeros=zeros,
+        underflow=underflow,
+        saturated=saturated,
+        scale_log2=(math.log2(smallest), math.log2(largest)) if has_scales else None,
+        histogram={e: int(blocks) for e, blocks in bins if blocks},
+        sqnr_db=10 * math.log10(ratio) if ratio > 0 else -math.inf if ratio == 0 else math.nan,
+        cosine=_cosine(sums[VALUES], sums[DECODED], sums[ERROR]),
     )
 
 
-def _value_of(bits: int) -> float:
-    """The fp32 value of these bits."""
-    return torch.tensor(bits if abs(bits) < 2**31 else 0, dtype=torch.int32, device="cpu").view(torch.float32).item()
+def _from_bits(bits: int) -> float:
+    return struct.unpack("f", struct.pack("I", bits))[0]
 
 
 def _quotient(value: float, by: float) -> float:
@@ -174,15 +123,16 @@ def _quotient(value: float, by: float) -> float:
     return value / by if by > 0 else math.inf
 
 
-def _ratio(square: float, noise: float) -> float:
+def _ratio(squares: Sequence[tuple[float, float]]) -> float:
+    """Norm of gradients over that of the noise in them."""
+    square, noise = (sum(values) for values in zip(*squares)) if squares else (0.0, 0.0)
     return math.nan if square == noise == 0 else math.sqrt(_quotient(square, noise))
 
 
-def _cosine(sums: list[float]) -> float:
+def _cosine(values: float, decoded: float, error: float) -> float:
     """x·y = (|x|² + |y|² - |x - y|²) / 2."""
-    product = sums[VALUES] * sums[DECODED]
-    if math.isnan(product):
+    if math.isnan(values * decoded):
         return math.nan
-    if product <= 0:
-        return 1.0 if sums[ERROR] == 0 else 0.0
-    return (sums[VALUES] + sums[DECODED] - sums[ERROR]) / (2 * math.sqrt(product))
+    if values * decoded <= 0:
+        return 1.0 if error == 0 else 0.0
+    return (values + decoded - error) / (2 * math.sqrt(values * decoded))

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from torchao_blockwise import _compat
 
-# What is told of a product: x, weight, where groups end or None, and the result.
+# A function of x, the weight, where groups end or None, and the result.
 SeesProduct = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor], None]
 
 
@@ -40,27 +40,22 @@ class _Products(TorchFunctionMode):
         return out
 
 
-class _Scope(threading.local):
-    """How many of the modules run now, one inside of the other, in this thread."""
-
-    depth = 0
-    mode: _Products | None = None
-
-
 def watch_products(modules: Iterable[nn.Module], see: SeesProduct) -> ExitStack:
     """Let `see` know of linear and grouped products in the forward passes of `modules` until the stack is closed."""
-    scope, stack = _Scope(), ExitStack()
+    stack = ExitStack()
+    # Of each thread: modules that run now, one inside of the other, and the mode of the outermost one.
+    running = threading.local()
 
     def enter(module: nn.Module, args: Any) -> None:
-        scope.depth += 1
-        if scope.depth == 1:
-            scope.mode = _Products(see)
-            scope.mode.__enter__()
+        running.depth = getattr(running, "depth", 0) + 1
+        if running.depth == 1:
+            running.mode = _Products(see)
+            running.mode.__enter__()
 
     def leave(module: nn.Module, args: Any, out: Any) -> None:
-        scope.depth -= 1
-        if scope.depth == 0 and scope.mode is not None:
-            scope.mode.__exit__(None, None, None)
+        running.depth -= 1
+        if running.depth == 0:
+            running.mode.__exit__(None, None, None)
 
     for module in modules:
         stack.callback(module.register_forward_pre_hook(enter).remove)

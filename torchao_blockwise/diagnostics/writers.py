@@ -1,73 +1,63 @@
-"""Where reports go: CSV, TensorBoard, Weights & Biases; html_page.py has the page."""
+"""Where reports go: CSV, TensorBoard, Weights & Biases, and an HTML page.
+
+The page is in page/: page.html, style.css, and script.js, which draws from the data that is put next to it.
+"""
 
 from __future__ import annotations
 
 import csv
-import importlib
+import json
 import math
 import os
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, Protocol
 
-from torchao_blockwise.diagnostics.records import Report, TensorReport
+from torchao_blockwise.diagnostics.records import KINDS, Report, TensorReport, recommend
+
+_PAGE = Path(__file__).parent / "page"
+# Reports that curves show; when there are more, every other one is left out.
+_MOST_REPORTS = 256
 
 
 class Writer(Protocol):
-    """What takes reports."""
+    """Takes reports."""
 
     def write(self, report: Report) -> None: ...
 
     def close(self) -> None: ...
 
 
-def writable_file(writer: str, path: str | os.PathLike[str]) -> Path:
-    """`path`, whose folder is made if need be; raises ValueError if nothing can be written there."""
+def _writable(path: str | os.PathLike[str]) -> Path:
+    """`path`, in a folder that is made if need be; raises OSError now, and not after a step of training."""
     file = Path(path)
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        # To append changes nothing, and fails where writing would.
-        existed = file.exists()
-        with file.open("a", encoding="utf-8"):
-            pass
-        if not existed:
-            file.unlink()
-    except OSError as e:
-        raise ValueError(f"{writer}: cannot write {file}: {e.strerror}; choose another path") from e
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.open("a", encoding="utf-8").close()
     return file
-
-
-def optional(writer: str, module: str, package: str) -> Any:
-    """A module of a package that is not installed with this one."""
-    try:
-        return importlib.import_module(module)
-    except ImportError as e:
-        raise ImportError(f"{writer}: needs the package {package}; pip install {package}, or use CSVWriter") from e
 
 
 class CSVWriter:
     """A row for each tensor of each report; a file that exists is continued.
 
     Columns are the fields of `TensorReport` and `gradient_to_noise` of the layer; `histogram` reads "e:blocks ...".
-    Raises ValueError where the file cannot be written.
+    Raises OSError where the file cannot be written.
     """
 
     columns = ("step", *(field.name for field in fields(TensorReport)), "gradient_to_noise")
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = writable_file("CSVWriter", path)
+        self.path = _writable(path)
 
     def write(self, report: Report) -> None:
-        is_new = not self.path.exists() or not self.path.stat().st_size
         noise = {(g.layer, g.recipe): g.to_noise for g in report.gradients}
         with self.path.open("a", encoding="utf-8", newline="") as file:
             rows = csv.writer(file)
-            if is_new:
+            if not file.tell():
                 rows.writerow(self.columns)
             for tensor in report.tensors:
                 values = [_cell(getattr(tensor, field.name)) for field in fields(TensorReport)]
-                rows.writerow([report.step, *values, _cell(noise.get((tensor.layer, tensor.recipe), math.nan))])
+                rows.writerow([report.step, *values, noise.get((tensor.layer, tensor.recipe), math.nan)])
 
     def close(self) -> None: ...
 
@@ -75,9 +65,7 @@ class CSVWriter:
 def _cell(value: Any) -> Any:
     if isinstance(value, dict):
         return " ".join(f"{e}:{blocks}" for e, blocks in value.items())
-    if isinstance(value, tuple):
-        return " ".join(map(str, value))
-    return "" if value is None else value
+    return " ".join(map(str, value)) if isinstance(value, tuple) else value
 
 
 def scalars(report: Report) -> Iterator[tuple[str, float]]:
@@ -101,37 +89,17 @@ def scalars(report: Report) -> Iterator[tuple[str, float]]:
 
 
 class TensorBoardWriter:
-    """Scalars and, of what trains, histograms of block scales (log2) in a TensorBoard folder.
-
-    Raises ImportError without the package tensorboard, ValueError where the folder cannot be written.
-    """
+    """Scalars in a TensorBoard folder; needs the package tensorboard."""
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
-        module = optional("TensorBoardWriter", "torch.utils.tensorboard", "tensorboard")
-        writable_file("TensorBoardWriter", Path(folder) / "events")
-        self._writer = module.SummaryWriter(str(folder))
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer: Any = SummaryWriter(str(folder))
 
     def write(self, report: Report) -> None:
         for tag, value in scalars(report):
             self._writer.add_scalar(tag, value, report.step)
-        for tensor in report.tensors:
-            if tensor.trains and tensor.histogram:
-                self._add_histogram(f"scale_log2/{tensor.layer}/{tensor.kind}", tensor.histogram, report.step)
         self._writer.flush()
-
-    def _add_histogram(self, tag: str, histogram: dict[int, int], step: int) -> None:
-        middles = [(e + 0.5, blocks) for e, blocks in histogram.items()]
-        self._writer.add_histogram_raw(
-            tag,
-            min=min(histogram),
-            max=max(histogram) + 1,
-            num=sum(histogram.values()),
-            sum=sum(middle * blocks for middle, blocks in middles),
-            sum_squares=sum(middle * middle * blocks for middle, blocks in middles),
-            bucket_limits=[e + 1 for e in histogram],
-            bucket_counts=list(histogram.values()),
-            global_step=step,
-        )
 
     def close(self) -> None:
         self._writer.close()
@@ -140,18 +108,80 @@ class TensorBoardWriter:
 class WandbWriter:
     """Scalars, to a run of Weights & Biases: the one that the program has begun, or a new one by `wandb.init(**init)`.
 
-    Raises ImportError without the package wandb.
+    Needs the package wandb.
     """
 
     def __init__(self, run: Any = None, **init: Any) -> None:
-        wandb = optional("WandbWriter", "wandb", "wandb")
+        import wandb
+
         self._is_own = run is None and wandb.run is None
         self._run = run or wandb.run or wandb.init(**init)
 
     def write(self, report: Report) -> None:
-        # By a step of its own: W&B refuses steps that are not larger than the last one, and the program logs too.
+        # With a separate step: W&B refuses steps that are not larger than the last one, and the program logs too.
         self._run.log({"numerics/step": report.step, **dict(scalars(report))})
 
     def close(self) -> None:
         if self._is_own:
             self._run.finish()
+
+
+class HTMLWriter:
+    """A page with what to look at first, curves over steps, a table of layers, and what other recipes would lose.
+
+    Curves show reports since this writer was made, of many every other one; all else is of the last report. The page
+    needs no network. Raises OSError where the file cannot be written.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = _writable(path)
+        self._history: list[dict[str, Any]] = []
+
+    def write(self, report: Report) -> None:
+        if len(self._history) == _MOST_REPORTS:
+            del self._history[1::2]
+        self._history.append(_in_short(report))
+        page = (_PAGE / "page.html").read_text(encoding="utf-8")
+        # NaN and Infinity are JavaScript, too.
+        data = json.dumps(_page_data(report, self._history), ensure_ascii=False, separators=(",", ":"))
+        parts = {
+            "/*STYLE*/": (_PAGE / "style.css").read_text(encoding="utf-8"),
+            "/*SCRIPT*/": (_PAGE / "script.js").read_text(encoding="utf-8"),
+            # No name of a layer ends the element that the data is in.
+            "/*DATA*/": data.replace("<", "\\u003c"),
+        }
+        for mark, text in parts.items():
+            page = page.replace(mark, text)
+        # Whoever reloads the page meanwhile sees the old one or the new one.
+        new = self.path.with_name(self.path.name + ".new")
+        new.write_text(page, encoding="utf-8")
+        os.replace(new, self.path)
+
+    def close(self) -> None: ...
+
+
+def _in_short(report: Report) -> dict[str, Any]:
+    """The figures that curves over steps show; the ratio of what trains is that of the recipe ""."""
+    sqnr: dict[str, dict[str, dict[str, float]]] = {}
+    for tensor in report.tensors:
+        sqnr.setdefault(tensor.layer, {}).setdefault(tensor.recipe, {})[str(tensor.kind)] = round(tensor.sqnr_db, 3)
+    ratio = {("" if g.trains else g.recipe): g.to_noise for g in report.gradients if not g.layer}
+    return {"step": report.step, "ratio": ratio, "sqnr": sqnr}
+
+
+def _page_data(report: Report, history: list[dict[str, Any]]) -> dict[str, Any]:
+    noise = {(g.layer, g.recipe): g.to_noise for g in report.gradients}
+    rows = [
+        {**asdict(tensor), "kind": str(tensor.kind), "to_noise": noise.get((tensor.layer, tensor.recipe))}
+        for tensor in report.tensors
+    ]
+    return {
+        "reports": history,
+        "last": rows,
+        "kinds": [str(kind) for kind in KINDS],
+        "layers": list(dict.fromkeys(tensor.layer for tensor in report.tensors)),
+        "recipes": list(dict.fromkeys(tensor.recipe for tensor in report.tensors)),
+        "trained": {tensor.layer: tensor.recipe for tensor in report.tensors if tensor.trains},
+        "recommended": [asdict(recommendation) for recommendation in recommend(report)],
+        "first_nonfinite": report.first_nonfinite,
+    }

@@ -23,7 +23,8 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torchao_blockwise import _compat
 from torchao_blockwise.nn import permute, unpermute
 from torchao_blockwise.ops.groups.ends import check_group_ends, clamped_ends
-from torchao_blockwise.tensors import MasterWeightTensor, weight_operands
+from torchao_blockwise.tensors import MasterWeightTensor
+from torchao_blockwise.tensors.weight_operands import group_names
 
 
 class Journey(NamedTuple):
@@ -163,9 +164,10 @@ class _Exchange:
         x, group_ends = args
         group = self.mesh.get_group()
         for parameter in module.parameters(recurse=False):
-            local = _compat.local_of(parameter)
+            local: Any = _compat.local_of(parameter)
             if isinstance(local, MasterWeightTensor) and _shares_scale(local):
-                weight_operands.split_over(local.hp, group)
+                # Of the values, which compiled graphs read without the weight around them.
+                local.hp.amax_groups = group_names([group])  # type: ignore[attr-defined]
         tokens, own_ends, self.journey = dispatch_tokens(x, group_ends, group)
         return tokens, own_ends
 

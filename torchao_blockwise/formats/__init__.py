@@ -14,7 +14,6 @@ from torchao_blockwise.formats.random_bits import (
     Place,
     StochasticRounding,
     block_bytes,
-    draws_of,
     key_of,
     philox,
 )
@@ -43,7 +42,6 @@ __all__ = [
     "Scales",
     "StochasticRounding",
     "block_bytes",
-    "draws_of",
     "get_format",
     "global_scale_of",
     "hadamard_number",

@@ -34,7 +34,7 @@ class BlockFormat:
     compute_scales: (block_amax f32 grid, tensor_amax f32 scalar or None, power_of_2_scales) -> Scales.
     min_amax: an amax below it is raised to it.
     scale_max: the largest block scale that can be stored, where the scale itself is quantized.
-    transposed_scales: the scale grid is stored [column blocks, rows] and not [row blocks, column blocks].
+    transposed_scales: of one-row blocks, the scale grid is stored [column blocks, rows] and not [rows, column blocks].
     has_global_scale: quantizing needs the amax of the whole tensor.
     """
 
@@ -48,10 +48,6 @@ class BlockFormat:
     transposed_scales: bool = False
     has_global_scale: bool = False
     has_power_of_2_scales: bool = False
-
-    def __post_init__(self) -> None:
-        if self.transposed_scales and self.block[0] != 1:
-            raise ValueError(f"{self.name}: transposed scales need one-row blocks, got block {self.block}")
 
     def __repr__(self) -> str:
         return f"BlockFormat({self.name})"

@@ -61,13 +61,6 @@ class Draws(NamedTuple):
     columnwise: Place = Place(operand=1)
 
 
-def draws_of(rounding: StochasticRounding, device: torch.device) -> Draws:
-    """What operations on `device` carry of it."""
-    grid = -1 if rounding.grid is None else rounding.grid
-    place = Place(0, *rounding.start, grid)
-    return Draws(key_of(rounding, device), place, place._replace(operand=1))
-
-
 def key_of(rounding: StochasticRounding, device: torch.device) -> torch.Tensor:
     """(seed, stream, use, expert) as kernels read them: int64 [4] on `device`.
 

@@ -77,7 +77,7 @@ class BlockwisePrecision(Precision):
         return convert(self._others.convert_module(module), self.config, self._filter_fn)
 
     def state_dict(self) -> dict[str, Any]:
-        """What the recipe must remember, which checkpoints hold beside the module's own state."""
+        """The state of the recipe, which checkpoints hold next to that of the module."""
         return {} if self._module is None else recipe_state(self._module)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -94,14 +94,10 @@ class UnchangedWeights(Callback):
     def on_train_batch_start(self, trainer: Any, pl_module: nn.Module, batch: Any, batch_idx: int) -> None:
         self._scope.enter(pl_module)
 
-    def on_before_optimizer_step(self, trainer: Any, pl_module: nn.Module, optimizer: Any) -> None:
+    def on_before_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         self._scope.leave()
 
-    def on_train_end(self, trainer: Any, pl_module: nn.Module) -> None:
-        self._scope.leave()
-
-    def on_exception(self, trainer: Any, pl_module: nn.Module, exception: BaseException) -> None:
-        self._scope.leave()
+    on_train_end = on_exception = on_before_optimizer_step
 
 
 class Numerics(Callback):
@@ -124,10 +120,9 @@ class Numerics(Callback):
             self._steps = trainer.global_step
             self.monitor.step()
 
-    def on_train_end(self, trainer: Any, pl_module: nn.Module) -> None:
+    def on_train_end(self, *args: Any, **kwargs: Any) -> None:
         monitor, self.monitor = self.monitor, None
         if monitor is not None:
             monitor.close()
 
-    def on_exception(self, trainer: Any, pl_module: nn.Module, exception: BaseException) -> None:
-        self.on_train_end(trainer, pl_module)
+    on_exception = on_train_end

@@ -68,7 +68,7 @@ class Selection:
 def parse(recipe: str, given: Mapping[str, Any]) -> tuple[TrainingConfig, Selection]:
     """The training config and the selection of these options; recipe: "fp8" or "nvfp4".
 
-    Trainers step master weights, so `master_weights` is no option.
+    Trainers step master weights, so `master_weights` is not an option.
     Raises ValueError for a name that is none of them, and as both do for values; TypeError for a wrong type.
     """
     if recipe not in RECIPES:

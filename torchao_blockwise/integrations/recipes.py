@@ -1,4 +1,4 @@
-"""What the files of frameworks share: recipes by name, a conversion that must find something, and a scope."""
+"""Shared by the files of frameworks: recipes by name, a conversion that must find something, and a scope."""
 
 from __future__ import annotations
 

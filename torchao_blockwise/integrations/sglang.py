@@ -28,9 +28,9 @@ def update_weights(
 
     engine: has `update_weights_from_tensor(named_tensors, load_format=None, flush_cache=True)`, as `sglang.Engine` and
         its HTTP adapter do for tensors of this host's GPUs; None on ranks that have none. All ranks that share the
-        model call this, and gather in lockstep. One that has `begin_weight_update` and `end_weight_update` is told by
-        them: between the two it holds weights as files have them, and at the end it lays them out for its kernels.
-    bucket_bytes: of a call, so of what is held beside the model; a larger tensor goes by itself. Only the last call
+        model call this, and gather in lockstep. Where it has `begin_weight_update` and `end_weight_update`, both are
+        called: between the two it holds weights as files have them, and at the end it lays them out for its kernels.
+    bucket_bytes: of a call, held in addition to the model; a larger tensor goes by itself. Only the last call
         lets the engine drop what it has cached.
     Raises RuntimeError where the engine refuses or fails: it then holds weights of two steps, until the next update.
     That is raised when all is gathered, as other ranks gather too. ValueError as `checkpoint.export`.

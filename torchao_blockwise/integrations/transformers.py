@@ -43,7 +43,7 @@ hugging_face.remember_given_state_dicts()
 
 
 class BlockwiseConfig(QuantizationConfigMixin, metaclass=ConfigClass):
-    """What both configs are: take `BlockwiseFP8Config` or `NVFP4Config`.
+    """Base of both configs: take `BlockwiseFP8Config` or `NVFP4Config`.
 
     modules_to_not_convert: names or patterns as transformers takes them; default the output heads, tied weights and
         what the model keeps in fp32. The rest is that of `recommended_layers`.
@@ -71,7 +71,7 @@ class BlockwiseConfig(QuantizationConfigMixin, metaclass=ConfigClass):
         method = self.method
         if quant_method not in (None, method):
             raise ValueError(f"{name}: quant_method must be {method!r}, got {quant_method!r}; take the class of that")
-        self.quant_method = method  # type: ignore[assignment]  # transformers lists its own methods alone
+        self.quant_method = method  # type: ignore[assignment]  # transformers lists only its own methods
         self.modules_to_not_convert = None if modules_to_not_convert is None else list(modules_to_not_convert)
         self.fused = fused
         self.keep_last_blocks = keep_last_blocks
@@ -87,7 +87,7 @@ class BlockwiseConfig(QuantizationConfigMixin, metaclass=ConfigClass):
         return {name: getattr(self, name) for name in mine} | plain
 
     def get_apply_tensor_subclass(self) -> TrainingConfig:
-        """What PEFT passes to `quantize_` after it has merged an adapter."""
+        """The config that PEFT passes to `quantize_` after it has merged an adapter."""
         return self.training_config
 
 
@@ -140,7 +140,7 @@ class BlockwiseQuantizer(HfQuantizer):
         return True
 
     def get_state_dict_and_metadata(self, model: nn.Module) -> tuple[dict[str, Any] | None, dict[str, Any]]:
-        """What `save_pretrained` saves: the state dict that it was given, else the model's own, which is plain."""
+        """The state dict that `save_pretrained` was given, else None: the model's own, which is plain."""
         return hugging_face.given_state_dict(), {}
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> nn.Module:
@@ -164,15 +164,11 @@ class UnchangedWeights(TrainerCallback):
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._scope.enter(kwargs["model"])
 
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         self._scope.leave()
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        # Of a training that an exception ended.
-        self._scope.leave()
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._scope.leave()
+    # An exception may have ended the training before.
+    on_train_begin = on_train_end = on_pre_optimizer_step
 
 
 class RecipeState(ExportableState, TrainerCallback):
@@ -185,7 +181,7 @@ class RecipeState(ExportableState, TrainerCallback):
         self._model: nn.Module | None = None
 
     def state(self) -> dict[str, Any]:
-        """What Trainer saves in `trainer_state.json`."""
+        """The entry that Trainer saves in `trainer_state.json`."""
         return {"args": {}, "attributes": {} if self._model is None else {"recipe": recipe_state(self._model)}}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -29,7 +29,7 @@ def weight_source(model: nn.Module, format: str = "fp8_block") -> Any:
     Each pass gives the weights of that moment, whole, one by one; where ranks share the model all go through it in
     lockstep, and every rank has every weight. A tensor without dims is given one, as vLLM packs no other. The engine
     must have been started with a quantized checkpoint of the same format, as `checkpoint.export` writes it: vLLM then
-    takes weights as it takes files, joins layers that it runs as one, and lays out anew what its kernels want.
+    takes weights as it takes files, joins layers that it runs together, and lays them out again for its kernels.
     Raises ImportError without vLLM, or where it has no weight transfer; ValueError as `checkpoint.export`.
     """
     try:

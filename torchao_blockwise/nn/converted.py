@@ -29,7 +29,6 @@ from torchao_blockwise.nn.shared_input import SharedInput
 from torchao_blockwise.nn.weights import WEIGHTS, config_of, is_low_precision
 from torchao_blockwise.tensors import MasterWeightTensor, QuantizedTensor
 from torchao_blockwise.tensors.reads import key_of, recorded_reads
-from torchao_blockwise.tensors.unchanged import check_unchanged
 
 
 class ConvertedModule(nn.Module):
@@ -104,8 +103,6 @@ class ConvertedLinear(ConvertedModule, nn.Linear):
     shared_input: SharedInput | None = None
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        if not torch.compiler.is_compiling():
-            check_unchanged(self)
         weight: Any = self.weight
         shared = self.shared_input
         if shared is None and isinstance(weight, WEIGHTS):

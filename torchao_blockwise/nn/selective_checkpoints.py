@@ -6,8 +6,7 @@ from torchao_blockwise._compat.torch_types import Operation
 from torchao_blockwise.nn.gemms import master_matmul_op, quantized_matmul_op
 from torchao_blockwise.ops.gemm.grouped import grouped_matmul_op
 from torchao_blockwise.ops.gemm.plain import matmul_op
-from torchao_blockwise.ops.quantization import tensor_amax_bits_op
-from torchao_blockwise.ops.randomization import hadamard_amax_bits_op
+from torchao_blockwise.ops.quantization.operations import hadamard_amax_bits_op, tensor_amax_bits_op
 
 _PRODUCTS = (master_matmul_op, quantized_matmul_op, matmul_op, grouped_matmul_op)
 # Four bytes, for which a whole tensor is read.

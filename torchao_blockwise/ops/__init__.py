@@ -2,7 +2,6 @@
 
 from torchao_blockwise.formats import StochasticRounding
 from torchao_blockwise.ops.backend import Backend, casting_backend, get_backend
-from torchao_blockwise.ops.casting import grouped_quantize, quantize, quantize_by
 from torchao_blockwise.ops.dequantization import dequantize
 from torchao_blockwise.ops.fused import (
     Norm,
@@ -18,11 +17,10 @@ from torchao_blockwise.ops.gemm.grouped import add_grouped_matmul_, grouped_matm
 from torchao_blockwise.ops.gemm.plain import add_matmul_, matmul
 from torchao_blockwise.ops.groups.permutation import permute, unpermute, unpermute_backward
 from torchao_blockwise.ops.groups.tables import make_groups
-from torchao_blockwise.ops.randomization import draws_for
+from torchao_blockwise.ops.quantization import draws_for, quantize, quantize_by
 from torchao_blockwise.ops.shards import merge_shards_
 from torchao_blockwise.ops.shards.flat import shard_entries
 from torchao_blockwise.ops.transposition import transpose
-from torchao_blockwise.ops.transposition.many import transpose_many
 
 __all__ = [
     "Backend",
@@ -35,7 +33,6 @@ __all__ = [
     "draws_for",
     "get_backend",
     "grouped_matmul",
-    "grouped_quantize",
     "make_groups",
     "matmul",
     "merge_shards_",
@@ -51,7 +48,6 @@ __all__ = [
     "swiglu_backward_quantize",
     "swiglu_quantize",
     "transpose",
-    "transpose_many",
     "unpermute",
     "unpermute_backward",
 ]

@@ -90,14 +90,23 @@ def new_copies(x: torch.Tensor, shape: tuple[int, ...], options: CastOptions, gr
     )
 
 
+def new_output(
+    a: Operand, b: Operand, dtype: torch.dtype, groups: Groups | None = None, along: str = ""
+) -> torch.Tensor:
+    """The uninitialized output of a GEMM: [M, N]; of groups along "k" [E, M, N]."""
+    rows, columns = a.qdata.shape[0], b.qdata.shape[-2]
+    shape = (groups.ends.shape[0], rows, columns) if groups is not None and along == "k" else (rows, columns)
+    return a.qdata.new_empty(shape, dtype=dtype)
+
+
 def width_of(tokens: int, options: CastOptions) -> int:
     """How wide the columnwise copy of so many tokens is, if it is not padded: of a transform in whole chunks."""
     return -(-tokens // HADAMARD_SIZE) * HADAMARD_SIZE if options.hadamard else tokens
 
 
-def as_asked(copies: Copies, tokens: int, options: CastOptions) -> Copies:
+def as_asked(copies: Copies, tokens: int, options: CastOptions, groups: Groups | None) -> Copies:
     """What a kernel made of so many tokens, which pads the columnwise copy in any case."""
-    if options.padded or copies.columnwise is None:
+    if options.padded or groups is not None or copies.columnwise is None:
         return copies
     return copies._replace(columnwise=without_padding(copies.columnwise, width_of(tokens, options)))
 

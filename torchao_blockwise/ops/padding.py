@@ -42,3 +42,12 @@ def without_padding(copy: Operand, tokens: int) -> Operand:
     if not fmt.transposed_scales and blocks != scale.shape[-1]:
         scale = scale.narrow(-1, 0, blocks).contiguous()
     return copy._replace(qdata=qdata, scale=scale)
+
+
+def aligned_rows(x: torch.Tensor) -> torch.Tensor:
+    """`x` [rows, columns], contiguous, with rows that fill whole 16 bytes: a copy with zeros behind, only if needed."""
+    padding = -x.shape[1] * x.itemsize % ROW_BYTES // x.itemsize
+    if padding:
+        return F.pad(x.view(torch.uint8), (0, padding)).view(x.dtype) if x.itemsize == 1 else F.pad(x, (0, padding))
+    x = x.contiguous()
+    return x.clone() if x.data_ptr() % ROW_BYTES else x

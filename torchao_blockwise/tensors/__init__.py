@@ -2,7 +2,7 @@
 
 import torch
 
-from torchao_blockwise.tensors import adapted, collectives, copying, values, views  # noqa: F401  # registers them
+from torchao_blockwise.tensors import collectives, quantized_ops  # noqa: F401  # registers them
 from torchao_blockwise.tensors.blockwise_fp8 import BlockwiseFP8Tensor
 from torchao_blockwise.tensors.config import BlockwiseFP8TrainingConfig, NVFP4TrainingConfig, TrainingConfig
 from torchao_blockwise.tensors.master_weight import MasterWeightTensor
@@ -12,7 +12,8 @@ from torchao_blockwise.tensors.quantized_shard import QuantizedShard
 from torchao_blockwise.tensors.transposed_weight import TransposedWeight
 from torchao_blockwise.tensors.unchanged import weights_unchanged
 
-torch.serialization.add_safe_globals([MasterWeightTensor])
+# What `torch.load(weights_only=True)` may make.
+torch.serialization.add_safe_globals([BlockwiseFP8Tensor, MasterWeightTensor, NVFP4Tensor, QuantizedShard])
 
 __all__ = [
     "BlockwiseFP8Tensor",

@@ -10,7 +10,7 @@ from torchao_blockwise import _compat, ops
 from torchao_blockwise.formats import FP8_128X128, BlockFormat
 from torchao_blockwise.tensors.config import TrainingConfig
 from torchao_blockwise.tensors.consistency import check_attributes, check_parts
-from torchao_blockwise.tensors.quantized import QuantizedTensor, allow_in_files, check_quantizable
+from torchao_blockwise.tensors.quantized import QuantizedTensor
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -42,13 +42,11 @@ class BlockwiseFP8Tensor(QuantizedTensor):
         config: TrainingConfig | None = None,
     ) -> Self:
         check_attributes(cls.__name__, FP8_128X128, dtype, config)
-        if not isinstance(power_of_2_scales, bool):
-            raise TypeError(f"{cls.__name__}: power_of_2_scales must be True or False, got {power_of_2_scales!r}")
-        _check_parts(cls.__name__, qdata, scale)
         x = _compat.make_wrapper(
             cls, qdata.shape, inner=qdata, strides=qdata.stride(), dtype=dtype, device=qdata.device
         )
         x.qdata, x.scale, x.power_of_2_scales, x.config = qdata, scale, power_of_2_scales, config
+        x._check()
         return x
 
     @classmethod
@@ -57,9 +55,8 @@ class BlockwiseFP8Tensor(QuantizedTensor):
     ) -> BlockwiseFP8Tensor:
         """Quantize `w` [.., N, K] bf16 | f16 | f32 in 128×128 blocks.
 
-        Raises TypeError for a dtype or a tensor that is quantized already, ValueError for fewer than 2 dims.
+        Raises TypeError for another dtype, ValueError for fewer than 2 dims.
         """
-        check_quantizable(w, cls.__name__)
         q = ops.quantize(w.detach(), FP8_128X128, power_of_2_scales=power_of_2_scales).rowwise
         return cls(q.qdata, q.scale, w.dtype, power_of_2_scales, config)
 
@@ -68,14 +65,7 @@ class BlockwiseFP8Tensor(QuantizedTensor):
         return FP8_128X128
 
     def _check(self) -> None:
-        _check_parts(type(self).__name__, self.qdata, self.scale, self.global_scale)
+        check_parts(type(self).__name__, FP8_128X128, self.qdata, self.scale, self.global_scale, self.qdata.shape)
 
     def _requantize(self, hp: torch.Tensor) -> BlockwiseFP8Tensor:
         return self.from_hp(hp, power_of_2_scales=self.power_of_2_scales, config=self.config)
-
-
-def _check_parts(name: str, qdata: torch.Tensor, scale: torch.Tensor, global_scale: torch.Tensor | None = None) -> None:
-    check_parts(name, FP8_128X128, qdata, scale, global_scale, getattr(qdata, "shape", ()))
-
-
-allow_in_files(BlockwiseFP8Tensor)

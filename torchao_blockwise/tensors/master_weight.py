@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import weakref
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,13 +14,13 @@ from torchao_blockwise._compat.fakes import is_fake
 from torchao_blockwise._compat.torch_types import Args, Function, Kwargs, Operation, Types
 from torchao_blockwise.formats import HIGH_PRECISION_DTYPES, Operand
 from torchao_blockwise.tensors import fsdp
-from torchao_blockwise.tensors.caching import stable_hash
+from torchao_blockwise.tensors.base import WeightTensor
 from torchao_blockwise.tensors.config import TrainingConfig
-from torchao_blockwise.tensors.operations import Result, is_dot, is_sum, is_update, result_of
+from torchao_blockwise.tensors.operations import Result, is_sum, is_update, result_of
 from torchao_blockwise.tensors.reads import note_read
-from torchao_blockwise.tensors.rounding import RoundingKeys, carry_key, checked_key
+from torchao_blockwise.tensors.rounding import carry_key
 from torchao_blockwise.tensors.transposed_weight import TransposedWeight, swaps_last_dims
-from torchao_blockwise.tensors.weight_operands import kept_bytes, kept_weights, weight_operand
+from torchao_blockwise.tensors.weight_operands import kept_copies, weight_operand
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -37,20 +36,7 @@ _NEW = {aten.empty_like.default, aten.new_empty.default, aten.new_empty_strided.
 _JOINS = {aten.cat.default, aten.stack.default}
 
 
-@dataclass(eq=False)
-class _CastOf:
-    """What `weight.to(dtype)` was made of; its aliases share this. Cut where the copy may become another one's values.
-
-    hp: of the weight, or None.
-    """
-
-    hp: weakref.ref[torch.Tensor] | None
-
-    def __deepcopy__(self, memo: object) -> _CastOf:
-        return _CastOf(None)
-
-
-class MasterWeightTensor(TorchAOBaseTensor):
+class MasterWeightTensor(WeightTensor):
     """A weight that holds high-precision values `hp` and is quantized when a layer uses it.
 
     To optimizers, initializers and state dicts it is the high-precision tensor. `F.linear`, and `F.grouped_mm` on
@@ -93,26 +79,23 @@ class MasterWeightTensor(TorchAOBaseTensor):
         if rounding_key is not None:
             self.rounding_key = rounding_key
 
-    # The layer's name in the model that was converted, for errors; no part of a weight's state, as the next ones.
-    layer: str = ""
-    _cast_of: _CastOf | None = None
-    rounding_key: torch.Tensor | None = None
-    rounding_keys: RoundingKeys | None = None
-    # Number of elements of the weight that this was cut or reshaped from; None for that weight and its copies.
-    whole: int | None = None
+    # The values that this is a cast of, where GEMMs may read those, and its own change count when it was made. No part
+    # of a weight's state, as the next one.
+    cast_of: tuple[torch.Tensor, int] | None = None
     # What FSDP2 gathers of it: a shard of its own, or, in high precision, the layout of that.
     shard: QuantizedShard | fsdp.ShardLayout | None = None
 
     @property
     def source(self) -> tuple[torch.Tensor, torch.dtype | None]:
-        """(hp, dtype): whose values, rounded to `dtype`, products read; (its own, None) if it is no cast of others.
+        """(hp, dtype): the values that GEMMs read, rounded to `dtype`; (its own, None) if it was not cast from others.
 
-        Models cast weights on every use. A cast that autograd records is linked to its weight: products read the
-        weight's present values, forward and backward, so that the copy is neither kept nor saved for backward. What
-        is done to the cast by other means than a product sees, and changes, its own values, and cuts the link.
+        Models cast weights on every use. GEMMs with a cast that autograd records read the weight's present values,
+        forward and backward, so that the cast is neither kept nor saved for backward. One that was changed is a weight
+        with values of its own.
         """
-        hp = None if self._cast_of is None or self._cast_of.hp is None else self._cast_of.hp()
-        return (self.hp, None) if hp is None else (hp, self.dtype)
+        if self.cast_of is None or _compat.version_of(self.hp) != self.cast_of[1]:
+            return self.hp, None
+        return self.cast_of[0], self.dtype
 
     def dequantize(self) -> torch.Tensor:
         """A copy of the values: what PEFT merges into."""
@@ -121,7 +104,6 @@ class MasterWeightTensor(TorchAOBaseTensor):
 
     def transposed_view(self) -> MasterWeightTensor:
         """[.., K, N] over the same memory, strided."""
-        _cut_link(self)
         with _compat.counting_changes():
             view = type(self)(self.hp.transpose(-2, -1), self.config)
         if self.layer:
@@ -131,7 +113,8 @@ class MasterWeightTensor(TorchAOBaseTensor):
     @property
     def quantized_bytes(self) -> int:
         """Bytes of the quantized copies that `weights_unchanged` keeps now."""
-        return kept_bytes(self.hp)
+        kept = kept_copies(self.hp)
+        return 0 if kept is None else kept.nbytes
 
     def quantized(self, *, columnwise: bool = False) -> Operand:
         """The operand that products use: `hp` quantized in `config.weight_format`, rowwise or columnwise."""
@@ -156,17 +139,16 @@ class MasterWeightTensor(TorchAOBaseTensor):
         return super().set_(*args, **kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
-        # Of no use in another model, and a link to a weight that is not saved with it.
-        return {
-            name: value
-            for name, value in vars(self).items()
-            if name not in ("layer", "_cast_of", "rounding_keys", "shard", "whole")
-        }
+        # Of no use in another model.
+        left_out = ("layer", "cast_of", "rounding_keys", "shard")
+        return {name: value for name, value in vars(self).items() if name not in left_out}
 
-    _stable_hash_for_caching = stable_hash
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """Asynchronous saving copies it. Compilers tell the wrappers that they trace apart by the wrappers' own."""
+        return self.hp.untyped_storage() if type(self.hp) is torch.Tensor else super().untyped_storage()
 
     def __format__(self, spec: str) -> str:
-        # PyTorch formats the number of a plain tensor alone.
+        # PyTorch formats only the number of a plain tensor.
         return format(self.item(), spec) if self.dim() == 0 else super().__format__(spec)
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
@@ -187,12 +169,12 @@ class MasterWeightTensor(TorchAOBaseTensor):
         if func in _ALIASES or (func is aten.view.default and list(args[1]) == list(args[0].shape)):
             # The very same `hp`: what is kept of it is found by it.
             alias = args[0]._like(args[0].hp)
-            if args[0]._cast_of is not None:
-                alias._cast_of = args[0]._cast_of
+            if args[0].cast_of is not None:
+                alias.cast_of = args[0].cast_of
             if args[0].shard is not None:
                 alias.shard = args[0].shard
             return alias
-        if swaps_last_dims(func, args):
+        if swaps_last_dims(func, args) and args[0].dim() == 3:
             return TransposedWeight(args[0])
         masters: list[MasterWeightTensor] = []
 
@@ -208,13 +190,11 @@ class MasterWeightTensor(TorchAOBaseTensor):
         if result is Result.REFUSED:
             others = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor) and x is not first]
             written = _written(func, args, kwargs)
-            updates = len(written) == 1 and written[0] is first and is_update(func, first.shape, others)
-            if not updates and not is_dot(func, first.whole or first.numel(), (first, *others)):
+            if len(written) != 1 or written[0] is not first or not is_update(func, first.shape, others):
                 raise NotImplementedError(_refusal(func, masters))
             result = Result.PLAIN
-        for master in masters:
-            _cut_link(master)
-            if result is not Result.WEIGHT:
+        if result is not Result.WEIGHT:
+            for master in masters:
                 note_read(master)
         if torch.Tag.inplace_view in func.tags and args[0] is first:
             return _change_shape(first, func, plain_args[1:], plain_kwargs)
@@ -260,9 +240,6 @@ class MasterWeightTensor(TorchAOBaseTensor):
         other = type(self)(hp, self.config)
         if self.layer:
             other.layer = self.layer
-        if self.whole is not None or hp.shape != self.shape:
-            is_own = self.whole is None or isinstance(self, torch.nn.Parameter)
-            other.whole = self.numel() if is_own else self.whole
         carry_key(self, other)
         return other
 
@@ -272,53 +249,30 @@ def _layers(masters: list[MasterWeightTensor]) -> str:
 
 
 def _refusal_of_dtype(func: Operation, masters: list[MasterWeightTensor], dtype: torch.dtype) -> str:
-    if dtype.itemsize == 1:
-        return (
-            f"{func}: another recipe casts {_layers(masters)} to {dtype}, as torchao's float8 and accelerate's "
-            "mixed_precision='fp8' do; take one of the two recipes for a layer"
-        )
     return (
-        f"{func}: {_layers(masters)} can be bfloat16, float16 or float32, got {dtype}, which would multiply in high "
-        "precision; use weight.hp for its values in another dtype, or unconvert(model)"
+        f"{func}: {_layers(masters)} can be bfloat16, float16 or float32, got {dtype}; take one recipe for a layer, "
+        "where another one casts (torchao's float8, accelerate's mixed_precision='fp8'), or weight.hp for its values"
     )
 
 
 def _refusal(func: Operation, masters: list[MasterWeightTensor]) -> str:
     return (
-        f"{func}: {_layers(masters)} would be used in high precision without being seen: only "
-        "operations that are known to be no GEMM may read a MasterWeightTensor; use torch.nn.functional.linear (or "
-        'nn.Linear; grouped_mm for experts, in transformers model.set_experts_implementation("grouped_mm")) for low '
-        "precision, weight.hp for high precision, or leave the layer out (filter_fn=skip_fqns(...))"
+        f"{func}: {_layers(masters)} would be used in high precision without being seen; use "
+        "torch.nn.functional.linear (or nn.Linear; grouped_mm for experts, in transformers "
+        'model.set_experts_implementation("grouped_mm")) for low precision, weight.hp for high precision, or leave the '
+        "layer out (filter_fn=skip_fqns(...))"
     )
 
 
 def _stays_weight(func: Operation, args: Args, masters: list[MasterWeightTensor]) -> bool:
     """Whether what an operation makes of a weight, in its shape, is to be used as one.
 
-    Under `no_grad` no sum that begins with another tensor: optimizers compute there, and their `grad.add(w)` is no
+    Under `no_grad` no sum that begins with another tensor: optimizers compute there, and their `grad.add(w)` is not a
     weight. Gradients are none either.
     """
     if torch.is_grad_enabled() or torch.is_inference_mode_enabled():
         return True
     return not _compat.in_backward() and (pytree.tree_leaves(args)[0] is masters[0] or not is_sum(func))
-
-
-def _set_state(self: MasterWeightTensor, state: object) -> None:
-    """What loads set: values and a config that fit the tensor, and whether it is a Parameter. Nothing else."""
-    name, state = type(self).__name__, state if isinstance(state, dict) else {}
-    hp = state.get("hp")
-    if not isinstance(hp, torch.Tensor):
-        raise TypeError(f"{name}: hp must be a tensor, got {type(hp).__name__}; save the weight anew")
-    self.__init__(hp, state.get("config"), checked_key(name, state.get("rounding_key")))  # type: ignore[misc]
-    if (hp.shape, hp.dtype, hp.device.type) != (self.shape, self.dtype, self.device.type):
-        got, wanted = (f"{list(x.shape)}, {x.dtype} on {x.device}" for x in (hp, self))
-        raise ValueError(f"{name}: hp must be {wanted}, as the tensor reports, got {got}; save the weight anew")
-    if state.get("_is_param") is True:
-        self._is_param = True
-
-
-# torchao gives each class one that sets whatever a file names.
-MasterWeightTensor.__setstate__ = _set_state  # type: ignore[method-assign, assignment]
 
 
 @MasterWeightTensor.implements_torch_function(torch.Tensor.data.__set__)  # type: ignore[attr-defined]
@@ -333,27 +287,15 @@ def _set_data(func: Function, types: Types, args: Args, kwargs: Kwargs) -> None:
     _take_over(weight, new)
 
 
-@MasterWeightTensor.implements_torch_function(torch.Tensor.share_memory_)
-def _share_memory(func: Function, types: Types, args: Args, kwargs: Kwargs) -> MasterWeightTensor:
-    """A wrapper has no storage that could be shared, its values have."""
-    args[0].hp.share_memory_()
-    return args[0]
-
-
 def _link(weight: MasterWeightTensor, cast: MasterWeightTensor) -> None:
-    """Let products with `cast`, which is `weight` in another dtype, read the weight, where that is what is meant.
+    """Let GEMMs with `cast`, which is `weight` in another dtype, read the weight, where that is what is meant.
 
     Where autograd records the cast, or a scope says that the weight does not change; any other copy is a copy.
     """
     recorded = torch.is_grad_enabled() and weight.requires_grad
-    if weight.dtype != cast.dtype and weight.device == cast.device and (recorded or id(weight.hp) in kept_weights):
-        cast._cast_of = _CastOf(weakref.ref(weight.hp))
-
-
-def _cut_link(weight: MasterWeightTensor) -> None:
-    """Called where other memory than the weight's own may be changed through `weight`: it is a copy by itself now."""
-    if weight._cast_of is not None:
-        weight._cast_of.hp = None
+    is_cast = weight.dtype != cast.dtype and weight.device == cast.device and not cast.hp.is_inference()
+    if is_cast and (recorded or kept_copies(weight.hp) is not None):
+        cast.cast_of = weight.hp, _compat.version_of(cast.hp)
 
 
 def _change_shape(weight: MasterWeightTensor, func: Operation, args: Args, kwargs: Kwargs) -> MasterWeightTensor:
@@ -368,7 +310,7 @@ def _take_over(weight: MasterWeightTensor, new: MasterWeightTensor) -> None:
     """Let `weight` be `new`, and the same object still."""
     with _compat.no_torch_function():
         weight.data = new
-    weight.hp = new.hp
+    weight.hp, weight.cast_of = new.hp, None
     carry_key(new, weight)
     weight.shard = None
 
@@ -380,3 +322,17 @@ def _written(func: Operation, args: Args, kwargs: Kwargs) -> list[MasterWeightTe
     given = {**dict(zip((a.name for a in arguments), args)), **kwargs}
     leaves = pytree.tree_leaves([given.get(name) for name in names])
     return [x for x in leaves if isinstance(x, MasterWeightTensor)]
+
+
+def _of_values(name: str) -> Callable[..., Any]:
+    """The method of tensors that gives a weight's memory or its values away, refused where a plain tensor's is."""
+
+    def method(weight: MasterWeightTensor, *args: Any, **kwargs: Any) -> Any:
+        note_read(weight)
+        return getattr(weight.hp.detach().requires_grad_(weight.requires_grad), name)(*args, **kwargs)
+
+    return method
+
+
+for _name in ("__array__", "__dlpack__", "apply_", "data_ptr", "numpy", "storage", "tolist"):
+    setattr(MasterWeightTensor, _name, _of_values(_name))

@@ -11,7 +11,7 @@ from torchao_blockwise import _compat, ops
 from torchao_blockwise.formats import NVFP4_1X16, NVFP4_16X16, BlockFormat
 from torchao_blockwise.tensors.config import TrainingConfig
 from torchao_blockwise.tensors.consistency import check_attributes, check_parts
-from torchao_blockwise.tensors.quantized import QuantizedTensor, allow_in_files, check_quantizable
+from torchao_blockwise.tensors.quantized import QuantizedTensor
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -56,7 +56,8 @@ class NVFP4Tensor(QuantizedTensor):
     ) -> Self:
         fmt = _format_of(cls.__name__, block_size)
         check_attributes(cls.__name__, fmt, dtype, config)
-        _check_parts(cls.__name__, fmt, qdata, scale, global_scale, columns)
+        if not isinstance(columns, (int, torch.SymInt)) or isinstance(columns, bool) or columns < 0:
+            raise ValueError(f"{cls.__name__}: columns must be the length of the last dim, got {columns!r}")
         shape = (*qdata.shape[:-1], columns)
         # Of a part whose rows lie apart it must be seen that they do: `contiguous()` looks at nothing else.
         apart = () if qdata.is_contiguous() else (*(fmt.element.per_byte * s for s in qdata.stride()[:-1]), 1)
@@ -66,6 +67,7 @@ class NVFP4Tensor(QuantizedTensor):
         x.columns, x.block_size, x.config = columns, fmt.block, config
         if rounding_key is not None:
             x.rounding_key = rounding_key
+        x._check()
         return x
 
     @classmethod
@@ -81,10 +83,8 @@ class NVFP4Tensor(QuantizedTensor):
 
         scale_per_expert: each matrix [N, K] has a tensor scale of its own, global_scale [..]; None (default) is as the
             config says, without one False.
-        Raises TypeError for a dtype or a tensor that is quantized already, ValueError for a block size that does not
-        exist or fewer than 2 dims.
+        Raises TypeError for another dtype, ValueError for a block size that does not exist or fewer than 2 dims.
         """
-        check_quantizable(w, cls.__name__)
         fmt = _format_of(f"{cls.__name__}.from_hp", block_size)
         if scale_per_expert is None:
             scale_per_expert = config is not None and config.scale_per_expert
@@ -97,7 +97,8 @@ class NVFP4Tensor(QuantizedTensor):
         return _FORMATS[self.block_size]
 
     def _check(self) -> None:
-        _check_parts(type(self).__name__, self.fmt, self.qdata, self.scale, self.global_scale, self.columns)
+        shape = (*self.qdata.shape[:-1], self.columns)
+        check_parts(type(self).__name__, self.fmt, self.qdata, self.scale, self.global_scale, shape)
 
     def _requantize(self, hp: torch.Tensor) -> NVFP4Tensor:
         per_expert = self.global_scale.dim() > 0
@@ -110,19 +111,3 @@ def _format_of(name: str, block_size: Sequence[int]) -> BlockFormat:
         sizes = " or ".join(map(str, _FORMATS))
         raise ValueError(f"{name}: block_size must be {sizes}, got {block_size!r}")
     return fmt
-
-
-def _check_parts(
-    name: str,
-    fmt: BlockFormat,
-    qdata: torch.Tensor,
-    scale: torch.Tensor,
-    global_scale: torch.Tensor | None,
-    columns: int,
-) -> None:
-    if not isinstance(columns, (int, torch.SymInt)) or isinstance(columns, bool) or columns < 0:
-        raise ValueError(f"{name}: columns must be the length of the last dim, got {columns!r}")
-    check_parts(name, fmt, qdata, scale, global_scale, (*getattr(qdata, "shape", ())[:-1], columns))
-
-
-allow_in_files(NVFP4Tensor)

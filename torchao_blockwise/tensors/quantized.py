@@ -1,26 +1,27 @@
-"""What the quantized tensors share: metadata, files, printing, and refusals that name a remedy.
+"""QuantizedTensor, the base of both formats: metadata, files, printing, and refusals that name a remedy.
 
 A quantized tensor reports the shape and dtype of the high-precision tensor it stands for. Nothing here dequantizes: an
-operation either has an exact meaning on the payload or raises. Copies are in `copying`, views in `views`.
+operation either has an exact meaning on the payload (`quantized_ops`) or raises.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Set
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex, TypeVar
 
 import torch
-from torchao.utils import TorchAOBaseTensor
+from torch import Tensor
 
 from torchao_blockwise import _compat, ops
-from torchao_blockwise._compat.torch_types import Args, Kwargs, Operation, Types
+from torchao_blockwise._compat.torch_types import Args, Function, Kwargs, Operation, Types
 from torchao_blockwise.formats import HIGH_PRECISION_DTYPES, BlockFormat, Operand
-from torchao_blockwise.tensors.caching import stable_hash
+from torchao_blockwise.tensors.base import WeightTensor
 from torchao_blockwise.tensors.config import TrainingConfig
 from torchao_blockwise.tensors.pending_master import PendingMaster
 from torchao_blockwise.tensors.reads import note_read
-from torchao_blockwise.tensors.rounding import RoundingKeys, carry_key, checked_key
+from torchao_blockwise.tensors.rounding import carry_key
+from torchao_blockwise.tensors.state_values import plain_values, same_bits
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -29,7 +30,7 @@ aten = torch.ops.aten
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
-class QuantizedTensor(TorchAOBaseTensor):
+class QuantizedTensor(WeightTensor):
     """Base of tensors that are stored as rowwise payload and scales. Subclasses list their tensors and attributes.
 
     Subclasses define `fmt`, `_check()`, `_requantize(hp)` and `from_hp`.
@@ -48,11 +49,6 @@ class QuantizedTensor(TorchAOBaseTensor):
     trains: bool = False
     # What the last state dict holds in its place, as long as that lives.
     saved_values: weakref.ref[torch.Tensor] | None = None
-    # The layer's name in the model that was converted, for errors.
-    layer: str = ""
-    # Of formats that round gradients stochastically; see tensors/rounding.py.
-    rounding_key: torch.Tensor | None = None
-    rounding_keys: RoundingKeys | None = None
 
     @property
     def fmt(self) -> BlockFormat:
@@ -103,11 +99,10 @@ class QuantizedTensor(TorchAOBaseTensor):
         return self.qdata, self.scale, self.global_scale
 
     def columnwise_operand(self, backend: ops.Backend | str | None = None) -> Operand:
-        """The columnwise operand, built from rowwise now and owned by the caller alone.
+        """The columnwise operand, built from rowwise now and owned by the caller.
 
         No field: one that appears later changes the flattened structure, which recompiles, and nobody frees it.
         """
-        self._check_square("columnwise")
         return ops.transpose(self.operand(), columns=self.shape[-1], backend=backend)
 
     def columnwise(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -119,14 +114,10 @@ class QuantizedTensor(TorchAOBaseTensor):
         return copy.qdata, copy.scale
 
     def transposed_view(self) -> Self:
-        """[.., K, N] over the same memory, strided: exact for square blocks of unpacked elements.
-
-        Raises ValueError for other blocks, NotImplementedError for packed elements.
-        """
-        self._check_square("transpose")
+        """[.., K, N] over the same memory, strided; raises NotImplementedError for packed elements."""
         if self.fmt.element.per_byte > 1:
             raise NotImplementedError(
-                f"transpose: {type(self).__name__} packs two elements a byte, so a transpose is no view; "
+                f"transpose: {type(self).__name__} packs two elements a byte, so no view is its transpose; "
                 "use .columnwise(), or F.linear, which transposes by itself"
             )
         return self._make(self.qdata.transpose(-2, -1), self.scale.transpose(-2, -1), columns=self.shape[-2])
@@ -136,14 +127,6 @@ class QuantizedTensor(TorchAOBaseTensor):
         note_read(self)
         dtype = self.dtype if dtype is None else dtype
         return ops.dequantize(self.operand(), dtype=dtype, columns=self.shape[-1])
-
-    def _check_square(self, op: str) -> None:
-        if not self.fmt.is_square:
-            rows, columns = self.fmt.block
-            raise ValueError(
-                f"{op}: {type(self).__name__} with {rows}x{columns} blocks has no exact transpose; "
-                f"quantize with square blocks"
-            )
 
     def _tensors(self) -> list[torch.Tensor]:
         return [getattr(self, name) for name in parts_of(self)]
@@ -160,7 +143,19 @@ class QuantizedTensor(TorchAOBaseTensor):
         is_parameter = {"_is_param": True} if isinstance(self, torch.nn.Parameter) else {}
         return _rebuild, (type(self), tensors, attributes, is_parameter, self.requires_grad)
 
-    _stable_hash_for_caching = stable_hash
+    def data_ptr(self) -> int:
+        """An address, which distinguishes it from others; nothing is to be read there."""
+        note_read(self)
+        return self.qdata.data_ptr()
+
+    def _refuse_memory(self, *args: Any, **kwargs: Any) -> NoReturn:
+        # No NotImplementedError: safetensors takes that for a tensor without memory, and goes on by `data_ptr()`.
+        raise TypeError(
+            f"the memory of a {type(self).__name__} holds {self.fmt.name} blocks, not its values; take "
+            "weight.dequantize(), or model.state_dict()"
+        )
+
+    __array__ = __dlpack__ = apply_ = numpy = storage = tolist = _refuse_memory
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         rows, columns = self.fmt.block
@@ -182,9 +177,11 @@ class QuantizedTensor(TorchAOBaseTensor):
             return result
         if implementation is None:
             raise NotImplementedError(
-                f"{func}: not exact on quantized data (in {_names(types, args, kwargs)}), so it is not done; call "
-                ".dequantize() first; to train it, step torchao_blockwise.distributed.MasterWeightOptimizer("
-                "torch.optim.AdamW, model, lr=...), or keep high-precision weights (master_weights=True)"
+                f"{func}: not exact on quantized data (in {_names(types, args, kwargs)}), so it is not done; for "
+                "GEMMs call torch.nn.functional.linear (or nn.Linear; grouped_mm for experts, in transformers "
+                'model.set_experts_implementation("grouped_mm")), else .dequantize() first; to train it, step '
+                "torchao_blockwise.distributed.MasterWeightOptimizer(torch.optim.AdamW, model, lr=...), or keep "
+                "high-precision weights (master_weights=True)"
             )
         return implementation(func, *args, **(kwargs or {}))
 
@@ -201,77 +198,25 @@ def as_bits(x: torch.Tensor) -> torch.Tensor:
     return x.view(torch.uint8 if x.element_size() == 1 else torch.int32)
 
 
-def _rebuild(kind: object, tensors: Any, attributes: Any, others: object, requires_grad: object) -> QuantizedTensor:
-    """What `__reduce_ex__` took apart. Files are not trusted: this sets what it knows, and the constructor checks it.
+def _rebuild(
+    cls: type[QuantizedTensor],
+    tensors: dict[str, tuple[Tensor, torch.dtype]],
+    attributes: dict[str, Any],
+    others: dict[str, Any],
+    requires_grad: bool,
+) -> QuantizedTensor:
+    """The inverse of `__reduce_ex__`; the constructor checks whether the parts fit each other.
 
-    kind: the class, or its name, which is what files loaded with weights_only=True have of it.
-    others: `_is_param` if it was a Parameter; what else older versions wrote there is left out.
+    tensors: their bytes as integers, and their dtypes. others: `_is_param` if it was a Parameter.
     """
-    cls = _IN_FILES.get(kind) if isinstance(kind, str) else kind
-    if not (isinstance(cls, type) and issubclass(cls, QuantizedTensor)):
-        raise TypeError(f"load: a quantized tensor is one of {', '.join(_IN_FILES)}, got {kind!r}; save it anew")
-    name = cls.__name__
-    required, optional = set(cls.tensor_data_names), set(getattr(cls, "optional_tensor_data_names", ()))
-    _check_names(name, "tensors", tensors, required, optional)
-    _check_names(name, "attributes", attributes, set(cls.tensor_attribute_names))
-    if not isinstance(others, dict) or not isinstance(requires_grad, bool):
-        raise TypeError(f"{name}: a file has {others!r} and requires_grad={requires_grad!r} for it; save it anew")
-    inner = {part: _from_bits(name, part, stored) for part, stored in tensors.items()}
-    checked_key(name, inner.get("rounding_key"))
+    inner = {name: bits.view(dtype) for name, (bits, dtype) in tensors.items()}
     x = cls.__tensor_unflatten__(inner, attributes, None, None)
     if others.get("_is_param") is True:
         x._is_param = True
     return x.requires_grad_(requires_grad)
 
 
-def _check_names(name: str, what: str, given: object, required: Set[str], optional: Set[str] = frozenset()) -> None:
-    if not isinstance(given, dict) or not required <= given.keys() <= required | optional:
-        got = sorted(map(str, given)) if isinstance(given, dict) else type(given).__name__
-        raise ValueError(f"{name}: a file must have the {what} {sorted(required)} for it, got {got}; save it anew")
-
-
-def _from_bits(name: str, part: str, stored: object) -> torch.Tensor:
-    """The inner tensor of (its bytes as integers, its dtype): memory of its own, plain, no entry twice."""
-    x, dtype = stored if isinstance(stored, tuple) and len(stored) == 2 else (stored, None)
-    if not isinstance(x, torch.Tensor) or hasattr(x, "__tensor_flatten__") or not isinstance(dtype, torch.dtype):
-        raise TypeError(f"{name}: {part} must be stored as a plain tensor and a dtype, got {stored!r}; save it anew")
-    if x.layout is not torch.strided or x.dtype not in (torch.uint8, torch.int32):
-        raise TypeError(f"{name}: {part} must be stored as strided bytes, got {x.dtype}, {x.layout}; save it anew")
-    extent = 0
-    for stride, size in sorted(zip(x.stride(), x.shape)) if x.numel() else ():
-        if size > 1 and stride <= extent:
-            raise ValueError(f"{name}: {part} {list(x.shape)} has strides {x.stride()}, which overlap; save it anew")
-        extent += stride * (size - 1)
-    # Another tensor than the file's own, which it may yet change.
-    return x.view(dtype)
-
-
-_IN_FILES: dict[str, type[QuantizedTensor]] = {}
-
-
-def allow_in_files(cls: type[QuantizedTensor]) -> None:
-    """Let `torch.load(weights_only=True)` make tensors of `cls` through `_rebuild`, and by no other way.
-
-    Where a file names the class, the loader hands out its name: of a class it would also make and change instances
-    without a check.
-    """
-    _IN_FILES[cls.__name__] = cls
-    name = cls.__name__, f"{cls.__module__}.{cls.__qualname__}"
-    # PyTorch declares functions and classes alone, and hands out what it is given.
-    torch.serialization.add_safe_globals([name])  # type: ignore[list-item]
-
-
 torch.serialization.add_safe_globals([_rebuild])
-
-
-def check_quantizable(hp: torch.Tensor, name: str) -> None:
-    """Raise TypeError or ValueError unless `hp` is a plain floating-point tensor of at least 2 dims."""
-    if isinstance(hp, QuantizedTensor):
-        raise TypeError(f"{name}.from_hp: w is a {type(hp).__name__} already; dequantize() it first")
-    if hp.dtype not in HIGH_PRECISION_DTYPES:
-        raise TypeError(f"{name}.from_hp: w must be bfloat16, float16 or float32, got {hp.dtype}; cast it first")
-    if hp.dim() < 2:
-        raise ValueError(f"{name}.from_hp: w must be [.., N, K], got shape {list(hp.shape)}; reshape it")
 
 
 _OPS: dict[Operation, Callable[..., Any]] = {}
@@ -287,6 +232,50 @@ def implements(*funcs: Operation) -> Callable[[_F], _F]:
     return register
 
 
+def source_for(op: str, x: QuantizedTensor, src: Tensor) -> QuantizedTensor:
+    """`src`, about to be copied, as a tensor of the kind of `x`: quantized if it is not, another format refused."""
+    if x.shape != src.shape:
+        raise ValueError(f"{op}: the target has shape {list(x.shape)}, the source {list(src.shape)}")
+    hp = None
+    if not isinstance(src, QuantizedTensor):
+        hp = src.to(x.device)
+        # Rounded to the reported dtype first, as masters are; other dtypes are refused.
+        src = x._requantize(hp.to(x.dtype) if hp.dtype in HIGH_PRECISION_DTYPES else hp)
+    if type(src) is not type(x) or src.fmt is not x.fmt:
+        raise ValueError(f"{op}: formats differ, {x.fmt.name} from {src.fmt.name}; copy from source.dequantize()")
+    shapes = [None if y.global_scale is None else list(y.global_scale.shape) for y in (x, src)]
+    if shapes[0] != shapes[1]:
+        raise ValueError(
+            f"{op}: tensor scales differ, {shapes[0]} from {shapes[1]}: one of all experts, or one for each "
+            "(scale_per_expert); copy from source.dequantize()"
+        )
+    if x.pending_master is not None:
+        if hp is not None and x.pending_master.is_owned and hp.dtype == x.dtype and same_bits(hp, plain_values(x)):
+            # What a state dict has of it: a checkpoint that comes after the optimizer's masters leaves those.
+            return x
+        x.pending_master.note_copy(hp, zip(x._tensors(), src._tensors()))
+    return src
+
+
+@QuantizedTensor.implements_torch_function(Tensor.data.__set__)  # type: ignore[attr-defined]
+def _set_data(func: Function, types: Types, args: Args, kwargs: Kwargs) -> None:
+    """`x.data = src`: takes over the payload of a tensor of the same kind, or of high precision quantized as `x` is."""
+    x: QuantizedTensor = args[0]
+    src = source_for("data", x, args[1])
+    parts = {name: getattr(src, name) for name in parts_of(x)}
+    # Raises where these are no parts of a tensor with the attributes of `x`.
+    type(x).__tensor_unflatten__(parts, x.__tensor_flatten__()[1], None, None)
+    with _compat.no_torch_function():
+        func(x, src)
+    vars(x).update(parts)
+
+
+@QuantizedTensor.implements_torch_function([torch.isfinite, Tensor.isfinite])
+def _isfinite(func: Function, types: Types, args: Args, kwargs: Kwargs) -> Tensor:
+    """As PEFT asks of what it merges."""
+    return func(args[0].dequantize())
+
+
 def map_tensors(x: QuantizedTensor, fn: Callable[[torch.Tensor], torch.Tensor]) -> QuantizedTensor:
     """A tensor like `x` with `fn` over what holds its values."""
     return x._rebuilt({name: fn(getattr(x, name)) for name in parts_of(x)}, {})
@@ -295,24 +284,3 @@ def map_tensors(x: QuantizedTensor, fn: Callable[[torch.Tensor], torch.Tensor]) 
 def parts_of(x: QuantizedTensor) -> list[str]:
     """Names of the tensors that hold the values of `x`."""
     return [name for name in x.__tensor_flatten__()[0] if name != "rounding_key"]
-
-
-_PRODUCTS = (
-    aten.mm.default,
-    aten.addmm.default,
-    aten.bmm.default,
-    aten.matmul.default,
-    aten.linear.default,
-    aten._grouped_mm.default,
-)
-
-
-@implements(*_PRODUCTS)
-def _product(func: Operation, *args: Any, **kwargs: Any) -> NoReturn:
-    kinds = [type(x) for x in args if isinstance(x, QuantizedTensor)]
-    raise NotImplementedError(
-        f"{func} of {_names(kinds, args, kwargs)}: GEMMs with quantized weights go through "
-        "torch.nn.functional.linear (or nn.Linear; grouped_mm for experts, in transformers "
-        'model.set_experts_implementation("grouped_mm")), which runs all three in low precision; call that, or '
-        ".dequantize() the weight for high precision"
-    )

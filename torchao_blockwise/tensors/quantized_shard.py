@@ -23,7 +23,7 @@ from torchao_blockwise.tensors import fsdp
 from torchao_blockwise.tensors.consistency import check_attributes, check_parts
 from torchao_blockwise.tensors.fsdp import Gather, ShardLayout
 from torchao_blockwise.tensors.pending_master import PendingMaster
-from torchao_blockwise.tensors.quantized import QuantizedTensor, allow_in_files
+from torchao_blockwise.tensors.quantized import QuantizedTensor
 from torchao_blockwise.tensors.state_values import same_bits
 
 if TYPE_CHECKING:
@@ -251,5 +251,4 @@ def _check_parts(
     check_parts(name, fmt, qdata, scale, global_scale, part.shape, part.local_shape[-1])
 
 
-allow_in_files(QuantizedShard)
 torch.serialization.add_safe_globals([ShardLayout])

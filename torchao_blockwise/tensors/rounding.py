@@ -103,10 +103,3 @@ def carry_key(weight: Any, other: Any, *, copied: bool = False) -> None:
     else:
         # What compilers trace knows the key alone.
         other.rounding_key = key.clone() if copied else key
-
-
-def checked_key(name: str, key: object) -> torch.Tensor | None:
-    """`key` of a file for a tensor of class `name`; raises TypeError for what is none."""
-    if key is None or (type(key) is torch.Tensor and key.dtype == torch.int64 and tuple(key.shape) == (4,)):
-        return key
-    raise TypeError(f"{name}: rounding_key must be int64 [4], got {key!r}; save the weight anew")

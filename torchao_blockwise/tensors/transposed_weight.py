@@ -1,7 +1,8 @@
-"""TransposedWeight: a weight of experts seen with its last two dims swapped, as models hand it to grouped products.
+"""TransposedWeight: a weight of experts seen with its last two dims swapped, as models hand it to grouped GEMMs.
 
 `torch.nn.functional.grouped_mm(x, weight.transpose(-2, -1), offs=..)` asks for [E, K, N] where [E, N, K] is stored. A
-strided view of the values would be copied before it is quantized; this one leads to the weight.
+strided view of the values would be copied before it is quantized, and packed payload has none; this one leads to the
+weight.
 """
 
 from __future__ import annotations
@@ -14,14 +15,14 @@ from torchao.utils import TorchAOBaseTensor
 from torchao_blockwise import _compat
 from torchao_blockwise._compat import pytree
 from torchao_blockwise._compat.torch_types import Args, Kwargs, Operation, Types
-from torchao_blockwise.tensors.caching import stable_hash
+from torchao_blockwise.tensors.base import WeightTensor
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 aten = torch.ops.aten
 
-# What is done to the weight itself, and seen transposed again.
+# Operations on the weight itself, whose result is transposed again.
 _COMMUTES = {
     aten.alias.default,
     aten.clone.default,
@@ -31,10 +32,10 @@ _COMMUTES = {
 }
 
 
-class TransposedWeight(TorchAOBaseTensor):
+class TransposedWeight(WeightTensor):
     """`weight` [E, N, K] of ours as [E, K, N]: what its `transpose(-2, -1)`, `.mT` and `permute(0, 2, 1)` give.
 
-    Grouped products take it and quantize `weight`. Copies and casts stay transposed weights, a
+    Grouped GEMMs take it and quantize `weight`. Copies and casts stay transposed weights, a
     second transpose gives the weight; anything else is done to a transposed view of the values or payload, which is
     exact, or raises as it does on that: NVFP4 packs two elements a byte and has no such view.
     weight: a `MasterWeightTensor`, `BlockwiseFP8Tensor` or `NVFP4Tensor`, which has its memory.
@@ -50,13 +51,13 @@ class TransposedWeight(TorchAOBaseTensor):
         if not isinstance(weight, TorchAOBaseTensor) or weight.dim() != 3:
             got = f"a {type(weight).__name__} of shape {list(weight.shape)}"
             raise TypeError(f"TransposedWeight: weight must be experts [E, N, K] of ours, got {got}; use x.mT")
-        *batch, rows, columns = weight.shape
-        *batch_strides, row_stride, column_stride = weight.stride()
+        experts, rows, columns = weight.shape
+        expert_stride, row_stride, column_stride = weight.stride()
         x = _compat.make_wrapper(
             cls,
-            (*batch, columns, rows),
+            (experts, columns, rows),
             inner=weight,
-            strides=(*batch_strides, column_stride, row_stride),
+            strides=(expert_stride, column_stride, row_stride),
             storage_offset=weight.storage_offset(),
             dtype=weight.dtype,
             device=weight.device,
@@ -68,7 +69,8 @@ class TransposedWeight(TorchAOBaseTensor):
         """The values of a quantized weight as a plain tensor [E, K, N] of `dtype`, default the reported dtype."""
         return self.weight.dequantize(dtype).transpose(-2, -1)  # type: ignore[call-arg]  # a subclass's
 
-    _stable_hash_for_caching = stable_hash
+    def data_ptr(self) -> int:
+        return self.weight.data_ptr()
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return f"TransposedWeight(shape={tuple(self.shape)}, of {self.weight!r})"
@@ -81,14 +83,6 @@ class TransposedWeight(TorchAOBaseTensor):
         kwargs = kwargs or {}
         if (result := _compat.decomposed(func, args, kwargs)) is not NotImplemented:
             return result
-        if func.namespace not in ("aten", "prims"):
-            weights = [x.weight for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, cls)]
-            layers = ", ".join(sorted({getattr(weight, "layer", "") for weight in weights} - {""}))
-            raise NotImplementedError(
-                f"{func}: a product of others with a transposed weight of experts{layers and f' ({layers})'} would "
-                "run in high precision; use torch.nn.functional.grouped_mm for low precision, or weight.hp.mT for "
-                "high precision"
-            )
         if func in _COMMUTES:
             return cls(func(args[0].weight, *args[1:], **kwargs))
         if swaps_last_dims(func, args):
@@ -100,11 +94,11 @@ class TransposedWeight(TorchAOBaseTensor):
 
 
 def swaps_last_dims(func: Operation, args: Args) -> bool:
-    """Whether the operation `func(*args)` swaps the last two dims of a tensor of three, and does nothing else."""
+    """Whether the operation `func(*args)` swaps the last two dims of a tensor, and does nothing else."""
+    if func not in (aten.transpose.int, aten.permute.default) or args[0].dim() < 2:
+        return False
+    x, *dims = args
+    last = x.dim() - 2, x.dim() - 1
     if func is aten.transpose.int:
-        x, dim0, dim1 = args
-        return x.dim() == 3 and {dim0 % 3, dim1 % 3} == {1, 2}
-    if func is aten.permute.default:
-        x, dims = args
-        return x.dim() == 3 and [d % 3 for d in dims] == [0, 2, 1]
-    return False
+        return sorted(d % x.dim() for d in dims) == [*last]
+    return [d % x.dim() for d in dims[0]] == [*range(last[0]), *reversed(last)]

@@ -1,4 +1,4 @@
-"""`weights_unchanged`: the scope in which a program declares that weights stand still, so that copies may be kept.
+"""`weights_unchanged`: the scope in which a program declares that weights do not change, so that copies may be kept.
 
     with weights_unchanged(model):       the microbatches of one optimizer step, evaluation, generation
         for batch in microbatches:
@@ -12,63 +12,64 @@ weight is used next or where the scope is left.
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator
+from typing import Any
 
-import torch
 from torch import nn
 
 from torchao_blockwise import _compat
 from torchao_blockwise._compat import torch_fsdp
 from torchao_blockwise.tensors.master_weight import MasterWeightTensor
-from torchao_blockwise.tensors.weight_operands import KeptCopies, kept_weights, lock
+from torchao_blockwise.tensors.weight_operands import KeptCopies, kept_copies, raise_unchanged
 
 _KEEPS = ("rowwise", "both")
 
 
-class _Place:
-    """Where a model holds a master weight, and what it held when a scope was entered."""
-
-    def __init__(self, name: str, module: nn.Module, attribute: str, parameter: torch.Tensor):
-        self.name, self.module, self.attribute, self.parameter = name, module, attribute, parameter
-        self.hp: torch.Tensor = _compat.local_of(parameter).hp  # type: ignore[attr-defined]
-        self._versions = self._count()
-
-    def check(self) -> None:
-        """Raise RuntimeError if the weight can be seen to have changed."""
-        current = _compat.parameters_of(self.module).get(self.attribute)
-        replaced = current is not self.parameter or getattr(_compat.local_of(current), "hp", None) is not self.hp
-        if replaced or self._count() != self._versions:
-            raise RuntimeError(
-                f"weights_unchanged: {self.name} was {'replaced' if replaced else 'changed'} inside the scope, which "
-                "keeps quantized copies of the old values; leave the scope before optimizer steps, loads and edits"
-            )
-
-    def _count(self) -> tuple[int, ...]:
-        # Compiled optimizers move the first one alone, writes to `hp` the second.
-        return tuple(_compat.version_of(x) for x in (self.parameter, self.hp) if not x.is_inference())
-
-
 class Scope:
-    """What one `weights_unchanged` covers: the modules of its model, and the places of weights that no FSDP2 shards."""
+    """The extent of one `weights_unchanged`: the modules of its model, and the master weights that no FSDP2 shards.
+
+    places: (module, attribute, parameter, its values, what is kept of them) of each weight.
+    """
 
     def __init__(self, model: nn.Module):
         self.modules = set(model.modules())
-        self.places: dict[nn.Module, list[_Place]] = {}
+        self.places: list[tuple[nn.Module, str, Any, Any, KeptCopies]] = []
         sharded = torch_fsdp.places_of_shards(self.modules)
         for prefix, module in model.named_modules():
             for attribute, parameter in _compat.parameters_of(module).items():
-                if parameter is None or (module, attribute) in sharded:
+                if parameter is None:
                     continue
-                if isinstance(_compat.local_of(parameter), MasterWeightTensor):
-                    place = _Place(f"{prefix}.{attribute}".lstrip("."), module, attribute, parameter)
-                    self.places.setdefault(module, []).append(place)
+                local: Any = _compat.local_of(parameter)
+                if not isinstance(local, MasterWeightTensor) or (module, attribute) in sharded:
+                    continue
+                hp: Any = local.hp
+                kept = kept_copies(hp) or KeptCopies(f"{prefix}.{attribute}".lstrip("."), parameter, hp)
+                hp.kept_copies = kept
+                self.places.append((module, attribute, parameter, hp, kept))
+        # A weight that several modules share has one copy.
+        self._weights = {kept: hp for *_, hp, kept in self.places}
+
+    def enter(self, keep: str) -> None:
+        for kept in self._weights:
+            kept.keeps.append(keep)
+
+    def leave(self, keep: str) -> None:
+        for kept, hp in self._weights.items():
+            kept.leave(keep)
+            if not kept.keeps:
+                del hp.kept_copies
 
     def check(self) -> None:
-        for places in self.places.values():
-            for place in places:
-                place.check()
+        """Raise RuntimeError if a weight can be seen to have changed."""
+        for module, attribute, parameter, hp, kept in self.places:
+            current = _compat.parameters_of(module).get(attribute)
+            if current is not parameter or getattr(_compat.local_of(current), "hp", None) is not hp:
+                raise_unchanged(kept.name, "replaced")
+            kept.check()
 
 
+_lock = threading.Lock()
 _scopes: list[Scope] = []
 
 
@@ -79,8 +80,9 @@ def weights_unchanged(model: nn.Module, keep: str = "rowwise") -> Iterator[None]
     keep: "rowwise" keeps 1 byte (FP8) or half a byte (NVFP4) a parameter, "both" the columnwise copy too, which
         backward reads, and forward of experts that are stored as [E, K, N].
     For the microbatches of one optimizer step, evaluation and generation: what weights are must not change inside. A
-    change that can be seen (of either version counter, a replaced Parameter, `load_state_dict`) raises RuntimeError
-    with the weight's name. Where FSDP2 shards the weights, shards are quantized once, in the first forward pass.
+    change that can be seen (of either version counter, `load_state_dict`) raises RuntimeError with the weight's name
+    where the weight is used next or the scope is left, a replaced Parameter where the scope is left. Where FSDP2 shards
+    the weights, shards are quantized once, in the first forward pass.
     Scopes nest; all threads and compiled layers use the copies; a CUDA graph that is captured inside neither reads nor
     keeps them, those of `torch.compile(mode="reduce-overhead")` too. Backward may run after the scope is left.
     Quantized Parameters (`master_weights=False`) need no scope.
@@ -88,33 +90,20 @@ def weights_unchanged(model: nn.Module, keep: str = "rowwise") -> Iterator[None]
     """
     if keep not in _KEEPS:
         raise ValueError(f"weights_unchanged: keep must be one of {_KEEPS}, got {keep!r}")
-    scope = Scope(model)
-    # A weight that several modules share has one copy.
-    weights = {id(place.hp): place for places in scope.places.values() for place in places}
-    with lock:
-        for key, place in weights.items():
-            kept_weights.setdefault(key, KeptCopies(place.hp, place.check)).keeps.append(keep)
+    with _lock:
+        scope = Scope(model)
+        scope.enter(keep)
         _scopes.append(scope)
     try:
         yield
     finally:
-        with lock:
+        with _lock:
             _scopes.remove(scope)
-            for key in weights:
-                kept_weights[key].leave(keep)
-                if not kept_weights[key].keeps:
-                    del kept_weights[key]
+            scope.leave(keep)
     # Not where the scope is left by an exception, which says more.
     scope.check()
 
 
 def scopes_of(module: nn.Module) -> list[Scope]:
-    """The scopes whose models `module` is a part of."""
+    """The scopes whose models `module` is a part of: FSDP2 asks with the root of a pass."""
     return [scope for scope in _scopes if module in scope.modules]
-
-
-def check_unchanged(module: nn.Module) -> None:
-    """Raise RuntimeError if a scope covers `module` and a weight of it can be seen to have changed."""
-    for scope in _scopes:
-        for place in scope.places.get(module, ()):
-            place.check()

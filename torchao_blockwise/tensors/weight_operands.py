@@ -1,29 +1,25 @@
-"""The operand that a product reads of a master weight: quantized for this product, freed after it.
+"""The operand that a GEMM reads of a master weight: quantized for this GEMM, freed after it.
 
 Nothing that was derived from a weight outlives the pass that made it. A copy kept under a version counter cannot be
 made right: compiled optimizers, collectives, aliases and other processes change values without counting. So each
-product quantizes the weight that it reads: rowwise in forward, straight to columnwise in backward. Blocks are square,
-so that is the transpose, in one pass. Copies are kept only where the program says that weights stand still, inside
+GEMM quantizes the weight that it reads: rowwise in forward, straight to columnwise in backward. Blocks are square,
+so that is the transpose, in one pass. Copies are kept only where the program says that weights do not change, inside
 `weights_unchanged`. Values are quantized from their own dtype: the same bits with autocast and without.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections import OrderedDict
+from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from torchao_blockwise import _compat, ops
 from torchao_blockwise._compat import cuda_graphs
 from torchao_blockwise.formats import BlockFormat, CastOptions, Operand
-from torchao_blockwise.ops.quantization import tensor_amax_bits_op
-from torchao_blockwise.ops.randomization import hadamard_amax_bits_op
-
-# Names of the process groups over which the tensor is split that the values are a part of.
-_splits: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+from torchao_blockwise.ops.quantization.operations import hadamard_amax_bits_op, tensor_amax_bits_op
 
 
 def weight_operand(
@@ -39,125 +35,95 @@ def weight_operand(
 ) -> Operand:
     """`hp` [.., N, K] quantized in `fmt`, rowwise or columnwise: the caller's own, or what a scope keeps.
 
-    amax_groups: the process groups over which the weight is split that `hp` is a part of, as `amax_over` takes them.
-        Their ranks must use it together, as they do a DTensor.
+    amax_groups: the process groups over which the weight is split that `hp` is a part of, as `amax_over` takes them;
+        by default those that `hp.amax_groups` names, which expert parallelism sets. Their ranks must use it together,
+        as they do a DTensor.
     rounded_to: the dtype that values are rounded to before they are quantized, if another than their own.
     scale_per_group: of formats with tensor scales each expert [N, K] has its own.
     """
     scale_per_group = scale_per_group and fmt.has_global_scale and hp.dim() > 2
-    if not scale_per_group:
-        # By experts, which then have scales of their own.
-        amax_groups = amax_groups or _splits.get(hp, "")
-    amax_groups = amax_groups if fmt.has_global_scale else ""
+    if not fmt.has_global_scale:
+        amax_groups = ""
+    elif not scale_per_group:
+        amax_groups = amax_groups or getattr(hp, "amax_groups", "")
 
-    recipe = fmt, power_of_2_scales, amax_groups, rounded_to, scale_per_group
+    def quantized() -> Operand:
+        values = hp if rounded_to is None else hp.to(rounded_to)
+        amax = amax_over(values, amax_groups, scale_per_group) if amax_groups else None
+        options = CastOptions(fmt, not columnwise, columnwise, power_of_2_scales, scale_per_group=scale_per_group)
+        return ops.quantize_by(values, options, tensor_amax=amax, backend=backend)[columnwise]
+
+    kept = kept_copies(hp)
     # Replays of a CUDA graph repeat what was captured: it must not read copies that die with a scope, nor own them.
-    kept = None if not kept_weights or cuda_graphs.is_capturing(hp) else kept_weights.get(id(hp))
-    return quantized(hp, columnwise, backend, *recipe) if kept is None else kept.operand(columnwise, backend, *recipe)
-
-
-def quantized(
-    hp: torch.Tensor,
-    columnwise: bool,
-    backend: ops.Backend | str | None,
-    fmt: BlockFormat,
-    power_of_2_scales: bool,
-    amax_groups: str,
-    rounded_to: torch.dtype | None,
-    scale_per_group: bool,
-) -> Operand:
-    """`hp` quantized now; arguments as in `weight_operand`."""
-    values = hp if rounded_to is None else hp.to(rounded_to)
-    amax = amax_over(values, amax_groups, scale_per_group) if amax_groups else None
-    options = CastOptions(fmt, not columnwise, columnwise, power_of_2_scales, scale_per_group=scale_per_group)
-    return ops.quantize_by(values, options, tensor_amax=amax, backend=backend)[columnwise]
+    if kept is None or cuda_graphs.is_capturing(hp):
+        return quantized()
+    # A copy belongs to the stream that made it: no other waits for it.
+    stream = torch.cuda.current_stream(hp.device) if hp.is_cuda else None
+    with kept.lock:
+        kept.check()
+        copies = kept.copies.setdefault(
+            (fmt.name, power_of_2_scales, amax_groups, rounded_to, scale_per_group, stream), {}
+        )
+        if columnwise in copies:
+            return copies[columnwise]
+        if columnwise and False in copies:
+            copy = ops.transpose(copies[False], columns=hp.shape[-1], backend=backend)
+        else:
+            copy = quantized()
+        if not columnwise or "both" in kept.keeps:
+            copies[columnwise] = copy
+        return copy
 
 
 class KeptCopies:
-    """The quantized copies of one weight that `weights_unchanged` keeps.
+    """The quantized copies of one weight that `weights_unchanged` keeps: the attribute `kept_copies` of its values.
 
-    hp: its values. check: raises if they can be seen to have changed. keeps: what each scope around keeps of it,
-        "rowwise" or "both".
+    Only `weight_operand` reads it, which compiled graphs call, so that nothing guards on it.
+    name: of the weight. keeps: what each scope around keeps of it, "rowwise" or "both".
+    copies: by recipe and stream, the rowwise copy under False and the columnwise one under True.
     """
 
-    def __init__(self, hp: torch.Tensor, check: Callable[[], None]):
-        self.hp, self.check = hp, check
+    def __init__(self, name: str, parameter: torch.Tensor, hp: torch.Tensor):
+        self.name = name
         self.keeps: list[str] = []
-        self._copies: dict[tuple[Any, ...], list[Any]] = {}
+        self.copies: dict[tuple[Any, ...], dict[bool, Operand]] = {}
+        self.lock = threading.RLock()
+        # Compiled optimizers count changes of the first one, writes to `hp` those of the second.
+        self._counting = [x for x in (parameter, hp) if not x.is_inference()]
+        self._counts = [_compat.version_of(x) for x in self._counting]
 
-    def operand(self, columnwise: bool, backend: ops.Backend | str | None, fmt: BlockFormat, *others: Any) -> Operand:
-        """The copy that `quantized` makes of these arguments, made now or before.
-
-        A copy belongs to the stream that made it: no other waits for it.
-        """
-        stream = torch.cuda.current_stream(self.hp.device) if self.hp.is_cuda else None
-        with lock:
-            self.check()
-            key = fmt.name, *others, stream
-            rowwise, transposed = copies = self._copies.setdefault(key, [None, None])
-            if not columnwise:
-                copies[0] = quantized(self.hp, False, backend, fmt, *others) if rowwise is None else rowwise
-                return copies[0]
-            if transposed is not None:
-                return transposed
-            if "both" not in self.keeps:
-                if rowwise is None:
-                    return quantized(self.hp, True, backend, fmt, *others)
-                return ops.transpose(rowwise, columns=self.hp.shape[-1], backend=backend)
-            if rowwise is None:
-                copies[1] = quantized(self.hp, True, backend, fmt, *others)
-            else:
-                self._transpose_all(key, backend)
-            return copies[1]
-
-    def _transpose_all(self, key: tuple[Any, ...], backend: ops.Backend | str | None) -> None:
-        """Make, in one launch, the columnwise copies of all weights that scopes keep both copies of, this one's too."""
-        waiting = []
-        for kept in kept_weights.values():
-            copies = kept._copies.get(key)
-            is_near = kept.hp.device == self.hp.device
-            if copies and is_near and "both" in kept.keeps and copies[0] is not None and copies[1] is None:
-                kept.check()
-                waiting.append((kept, copies))
-        transposed = ops.transpose_many(
-            [rowwise for _, (rowwise, _) in waiting],
-            columns=[kept.hp.shape[-1] for kept, _ in waiting],
-            backend=backend,
-        )
-        for (_, copies), columnwise in zip(waiting, transposed, strict=True):
-            copies[1] = columnwise
+    def check(self) -> None:
+        """Raise RuntimeError if the values can be seen to have changed."""
+        if [_compat.version_of(x) for x in self._counting] != self._counts:
+            raise_unchanged(self.name, "changed")
 
     def leave(self, keep: str) -> None:
         """Free what no scope around keeps now that one is left."""
         self.keeps.remove(keep)
-        for copies in self._copies.values():
-            copies[:] = copies[0] if self.keeps else None, copies[1] if "both" in self.keeps else None
+        if "both" not in self.keeps:
+            for copies in self.copies.values():
+                copies.pop(True, None)
 
     @property
     def nbytes(self) -> int:
-        operands = [copy for copies in self._copies.values() for copy in copies if copy is not None]
+        operands = [copy for copies in self.copies.values() for copy in copies.values()]
         return sum(t.nbytes for operand in operands for t in operand.tensors if t is not None)
 
-
-# By the id of `hp`, which the entry holds; of the process and not of a thread, because autograd has threads of its own.
-kept_weights: dict[int, KeptCopies] = {}
-lock = threading.RLock()
-
-
-def kept_bytes(hp: torch.Tensor) -> int:
-    """Bytes of the copies of `hp` that scopes keep now."""
-    kept = kept_weights.get(id(hp))
-    return 0 if kept is None else kept.nbytes
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copies and files of the values have an empty dict in its place, which `weights_only=True` loads."""
+        return OrderedDict, ()
 
 
-def split_over(hp: torch.Tensor, *groups: torch.distributed.ProcessGroup) -> None:
-    """Quantize `hp` from now on as a part of a tensor that is split over `groups`.
+def raise_unchanged(name: str, how: str) -> None:
+    raise RuntimeError(
+        f"weights_unchanged: {name} was {how} inside the scope, which keeps quantized copies of the old values; leave "
+        "the scope before optimizer steps, loads and edits"
+    )
 
-    For experts that a rank holds alone, and that share a tensor scale with others: the model hands over the part, and
-    no more is known of it. Compiled graphs read the part without its attributes, so that it is found by the values,
-    inside of the operation.
-    """
-    _splits[hp] = group_names(groups)
+
+def kept_copies(hp: torch.Tensor) -> KeptCopies | None:
+    """The copies that scopes keep of the weight with the values `hp`, or None."""
+    return getattr(hp, "kept_copies", None) or None
 
 
 def group_names(groups: Iterable[torch.distributed.ProcessGroup]) -> str:
@@ -181,7 +147,7 @@ def amax_over(x: torch.Tensor, groups: str, per_matrix: bool = False) -> torch.T
 
 
 def amaxes_over(x: torch.Tensor, groups: str, hadamard: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """`amax_over` of the tensor and of its transform, which begins anew with each rank's first token."""
+    """`amax_over` of the tensor and of its transform, which begins again with each rank's first token."""
     if not groups:
         return None
     plain, transformed = hadamard_amax_bits_op(x, hadamard, None, False, ops.Backend.AUTO)

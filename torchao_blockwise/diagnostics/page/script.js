@@ -1,7 +1,6 @@
 "use strict";
 // Data: {reports: [{step, ratio: {recipe: number}, layers: {..}}], last: [rows], recipes, trained, recommended, ..}; see
-// html_page.py. Numbers that JSON has no word for are strings: "NaN", "Infinity", "-Infinity".
-const data = JSON.parse(document.getElementById("data").textContent);
+// writers.py.
 const SVG = "http://www.w3.org/2000/svg";
 const byId = (id) => document.getElementById(id);
 const color = (i) => `var(--c${i % 5})`;

@@ -13,7 +13,7 @@ meets each twice.
 
 Tiles are numbered along grid x alone. Only whole words of 16 bytes are read and written: see `why_not`; where tokens do
 not fill those of the columnwise copy, zeros do (ops/padding.py). Of tokens in groups a tile is a block of their table
-(device/group_blocks.py), which begins at any row and is stored columnwise on a multiple of 128.
+(device/groups.py), which begins at any row and is stored columnwise on a multiple of 128.
 """
 
 from __future__ import annotations
@@ -253,8 +253,7 @@ def make_copies(
     vectors: what a kernel without groups takes behind its inputs; all others take a table of blocks at the end.
     """
     x, fmt = inputs[0], options.fmt
-    padded = options.padded or groups is not None
-    copies = new_copies(x, shape, options if padded else options._replace(padded=True), groups)
+    copies = new_copies(x, shape, options._replace(padded=True), groups)
     M, columns = x.shape
     if x.numel() > 0:
         blocks = None if groups is None else block_table(groups, M, fmt)
@@ -268,7 +267,7 @@ def make_copies(
             POWER_OF_2=options.power_of_2_scales, BLOCK=fmt.block[1], WARPS=tiling.warps, num_warps=tiling.warps,
             **{name: DTYPES.get(value, value) for name, value in tiling.constants.items()},
         )  # fmt: skip
-    return copies if padded else as_asked(copies, M, options)
+    return as_asked(copies, M, options, groups)
 
 
 def why_not(*inputs: torch.Tensor) -> str | None:

@@ -5,10 +5,25 @@
 
 A program loads all ends at once and clamps them: those of group g become max over i <= g of clamp(ends[i], 0, tokens),
 so that no ends, whatever they are, lead outside the tensors. No host, no loop over groups, no table between launches.
+
+What quantizes reads the last of the tables of groups instead, which says where each block of padded tokens lies:
+
+    tokens   0 ────────── 300 ─── 350 ··· 400      groups of 300 and 50 tokens, and 50 tokens of no group
+    blocks   │ 0 │ 1 │  2  │   3   │  4  │          of 128: each group starts one; behind the last group come its like
+
+    entry    (first, live, end, 0): the block begins with token `first`; its tokens before `live` have values, those
+             from `live` to `end` belong to no group and count as zeros, and from `end` on it is padding.
+
+A program that quantizes a tile reads two or three integers; to search all ends would take as many instructions as half
+of a tile does. Entry -1 describes the tokens as a whole: (0, end of the last group, tokens).
 """
 
 import triton
 import triton.language as tl
+
+from torchao_blockwise.ops.groups.tables.layout import FIELDS
+
+_FIELDS = tl.constexpr(FIELDS)
 
 
 @triton.jit
@@ -74,16 +89,6 @@ def groups_of(rows, ends_ptr, tokens, groups, E_PAD: tl.constexpr):
 
 
 @triton.jit
-def amax_of_groups(amax_ptr, rows, ends_ptr, tokens, groups, E_PAD: tl.constexpr):
-    """The amax of the group that each row lies in, f32; 0 behind the last one.
-
-    amax_ptr: [groups] f32.
-    """
-    group, _ = groups_of(rows, ends_ptr, tokens, groups, E_PAD)
-    return tl.load(amax_ptr + group, mask=group < groups, other=0.0)
-
-
-@triton.jit
 def locate_padded_group(ends_ptr, group, tokens, groups, BLOCK: tl.constexpr, E_PAD: tl.constexpr):
     """(first, end) block of group number `group` where each group is padded to whole blocks of BLOCK tokens.
 
@@ -93,3 +98,25 @@ def locate_padded_group(ends_ptr, group, tokens, groups, BLOCK: tl.constexpr, E_
     blocks = (sizes + (BLOCK - 1)) // BLOCK
     first, count = tl.reduce((tl.where(index < group, blocks, 0), tl.where(index == group, blocks, 0)), 0, _sum_pairs)
     return first, first + count
+
+
+@triton.jit
+def load_block(blocks_ptr, block):
+    """(first, live, end) of a block, or of each of several; -1 is the tokens as a whole."""
+    entry = blocks_ptr + (block + 1) * _FIELDS
+    return tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
+
+
+@triton.jit
+def locate_rows(blocks_ptr, tile_m, M, TILE_M: tl.constexpr, IN_BLOCKS: tl.constexpr):
+    """(first, live, end) of the rows of a tile, which is a block of the table where it is IN_BLOCKS.
+
+    Rows before `live` have values, up to `end` the tile holds zeros. blocks_ptr: None without groups.
+    """
+    if blocks_ptr is None:
+        return tile_m * TILE_M, M, M
+    elif IN_BLOCKS:
+        return load_block(blocks_ptr, tile_m)
+    else:
+        _, live, end = load_block(blocks_ptr, -1)
+        return tile_m * TILE_M, live, end

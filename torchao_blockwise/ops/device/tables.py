@@ -63,13 +63,10 @@ class Table(NamedTuple):
     programs: int
 
 
-class _Kept(NamedTuple):
-    tensor: torch.Tensor
-    stream: int
-    copied: torch.cuda.Event
-
-
-_tables: collections.OrderedDict[tuple[object, ...], torch.Tensor | _Kept] = collections.OrderedDict()
+# (a table, the event behind its copy to a GPU, or None on a CPU), the latest used at the end.
+_tables: collections.OrderedDict[tuple[object, ...], tuple[torch.Tensor, torch.cuda.Event | None]] = (
+    collections.OrderedDict()
+)
 # A captured graph reads its tables at every replay.
 _captured: dict[int, torch.Tensor] = {}
 
@@ -89,42 +86,33 @@ def make_table(rows: Iterable[tuple[int, ...]], device: torch.device) -> Table |
             programs += needed
     if not table:
         return None
+    is_capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
     key = (device, *table)
-    kept = _tables.pop(key, None)
-    if kept is None:
-        kept = _new_table(table, device)
-    # The latest at the end.
-    _tables[key] = kept
+    tensor, copied = _tables.pop(key) if key in _tables else _new_table(table, device, is_capturing)
+    _tables[key] = tensor, copied
     if len(_tables) > _MAX_TABLES:
         _tables.popitem(last=False)
-    return Table(_ready(kept), len(table), programs)
+    if is_capturing:
+        _captured[tensor.data_ptr()] = tensor
+    elif copied is not None:
+        current = torch.cuda.current_stream(device)
+        current.wait_event(copied)
+        tensor.record_stream(current)
+    return Table(tensor, len(table), programs)
 
 
-def _new_table(table: list[tuple[int, ...]], device: torch.device) -> torch.Tensor | _Kept:
-    if device.type != "cuda":
-        return torch.tensor(table, dtype=torch.int64, device=device)
-    if torch.cuda.is_current_stream_capturing():
+def _new_table(
+    table: list[tuple[int, ...]], device: torch.device, is_capturing: bool
+) -> tuple[torch.Tensor, torch.cuda.Event | None]:
+    if is_capturing:
         raise RuntimeError(
             "a CUDA graph captures a call for a list of tensors that was not seen before; a table of their addresses "
             "must be in device memory first: make the same call once before the capture"
         )
+    if device.type != "cuda":
+        return torch.tensor(table, dtype=torch.int64, device=device), None
     tensor = torch.tensor(table, dtype=torch.int64, device="cpu", pin_memory=True).to(device, non_blocking=True)
-    stream = torch.cuda.current_stream(device)
-    return _Kept(tensor, stream.cuda_stream, stream.record_event())
-
-
-def _ready(kept: torch.Tensor | _Kept) -> torch.Tensor:
-    """The table's tensor, to be read on the current stream."""
-    if isinstance(kept, torch.Tensor):
-        return kept
-    if torch.cuda.is_current_stream_capturing():
-        _captured[kept.tensor.data_ptr()] = kept.tensor
-        return kept.tensor
-    current = torch.cuda.current_stream(kept.tensor.device)
-    if current.cuda_stream != kept.stream:
-        current.wait_event(kept.copied)
-        kept.tensor.record_stream(current)
-    return kept.tensor
+    return tensor, torch.cuda.current_stream(device).record_event()
 
 
 def grouped(indices: Iterable[int], key: Callable[[int], Any]) -> list[tuple[Any, list[int]]]:

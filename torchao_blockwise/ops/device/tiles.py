@@ -1,14 +1,14 @@
-"""What kernels share that compute a tile of values: its rowwise FP8 copy, made where it is, and plain stores."""
+"""What kernels share that compute a tile of values: how it is read and stored, and its rowwise FP8 copy."""
 
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 
 from torchao_blockwise.formats import BlockFormat
-from torchao_blockwise.ops.device.elements import encode_e4m3, magnitude_bits
+from torchao_blockwise.ops.device.elements import encode_e4m3, magnitude_bits, to_f32
 from torchao_blockwise.ops.device.scales import fp8_vector_scales
-from torchao_blockwise.ops.quantization.kernels_triton import _load_tile, _store_tile
 
 # (rows of a tile, warps) of kernels that store plain values, and of those that store the rowwise copy. Chosen so that
 # nothing spills: with more rows, or fewer threads, what is computed does not fit in registers.
@@ -31,16 +31,45 @@ def options_of(fmt: BlockFormat, rowwise: bool, power_of_2_scales: bool) -> dict
     }
 
 
-@triton.jit
-def load_tile(x_ptr, offs_m, offs_k, M, K, stride_xm, stride_xk):
-    """fp32 of a tile of `x` [M, K], zero outside."""
-    return _load_tile(x_ptr, 0, offs_m, offs_k, M, K, 0, stride_xm, stride_xk)
+def matrices_of(x: torch.Tensor) -> tuple[torch.Tensor, int, tuple[int, ...]]:
+    """(`x` [.., M, K] as [B, M, K] or [M, K], B, three strides), as kernels of a batch take it."""
+    if x.dim() == 2:
+        return x, 1, (0, *x.stride())
+    x = x.flatten(0, -3)
+    return x, x.shape[0], x.stride()
 
 
 @triton.jit
-def store_plain(y_ptr, y, offs_m, offs_k, M, K):
-    """The tile into a contiguous [M, K]."""
-    _store_tile(y_ptr, 0, y, offs_m, offs_k, M, K)
+def locate_tile(tile, M, K, TILE_M: tl.constexpr, TILE_K: tl.constexpr, BATCHED: tl.constexpr):
+    """(matrix, tile row, tile column, rows of tiles, columns of tiles) of a tile; columns run fastest."""
+    tiles_m, tiles_k = tl.cdiv(M, TILE_M), tl.cdiv(K, TILE_K)
+    batch, tile_m = tl.full([], 0, tl.int64), tile // tiles_k
+    if BATCHED:
+        # A division takes 20 instructions, as many as two or three values do altogether.
+        batch, tile_m = (tile_m // tiles_m).to(tl.int64), tile_m % tiles_m
+    return batch, tile_m, tile % tiles_k, tiles_m, tiles_k
+
+
+@triton.jit
+def load_values(x_ptr, offs_m, offs_k, M, K, stride_xm, stride_xk, batch=0, stride_xb=0):
+    """A tile of `x` [.., M, K] in its dtype, zero outside."""
+    offsets = offs_m.to(tl.int64)[:, None] * stride_xm + offs_k.to(tl.int64)[None, :] * stride_xk
+    mask = (offs_m < M)[:, None] & (offs_k < K)[None, :]
+    return tl.load(x_ptr + batch * stride_xb + offsets, mask=mask, other=0.0)
+
+
+@triton.jit
+def load_tile(x_ptr, offs_m, offs_k, M, K, stride_xm, stride_xk, batch=0, stride_xb=0):
+    """A tile of `x` in fp32, zero outside."""
+    return to_f32(load_values(x_ptr, offs_m, offs_k, M, K, stride_xm, stride_xk, batch, stride_xb))
+
+
+@triton.jit
+def store_tile(ptr, values, offs_row, offs_column, rows, columns, batch=0):
+    """Store `values` into a contiguous [.., rows, columns]."""
+    offsets = offs_row.to(tl.int64)[:, None] * columns + offs_column[None, :]
+    mask = (offs_row < rows)[:, None] & (offs_column < columns)[None, :]
+    tl.store(ptr + batch * rows * columns + offsets, values, mask=mask)
 
 
 @triton.jit
@@ -61,5 +90,5 @@ def store_rowwise(
     """Quantize rows of a tile as `ops.quantize` does and store them."""
     end_m = M if end_m is None else end_m
     encode, scale = fp8_vector_scales(tl.max(magnitude_bits(y), 1), ELEMENT_MAX, MIN_AMAX, POWER_OF_2)
-    _store_tile(q_ptr, 0, encode_e4m3(y * encode[:, None], ELEMENT_MAX), offs_m, offs_k, end_m, K)
+    store_tile(q_ptr, encode_e4m3(y * encode[:, None], ELEMENT_MAX), offs_m, offs_k, end_m, K)
     tl.store(s_ptr + tile_k.to(tl.int64) * M + offs_m, scale, mask=offs_m < end_m)

@@ -16,13 +16,12 @@ import torch
 
 from torchao_blockwise.formats import FP8_1X128, CastOptions, Copies, Draws, Groups
 from torchao_blockwise.ops.backend import Backend, Implementation, kernels, why_no_encoders
-from torchao_blockwise.ops.casting import quantize_by
 from torchao_blockwise.ops.fused import reference
 from torchao_blockwise.ops.groups.ends import as_groups
-from torchao_blockwise.ops.groups.quantization import reference as grouped_reference
 from torchao_blockwise.ops.groups.tables.layout import check_groups
 from torchao_blockwise.ops.operands import check_dtype, copies_of, new_copies, why_no_tiles, without_grad
-from torchao_blockwise.ops.quantization import reference as quantize_reference
+from torchao_blockwise.ops.quantization import quantize_by
+from torchao_blockwise.ops.quantization.reference import quantize as quantize_by_reference
 from torchao_blockwise.ops.registry import OPTIONS, Operation, groups
 
 # Bytes of payload that a store of a kernel writes.
@@ -101,7 +100,7 @@ def swiglu_quantize(
     groups: Groups | torch.Tensor | None = None,
     backend: Backend | str | None = None,
 ) -> Copies:
-    """The copies that `quantize`, or of tokens in groups `grouped_quantize`, gives of `swiglu(gate, up)`, in one pass.
+    """The copies that `quantize`, of tokens in groups by these, gives of `swiglu(gate, up)`, in one pass.
 
     Raises TypeError for a dtype, ValueError for shapes, ends or a format, option or backend that does not exist.
     """
@@ -203,7 +202,7 @@ norm_quantize_op = Operation(
         kernels(Backend.GLUON, f"{_GLUON}:norm_quantize", _why_no_norm_tiles),
         kernels(Backend.TRITON, f"{_TRITON}:norm_quantize", why_no_encoders),
         Implementation(
-            Backend.REFERENCE, lambda norm, options: quantize_reference.copies(reference.normalize(norm), options)
+            Backend.REFERENCE, lambda norm, options: quantize_by_reference(reference.normalize(norm), None, options)
         ),
     ],
     fake=lambda norm, options: new_copies(norm.x, norm.x.shape, options),
@@ -228,10 +227,7 @@ def _with_quantization(plain: Operation, compute: Callable[..., torch.Tensor], w
 
     def by_reference(*args: Any) -> Copies:
         *inputs, options, groups = args
-        y = compute(*inputs)
-        if groups is None:
-            return quantize_reference.copies(y, options)
-        return grouped_reference.quantize(y, groups.ends, options, None)
+        return quantize_by_reference(compute(*inputs), None, options, groups)
 
     def fake(*args: Any) -> Copies:
         (*_, gate, _), options, groups = args[:-2], *args[-2:]

@@ -26,7 +26,7 @@ from torchao_blockwise.ops.device.gluon_tiles import (
     new_tile,
     store_copies,
 )
-from torchao_blockwise.ops.device.group_blocks import locate_rows
+from torchao_blockwise.ops.device.groups import locate_rows
 from torchao_blockwise.ops.fused import Norm
 from torchao_blockwise.ops.fused.kernels_triton import silu_times, swiglu_gradients
 

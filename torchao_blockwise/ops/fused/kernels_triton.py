@@ -29,8 +29,8 @@ import triton.language as tl
 
 from torchao_blockwise.formats import FP8_1X128, CastOptions, Copies, Groups
 from torchao_blockwise.ops.device.elements import from_f32, reciprocal, to_f32
-from torchao_blockwise.ops.device.group_blocks import locate_rows
-from torchao_blockwise.ops.device.tiles import load_tile, options_of, store_plain, store_rowwise
+from torchao_blockwise.ops.device.groups import locate_rows
+from torchao_blockwise.ops.device.tiles import load_tile, options_of, store_rowwise, store_tile
 from torchao_blockwise.ops.fused import Norm, exponential
 from torchao_blockwise.ops.groups.tables.kernels_triton import block_table
 from torchao_blockwise.ops.launch import ceil_div, launch
@@ -157,7 +157,7 @@ def _norm_quantize_kernel(
     if ROWWISE:
         store_rowwise(to_f32(y), q_ptr, s_ptr, tile_k, offs_m, offs_k, M, K, ELEMENT_MAX, MIN_AMAX, POWER_OF_2)
     else:
-        store_plain(y_ptr, y, offs_m, offs_k, M, K)
+        store_tile(y_ptr, y, offs_m, offs_k, M, K)
 
 
 _LOW, _HIGH, _LEAST = (tl.constexpr(x) for x in (exponential.LOW, exponential.HIGH, exponential.LEAST))
@@ -198,7 +198,7 @@ def _swiglu_kernel(
     h_ptr,  # [M, H] of the same dtype: written where no copy is asked for
     q_ptr,
     s_ptr,
-    blocks_ptr,  # None, or where tokens lie in groups their table, see device/group_blocks.py
+    blocks_ptr,  # None, or where tokens lie in groups their table, see device/groups.py
     M,
     H,
     stride_gm,
@@ -223,7 +223,7 @@ def _swiglu_kernel(
     if ROWWISE:
         store_rowwise(to_f32(h), q_ptr, s_ptr, tile_h, offs_m, offs_h, M, H, ELEMENT_MAX, MIN_AMAX, POWER_OF_2, end)
     else:
-        store_plain(h_ptr, h, offs_m, offs_h, M, H)
+        store_tile(h_ptr, h, offs_m, offs_h, M, H)
 
 
 @triton.jit
@@ -235,7 +235,7 @@ def _swiglu_backward_kernel(
     dup_ptr,  # [M, H], likewise
     q_ptr,  # the copy is of the [M, 2H] gradient (dgate | dup)
     s_ptr,
-    blocks_ptr,  # None, or where tokens lie in groups their table, see device/group_blocks.py
+    blocks_ptr,  # None, or where tokens lie in groups their table, see device/groups.py
     M,
     H,
     stride_dm,
@@ -284,8 +284,8 @@ def _swiglu_backward_kernel(
             gradient, q_ptr, s_ptr, tile_c, offs_m, offs_c, M, 2 * H, ELEMENT_MAX, MIN_AMAX, POWER_OF_2, end
         )  # fmt: skip
     else:
-        store_plain(dgate_ptr, from_f32(dgate, dtype), offs_m, offs_h, M, H)
-        store_plain(dup_ptr, from_f32(dup, dtype), offs_m, offs_h, M, H)
+        store_tile(dgate_ptr, from_f32(dgate, dtype), offs_m, offs_h, M, H)
+        store_tile(dup_ptr, from_f32(dup, dtype), offs_m, offs_h, M, H)
 
 
 # --- launchers --------------------------------------------------------------------------------------------------------

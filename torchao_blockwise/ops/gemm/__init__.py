@@ -1,1 +1,8 @@
-"""Products of two quantized operands: `plain`, and `grouped` by expert. On Hopper one Gluon pipeline computes both."""
+"""GEMMs of two quantized operands: `plain`, and `grouped` by expert. Both have the same kernels, a file a backend."""
+
+from torchao_blockwise.formats import FP8_1X128, FP8_128X128, NVFP4_1X16, NVFP4_16X16
+
+# (format of a, format of b) of what kernels multiply: a has one-row blocks.
+FP8_PAIRS = {(FP8_1X128.name, FP8_128X128.name), (FP8_1X128.name, FP8_1X128.name)}
+NVFP4_PAIRS = {(NVFP4_1X16.name, NVFP4_16X16.name), (NVFP4_1X16.name, NVFP4_1X16.name)}
+KERNEL_PAIRS = FP8_PAIRS | NVFP4_PAIRS

@@ -27,7 +27,6 @@ class Build:
     waves: int  # of 64 rows, that a consumer takes in turn: 1 or 2
     stages: int
     group: int  # rows of tiles whose programs run side by side and share tiles of b in the L2 cache
-    ctas: int = 1  # multiprocessors of a program: 1, or 2 from Triton 3.8 on
     block: int = 0  # of K: where groups begin along "k", and what FP8 is scaled by
     splits: int = 1  # of K; their products are added afterwards
     along: str = ""  # where groups of tokens lie: "m" for rows of a, "k" for the contraction, "" for no groups
@@ -82,19 +81,13 @@ class Build:
 
     @property
     def copied_bytes(self) -> int:
-        """Bytes that a multiprocessor copies into a stage."""
+        """Bytes that are copied into a stage."""
         payload = (self.tile_m + self.tile_n) * self.depth * self.itemsize
         scales = 0 if self.decoded else self.tile_m + (0 if self.b_square else self.tile_n)
         return payload + scales * 4
 
-    @property
-    def width(self) -> int:
-        """Columns of a program."""
-        return self.tile_n * self.ctas
-
 
 BUILDS = (
-    Build(tile_n=128, consumers=2, waves=2, stages=3, group=4, ctas=2),
     Build(tile_n=128, consumers=2, waves=2, stages=3, group=4),
     Build(tile_n=128, consumers=2, waves=1, stages=5, group=8),
     # Few rows: bound by reading b from memory, so many stages in flight and many programs.
@@ -105,30 +98,23 @@ _SPLIT_BYTES = 200_000
 
 
 @functools.lru_cache(maxsize=4096)
-def choose_build(m: int, n: int, k: int, block: int, multiprocessors: int, max_ctas: int) -> Build:
+def choose_build(m: int, n: int, k: int, block: int, multiprocessors: int, along: str = "", groups: int = 1) -> Build:
     """The build whose programs should read the fewest bytes, one after the other, from the L2 cache.
 
     A tile reads (tile_m + tile_n) · K bytes; programs take tiles in rounds. Splitting K fills rounds that few tiles
     leave empty, and costs a launch and a write and a read of each split's fp32 product.
+
+    m, n, k: of the product; along "m" m counts the tokens of all groups, along "k" k is a group's mean. The host knows
+    how long groups are on average, and no more. Along "m" the last tile of a group is half empty on average, and read
+    whole: what decides against high tiles where groups are short.
     """
     blocks = ceil_div(k, block)
 
     def bytes_read(build: Build) -> float:
-        tiles = ceil_div(m, build.tile_m) * ceil_div(n, build.width) * build.splits
-        read = bytes_of_rounds(build, tiles, ceil_div(blocks, build.splits) * block, multiprocessors)
+        rows = m / build.tile_m + min(groups, m) / 2 if along == "m" else groups * ceil_div(m, build.tile_m)
+        rounds = math.ceil(rows * ceil_div(n, build.tile_n) * build.splits / multiprocessors)
+        read = rounds * (build.tile_m + build.tile_n) * ceil_div(blocks, build.splits) * block
         return read + (build.splits > 1) * (_SPLIT_BYTES + build.splits * m * n * 8 / multiprocessors)
 
-    builds = builds_for(multiprocessors, max_ctas)
-    candidates = [replace(b, splits=s) for b in builds for s in (1, 2, 4, 8) if s == 1 or 2 * s <= blocks]
-    return min(candidates, key=bytes_read)
-
-
-def builds_for(multiprocessors: int, max_ctas: int) -> list[Build]:
-    """Those whose programs have room on the GPU and a compiler that knows pairs."""
-    return [b for b in BUILDS if b.ctas <= min(max_ctas, multiprocessors)]
-
-
-def bytes_of_rounds(build: Build, tiles: float, k: float, multiprocessors: int) -> float:
-    """Bytes that a program reads for its share of `tiles` tiles of a contraction over k."""
-    rounds = math.ceil(tiles / (multiprocessors // build.ctas))
-    return rounds * (build.tile_m / build.ctas + build.tile_n) * k
+    splits = (1,) if along else (1, 2, 4, 8)
+    return min((replace(b, splits=s) for b in BUILDS for s in splits if s == 1 or 2 * s <= blocks), key=bytes_read)

@@ -17,10 +17,14 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from torchao_blockwise.ops.gemm.builds import WAVE_ROWS
-from torchao_blockwise.ops.gemm.gluon_barriers import free_stage
-from torchao_blockwise.ops.gemm.gluon_ring import accumulator_layout, first_wave, next_stage, previous_stage, wave_of
+from torchao_blockwise.ops.gemm.gluon_ring import accumulator_layout, first_wave, free_stage, next_stage, wave_of
 
 _WAVE: gl.constexpr = gl.constexpr(WAVE_ROWS)
+
+
+@gluon.jit
+def _previous_stage(stage, STAGES: gl.constexpr):
+    return gl.where(stage == 0, STAGES - 1, stage - 1)
 
 
 @gluon.jit
@@ -55,7 +59,7 @@ def accumulate_decoded(
     a_ring, _, b_ring, _, full = rings
     WAVE: gl.constexpr = first_wave(CONSUMER, B)
     MMA: gl.constexpr = accumulator_layout(B)
-    WIDTH: gl.constexpr = B.width
+    WIDTH: gl.constexpr = B.tile_n
     acc0 = gl.zeros((_WAVE, WIDTH), gl.float32, MMA)
     acc1 = gl.zeros((_WAVE, WIDTH), gl.float32, MMA)
     # Stages that are multiplied whole. Behind the last column of K there are zeros.
@@ -65,18 +69,18 @@ def accumulate_decoded(
     for k in range(first, end, B.stage_blocks):
         mbarrier.wait(full.index(stage), phase)
         if LIVE == 0:
-            free_stage(stage, B.ctas)
+            free_stage(stage)
         else:
             acc0, acc1 = _multiply(LIVE, WAVE, 0, B.depth, LIVE, a_ring, b_ring, stage, acc0, acc1, B)
             # Not a variable that is carried from turn to turn: one that begins as a copy of `stage` Triton 3.6 and 3.7
             # take for a constant of the loop.
             if k > first:
-                free_stage(previous_stage(stage, B.stages), B.ctas)
+                free_stage(_previous_stage(stage, B.stages))
         stage, phase = next_stage(stage, phase, B.stages)
     if LIVE > 0:
         acc0, acc1 = warpgroup_mma_wait(0, deps=[acc0, acc1])
         if first < end:
-            free_stage(previous_stage(stage, B.stages), B.ctas)
+            free_stage(_previous_stage(stage, B.stages))
     if end < last:
         mbarrier.wait(full.index(stage), phase)
         if LIVE > 0:
@@ -84,7 +88,7 @@ def accumulate_decoded(
             for i in gl.static_range(BLOCKS):
                 if end + i < last:
                     acc0, acc1 = _multiply(LIVE, WAVE, i * B.block, B.block, 0, a_ring, b_ring, stage, acc0, acc1, B)
-        free_stage(stage, B.ctas)
+        free_stage(stage)
         stage, phase = next_stage(stage, phase, B.stages)
     # What nothing was summed to stays zero, with scales of NaN too.
     scale = gl.where(first < last, scale, 0.0)

@@ -47,7 +47,7 @@ def _divided(x, by, B: gl.constexpr):
 def turns_of_program(groups, M, N, B: gl.constexpr):
     """(first, end, step) of what this program counts its tiles by, and how many entries the schedule has."""
     if B.along == "":
-        tiles = gl.cdiv(M, B.tile_m) * gl.cdiv(N, B.width) * B.splits
+        tiles = gl.cdiv(M, B.tile_m) * gl.cdiv(N, B.tile_n) * B.splits
         return gl.program_id(0), tiles, gl.num_programs(0), 0
     else:
         entries = gl.load(groups[0] + (1 if B.accumulate else 0))
@@ -66,9 +66,9 @@ def _tile_of(turn):
 @gluon.jit
 def _tiles_of_entry(M, N, B: gl.constexpr):
     if B.along == "m":
-        return gl.cdiv(N, B.width)
+        return gl.cdiv(N, B.tile_n)
     else:
-        return gl.cdiv(M, B.tile_m) * gl.cdiv(N, B.width)
+        return gl.cdiv(M, B.tile_m) * gl.cdiv(N, B.tile_n)
 
 
 @gluon.jit
@@ -93,7 +93,7 @@ def locate_tile(tile, entry, M, N, K, B: gl.constexpr):
     part: which of the splits of K, or which group. row, column: where the tile begins in an output of N columns, of
     which only rows from `start` to `end` are its own. first, last: its blocks of K, without the last.
     """
-    tiles_m, tiles_n, blocks = gl.cdiv(M, B.tile_m), gl.cdiv(N, B.width), gl.cdiv(K, B.block)
+    tiles_m, tiles_n, blocks = gl.cdiv(M, B.tile_m), gl.cdiv(N, B.tile_n), gl.cdiv(K, B.block)
     start, begin, end = 0, 0, M
     if B.along == "m":
         part, first_row, start, end = entry
@@ -117,4 +117,4 @@ def locate_tile(tile, entry, M, N, K, B: gl.constexpr):
         share = gl.cdiv(blocks, B.splits)
         first, last = part * share, gl.minimum((part + 1) * share, blocks)
     row = begin + (first_m + tile_row) * B.tile_m
-    return part, row, start, end, column * B.width, first, last
+    return part, row, start, end, column * B.tile_n, first, last

@@ -1,4 +1,4 @@
-"""The kernels of kernels_gluon.py of matmul and of grouped_matmul: NT products on Hopper, in Gluon.
+"""The kernel of kernels_gluon.py, of matmul and of grouped_matmul: NT GEMMs on Hopper, in Gluon.
 
 Persistent programs, one a multiprocessor. A producer warp fills a ring of shared memory with the copy engine (TMA),
 consumer warpgroups multiply and promote:
@@ -10,9 +10,6 @@ consumer warpgroups multiply and promote:
 An e4m3 product is accumulated in some 14 bits inside wgmma, so a partial sum ends with its block of K and is promoted
 to fp32. A wave is 64 rows, the height of a wgmma. Two waves a consumer share the registers of one partial, which leaves
 room for 256×128 accumulators: the bytes that a product reads from the L2 cache fall with the tile.
-
-A pair of multiprocessors (a cluster) may work as one program on twice the columns: each reads its own rows of b, and
-one reads the rows of a for both (multicast), a third less from the L2 cache. It frees a stage when both have read it.
 
 Ragged M, N and K: the copy engine reads zeros beside a tensor and writes nothing there.
 
@@ -34,53 +31,29 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from torchao_blockwise.ops.gemm.builds import WAVE_ROWS
-from torchao_blockwise.ops.gemm.gluon_barriers import (
+from torchao_blockwise.ops.gemm.gluon_decoded import accumulate_decoded
+from torchao_blockwise.ops.gemm.gluon_order import load_entry, locate_tile, turns_of_program
+from torchao_blockwise.ops.gemm.gluon_ring import (
+    WARPGROUP,
+    accumulator_layout,
+    first_wave,
     free_stage,
     free_stage_after,
     make_barriers,
+    next_stage,
     wait_for_stage,
+    wave_of,
 )
-from torchao_blockwise.ops.gemm.gluon_decoded import accumulate_decoded
-from torchao_blockwise.ops.gemm.gluon_order import load_entry, locate_tile, turns_of_program
-from torchao_blockwise.ops.gemm.gluon_ring import WARPGROUP, accumulator_layout, first_wave, next_stage, wave_of
 
 # Names of the copies moved in Triton 3.8.
 _load_async = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 _store_async = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
-# In Triton 3.7 consumers cannot arrive at the other multiprocessor's barriers.
-MAX_CTAS = 2 if hasattr(tma, "async_load") else 1
 
 _WAVE: gl.constexpr = gl.constexpr(WAVE_ROWS)
 _WARPS: gl.constexpr = gl.constexpr(WARPGROUP)
 # Of a thread: two consumers and a producer share the 64 Ki of a multiprocessor.
 _CONSUMER_REGISTERS: gl.constexpr = gl.constexpr(240)
 _PRODUCER_REGISTERS: gl.constexpr = gl.constexpr(24)
-
-
-@gluon.constexpr_function
-def _barrier_layout(ctas):
-    """Of a barrier a multiprocessor."""
-    return mbarrier.MBarrierLayout([[1]] if ctas == 2 else None)
-
-
-@gluon.jit
-def _rank(ctas: gl.constexpr):
-    """Which of a program's multiprocessors this is. The compiler takes it for one number."""
-    if ctas == 1:
-        return 0
-    else:
-        return gl.inline_asm_elementwise(
-            "mov.u32 $0, %cluster_ctarank;", "=r", [], dtype=gl.int32, is_pure=True, pack=1
-        )
-
-
-@gluon.jit
-def _load_shared(descriptor, coordinates, bar, target, B: gl.constexpr):
-    """A copy that the multiprocessors of a program share."""
-    if B.ctas == 2:
-        _load_async(descriptor, coordinates, bar, target, multicast=True)
-    else:
-        _load_async(descriptor, coordinates, bar, target)
 
 
 @gluon.jit
@@ -102,22 +75,17 @@ def _produce(operands, rings, groups, M, N, K, B: gl.constexpr):
         # A group of rows has N rows of b to itself, from which the last tile runs on into the next group's.
         b_row = part * N + column if B.along == "m" else column
         for k in range(first, last, B.stage_blocks):
-            wait_for_stage(stage, phase, B.ctas)
+            wait_for_stage(stage, phase)
             bar = full.index(stage)
             mbarrier.expect(bar, B.copied_bytes)
             for copy in gl.static_range(COPIES):
                 rows = row + copy * B.copied_rows
-                _load_shared(a, [rows, k * B.block], bar, a_ring.index(stage * COPIES + copy), B)
+                _load_async(a, [rows, k * B.block], bar, a_ring.index(stage * COPIES + copy))
                 if not B.decoded:
-                    _load_shared(a_scale, [k, rows], bar, a_scale_ring.index(stage * COPIES + copy), B)
+                    _load_async(a_scale, [k, rows], bar, a_scale_ring.index(stage * COPIES + copy))
             _load_async(b, [b_row, k * B.block], bar, b_ring.index(stage))
             if not (B.b_square or B.decoded):
                 _load_async(b_scale, [k, b_row], bar, b_scale_ring.index(stage))
-            stage, phase = next_stage(stage, phase, B.stages)
-    if B.ctas == 2:
-        # The other's consumers arrive here: stay until the last has.
-        for _ in range(B.stages):
-            wait_for_stage(stage, phase, B.ctas)
             stage, phase = next_stage(stage, phase, B.stages)
 
 
@@ -149,7 +117,7 @@ def _copy_out(acc, staging, out, row, column, B: gl.constexpr):
 @gluon.jit
 def _store_out(acc, MMA: gl.constexpr, out, base, row, start, end, column, N, B: gl.constexpr):
     """Rows from `start` to `end`, columns before N, straight from registers. base: rows of `out` before this part's."""
-    columns = column + gl.arange(0, B.width, layout=gl.SliceLayout(0, MMA))
+    columns = column + gl.arange(0, B.tile_n, layout=gl.SliceLayout(0, MMA))
     rows = row + gl.arange(0, _WAVE, layout=gl.SliceLayout(1, MMA))
     own = rows < end
     if B.along == "m":
@@ -167,7 +135,7 @@ def _write(
 ):
     """out[row : row + 64, column : column + width] (+)= acc + bias, rounded once, of rows from `start` to `end`."""
     if B.has_bias:
-        columns = column + gl.arange(0, B.width, layout=gl.SliceLayout(0, MMA))
+        columns = column + gl.arange(0, B.tile_n, layout=gl.SliceLayout(0, MMA))
         acc += gl.load(bias_ptr + columns, mask=columns < N, other=0.0).to(gl.float32)[None, :]
     if B.along == "m":
         base = 0
@@ -198,7 +166,7 @@ def _load_row_scales(ring, stage, WAVE: gl.constexpr, B: gl.constexpr):
 
 @gluon.jit
 def _load_column_scales(ring, stage, B: gl.constexpr):
-    return ring.index(stage).reshape([B.width]).load(gl.SliceLayout(0, accumulator_layout(B)))
+    return ring.index(stage).reshape([B.tile_n]).load(gl.SliceLayout(0, accumulator_layout(B)))
 
 
 @gluon.jit
@@ -218,7 +186,7 @@ def _multiply_first(
     come in order: who has b's scales has a's, where a's are asked for first.
     """
     MMA: gl.constexpr = accumulator_layout(B)
-    WIDTH: gl.constexpr = B.width
+    WIDTH: gl.constexpr = B.tile_n
     HALF: gl.constexpr = B.block // 2
     QUARTER: gl.constexpr = B.block // 4
     a = wave_of(a_ring, stage, WAVE, B)
@@ -259,7 +227,7 @@ def _accumulate_blocks(
     """Sums of products over blocks first .. last of K, each block promoted, for the first LIVE waves of a consumer."""
     a_ring, a_scale_ring, b_ring, b_scale_ring, full = rings
     WAVE: gl.constexpr = first_wave(CONSUMER, B)
-    WIDTH: gl.constexpr = B.width
+    WIDTH: gl.constexpr = B.tile_n
     MMA: gl.constexpr = accumulator_layout(B)
     # False, which the compiler cannot know: the second wave begins from the first's registers and takes no others.
     from_partial = M < 0
@@ -278,7 +246,7 @@ def _accumulate_blocks(
         following, its_phase = next_stage(stage, phase, B.stages)
         b = b_ring.index(stage).permute((1, 0))
         if LIVE == 0:
-            free_stage(stage, B.ctas)
+            free_stage(stage)
             mbarrier.wait(full.index(following), its_phase, pred=k + 1 < last)
         else:
             partial, a_scale, block_scale = _multiply_first(
@@ -286,9 +254,9 @@ def _accumulate_blocks(
             )
             if LIVE == 1:
                 if B.b_square:
-                    free_stage_after(a_scale, 2, stage, zero, B.ctas)
+                    free_stage_after(a_scale, 2, stage, zero)
                 else:
-                    free_stage_after(block_scale, B.tile_n // 4, stage, zero, B.ctas)
+                    free_stage_after(block_scale, B.tile_n // 4, stage, zero)
                 mbarrier.wait(full.index(following), its_phase, pred=k + 1 < last)
             partial, b_factor = _scaled(partial, a_scale, block_scale, B)
             acc0 += partial * b_factor
@@ -300,7 +268,7 @@ def _accumulate_blocks(
             second, acc0 = warpgroup_mma_wait(1, deps=[second, acc0])
             a_scale = _load_row_scales(a_scale_ring, stage, SECOND, B)
             second, acc0 = warpgroup_mma_wait(0, deps=[second, acc0])
-            free_stage_after(a_scale, 2, stage, zero, B.ctas)
+            free_stage_after(a_scale, 2, stage, zero)
             # Here and not where the block begins: an `output` is 4 % faster on an H200.
             mbarrier.wait(full.index(following), its_phase, pred=k + 1 < last)
             second, b_factor = _scaled(second, a_scale, block_scale, B)
@@ -337,7 +305,7 @@ def _consume(CONSUMER: gl.constexpr, scale, out, out_ring, bias_ptr, rings, grou
         part, row, start, end, column, first, last = locate_tile(tile, entry, M, N, K, B)
         tile_scale = scale
         if B.b_square:
-            block_n = (column + _rank(B.ctas) * B.tile_n) // B.block
+            block_n = column // B.block
             block_n = gl.minimum(block_n, gl.cdiv(N, B.block) - 1)
             if B.along == "m":
                 block_n += part * gl.cdiv(N, B.block)
@@ -374,21 +342,20 @@ def _multiply(a, a_scale, b, b_scale, bias_ptr, out, groups, M, N, K, B: gl.cons
     """Set up the ring and run producer and consumers."""
     # A tile of b has one scale where its blocks are square.
     gl.static_assert(B.block % B.tile_n == 0 or not B.b_square)
-    # The first of a pair copies into the other's memory too, so each waits for the consumers of both.
-    make_barriers(B.stages, _WARPS * B.consumers * B.ctas)
+    make_barriers(B.stages, _WARPS * B.consumers)
     a_ring = gl.allocate_shared_memory(a.dtype, [B.stages * B.copies, B.copied_rows, B.depth], a.layout)
-    b_ring = gl.allocate_shared_memory(b.dtype, [B.stages, B.width, B.depth], b.layout)
+    b_ring = gl.allocate_shared_memory(b.dtype, [B.stages, B.tile_n, B.depth], b.layout)
     # What a build has no use for stands in its place: partitions take no None.
     a_scale_ring = a_ring
     if not B.decoded:
         a_scale_ring = gl.allocate_shared_memory(gl.float32, [B.stages * B.copies, 1, B.copied_rows], a_scale.layout)
     b_scale_ring = a_scale_ring
     if not (B.b_square or B.decoded):
-        b_scale_ring = gl.allocate_shared_memory(gl.float32, [B.stages, 1, B.width], b_scale.layout)
+        b_scale_ring = gl.allocate_shared_memory(gl.float32, [B.stages, 1, B.tile_n], b_scale.layout)
     out_ring = a_scale_ring
     if B.copy_out:
-        out_ring = gl.allocate_shared_memory(out.dtype, [B.all_waves, _WAVE, B.width], out.layout)
-    full = gl.allocate_shared_memory(gl.int64, [B.stages, B.ctas], _barrier_layout(B.ctas))
+        out_ring = gl.allocate_shared_memory(out.dtype, [B.all_waves, _WAVE, B.tile_n], out.layout)
+    full = gl.allocate_shared_memory(gl.int64, [B.stages, 1], mbarrier.MBarrierLayout())
     STAGES: gl.constexpr = B.stages
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
@@ -421,50 +388,22 @@ def _multiply(a, a_scale, b, b_scale, bias_ptr, out, groups, M, N, K, B: gl.cons
 
 
 @gluon.jit(do_not_specialize=["M", "K"])
-def matmul_fp8_kernel(
-    a,  # descriptor of [M, K] e4m3
-    a_scale,  # descriptor of [K/block, M] f32
-    b,  # descriptor of [N, K] e4m3
-    b_scale,  # descriptor of [K/block, N] f32, or pointer to [N/block, K/block] f32 where B.b_square
-    bias_ptr,  # [N], read where B.has_bias
-    out,  # descriptor of [M, N] where B.copy_out, else pointer to [splits, M, N]
+def matmul_kernel(
+    a,  # descriptor of [M, K] e4m3, or bf16 where B.decoded
+    a_scale,  # descriptor of [K/block, M] f32; decoded: pointer to a's tensor scale
+    b,  # descriptor of [N, K] like a, along "m" of [E·N, K]
+    b_scale,  # descriptor of [K/block, N] f32; B.b_square: pointer to [N/block, K/block] f32, along "m" [E, ..];
+    # decoded: pointer to b's tensor scale, B.per_group to [E], the products of both tensor scales
+    bias_ptr,  # [N], read where B.has_bias; None with groups
+    schedule,  # [entries, 4] int32, of `ops/groups/tables`; None without groups
+    out,  # descriptor where B.copy_out, else pointer, of [splits, M, N], along "k" of [E·M, N]
+    out_ptr,  # the same output; None without groups
     M,
     N,
     K,
     B: gl.constexpr,  # a Build
 ):
-    _multiply(a, a_scale, b, b_scale, bias_ptr, out, (), M, N, K, B)
-
-
-@gluon.jit(do_not_specialize=["M", "K"])
-def grouped_matmul_fp8_kernel(
-    a,  # descriptor of [M, K] e4m3
-    a_scale,  # descriptor of [K/block, M] f32
-    b,  # descriptor of [E·N, K] e4m3 along "m", of [N, K] along "k"
-    b_scale,  # pointer to [E, N/block, K/block] f32 along "m", descriptor of [K/block, N] f32 along "k"
-    schedule,  # [entries, 4] int32, of `ops/groups/tables`
-    out,  # descriptor where B.copy_out, else pointer, of [M, N] along "m", of [E·M, N] along "k"
-    out_ptr,  # the same output
-    M,
-    N,
-    K,
-    B: gl.constexpr,  # a Build
-):
-    _multiply(a, a_scale, b, b_scale, schedule, out, (schedule, out_ptr), M, N, K, B)
-
-
-@gluon.jit(do_not_specialize=["M", "K"])
-def grouped_matmul_bf16_kernel(
-    a,  # descriptor of [M, K] bf16
-    a_scale,  # pointer to a's tensor scale, f32
-    b,  # descriptor of [E·N, K] bf16 along "m", of [N, K] along "k"
-    b_scale,  # pointer to b's tensor scale, f32; where B.per_group to [E], the products of both tensor scales
-    schedule,  # as above, and so are the rest
-    out,
-    out_ptr,
-    M,
-    N,
-    K,
-    B: gl.constexpr,  # a Build that is decoded
-):
-    _multiply(a, a_scale, b, b_scale, schedule, out, (schedule, out_ptr), M, N, K, B)
+    if B.along == "":
+        _multiply(a, a_scale, b, b_scale, bias_ptr, out, (), M, N, K, B)
+    else:
+        _multiply(a, a_scale, b, b_scale, schedule, out, (schedule, out_ptr), M, N, K, B)

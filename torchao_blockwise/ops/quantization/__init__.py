@@ -1,182 +1,236 @@
-"""Quantize: one read of a high-precision tensor to its rowwise and columnwise copies; see ops/casting.py."""
+"""Quantize a tensor block by block: one operation with options.
+
+    x ── one read ──▶ rowwise copy and columnwise copy                    FP8, and NVFP4 with one amax
+
+    x ── amax of x, and of its transform, in one read ──▶ two tensor scales
+      ── a launch ──▶ rowwise copy        of x,            rounded by the bits of its stream
+      ── a launch ──▶ columnwise copy     of the transform, rounded by those of the next one
+
+Copies that are transformed or rounded stochastically are made one by one, because each has its tensor scale and its
+random bits.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
 
 import torch
 
 from torchao_blockwise.formats import (
-    FP8_1X128,
-    FP8_128X128,
+    HIGH_PRECISION_DTYPES,
     NVFP4_1X16,
-    NVFP4_16X16,
     BlockFormat,
     CastOptions,
     Copies,
+    Draws,
     Groups,
+    Operand,
     Place,
-    global_scale_of,
+    StochasticRounding,
+    get_format,
+    hadamard_number,
+    key_of,
 )
-from torchao_blockwise.ops.backend import Backend, Implementation, kernels, why_no_encoders
-from torchao_blockwise.ops.groups.ends import check_group_ends
-from torchao_blockwise.ops.groups.quantization.reference import amax_bits as amax_bits_by_reference
-from torchao_blockwise.ops.groups.tables.layout import check_groups
-from torchao_blockwise.ops.operands import new_copies, why_no_tiles
-from torchao_blockwise.ops.padding import padded_size
-from torchao_blockwise.ops.randomization.reference import quantize as quantize_by_reference
-from torchao_blockwise.ops.registry import OPTIONS, PLACE, Operation, groups
-from torchao_blockwise.ops.sharding import Rules, Spec, shards_on_blocks
-
-if TYPE_CHECKING:
-    from torch.distributed.tensor import Placement
-
-_KERNEL_FORMATS = {fmt.name for fmt in (FP8_1X128, FP8_128X128, NVFP4_1X16, NVFP4_16X16)}
+from torchao_blockwise.ops.backend import Backend, get_backend
+from torchao_blockwise.ops.groups.ends import check_row_blocks
+from torchao_blockwise.ops.operands import check_dtype, check_options, copies_of
+from torchao_blockwise.ops.quantization.operations import (
+    global_scale_op,
+    hadamard_amax_bits_op,
+    quantize_both_op,
+    quantize_op,
+    take_key_op,
+    tensor_amax_bits_op,
+)
 
 
-# --- copies -----------------------------------------------------------------------------------------------------------
+def quantize(
+    x: torch.Tensor,
+    fmt: BlockFormat | str,
+    *,
+    rowwise: bool = True,
+    columnwise: bool = False,
+    power_of_2_scales: bool = False,
+    hadamard: bool | Sequence[int] = False,
+    stochastic: StochasticRounding | None = None,
+    scale_per_group: bool = False,
+    tensor_amax: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None,
+    padded: bool = False,
+    groups: Groups | torch.Tensor | None = None,
+    backend: Backend | str | None = None,
+) -> Copies:
+    """Quantize `x` block by block: scale = max(amax, fmt.min_amax) / fmt.element.max, qdata = rne(x / scale).
+
+    x: [.., M, K] bf16 | f16 | f32, any strides; leading dims are independent matrices.
+    rowwise: blocks along K: qdata [.., M, K], scale, global_scale; FP8_1X128 scales are [.., ⌈K/128⌉, M], all others
+        [.., M blocks, K blocks]. 4-bit payload is packed two a byte: [.., M, ⌈K/2⌉] uint8.
+    columnwise: `x` with its last two dims swapped, quantized rowwise, contiguous: qdata [.., K, M]. For square blocks
+        that is the exact transpose of the rowwise result.
+    power_of_2_scales: FP8 only; rounds the encode factor down to a power of two.
+    hadamard: NVFP4_1X16 only; the columnwise copy is that of the random Hadamard transform along M, in chunks of 16
+        rows, the last one filled with zeros: qdata [K, ⌈M/16⌉ · 16 / 2], with a tensor scale of its own. True for
+        `formats.DEFAULT_SIGNS`, or 16 signs. A product of two such copies is that of the tensors themselves.
+    stochastic: NVFP4_1X16 only; round up or down by random bits, to the neighbor that is nearer the more often; see
+        `StochasticRounding`. Both are for x [M, K].
+    scale_per_group: NVFP4 only; each matrix [M, K] of `x`, or each group, has its own tensor scale: global_scale f32
+        [..] or [E], 1 for an empty group.
+    tensor_amax: NVFP4 only; the amax to derive the tensor scale from, where `x` is a part of the tensor. f32 scalar;
+        with `scale_per_group` f32 [..] or [E]; with `hadamard` two, that of the tensor and that of its transform.
+    padded: the columnwise copy is that of `x` with zero rows behind, up to a multiple of 32: for products of two such
+        copies, to which they add nothing. Without it, M that is no such multiple costs a copy.
+    groups: of tokens x [M, K] in formats of one-row blocks: a result of `make_groups` for M and `fmt`, or the ends
+        alone, int32 [E], cumulative, on x's device: group g is rows [ends[g-1], ends[g]). No block along the tokens
+        reaches from one group into the next, and each group has the bits that it has by itself. The columnwise copy
+        pads each group with zero rows to whole blocks of B: qdata [K, P], P = padded_tokens(M, E, B), scales FP8
+        [P/B, K], NVFP4 [K, P/B]. Rows after the last group count as zeros, whatever they hold, NaN as well. Shapes and
+        launches follow from M and E, so the host reads nothing back. A CPU's ends are checked; a GPU takes end g for
+        the largest of ends 0 to g, each clamped to [0, M].
+    backend: AUTO (default), or one by name.
+    Returns `Copies(rowwise, columnwise)` of operands, None for what is not asked for, from one read of `x`; from one
+    each with `hadamard` or `stochastic`.
+    A zero block decodes to zeros. A block with NaN decodes to NaN, one with Inf to no finite number; in NVFP4 either
+    makes the whole tensor NaN. Bits do not depend on the backend. Not differentiable.
+
+    Raises TypeError for a dtype, ValueError for a shape, format, option or backend that does not exist.
+    Source: DeepSeek-V3 report (arXiv 2412.19437) §3.3; NVFP4 pretraining (arXiv 2509.25149).
+    """
+    number = hadamard_number(hadamard)
+    options = CastOptions(get_format(fmt), rowwise, columnwise, power_of_2_scales, padded, number, scale_per_group)
+    groups = Groups(groups) if isinstance(groups, torch.Tensor) else groups
+    return quantize_by(x, options, groups, tensor_amax=tensor_amax, draws=stochastic, backend=backend)
 
 
-def _why_no_kernels(x: torch.Tensor, amax_bits: object, options: CastOptions, *_: object) -> str | None:
-    if options.fmt.name not in _KERNEL_FORMATS:
-        return f"{options.fmt.name} has no kernel yet"
-    return why_no_encoders(x)
-
-
-def _check_groups(x: torch.Tensor, amax_bits: object, options: CastOptions, groups: Groups | None, *_: object) -> None:
+def quantize_by(
+    x: torch.Tensor,
+    options: CastOptions,
+    groups: Groups | None = None,
+    *,
+    tensor_amax: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None,
+    draws: Draws | StochasticRounding | None = None,
+    backend: Backend | str | None = None,
+) -> Copies:
+    """`quantize` of `x` by options that travel whole."""
+    fmt = options.fmt
+    if x.dtype not in HIGH_PRECISION_DTYPES:
+        check_dtype("quantize", x)
+    check_options("quantize", options)
+    if isinstance(draws, StochasticRounding):
+        draws = _draws_of(options, draws, x.device)
+    one_by_one = bool(options.hadamard) or draws is not None
     if groups is not None:
-        check_groups("grouped_quantize", groups, x.shape[0], x.device, options.fmt.block[1])
+        check_row_blocks("quantize", fmt)
+        if not options.padded:
+            # Each group is padded anyway.
+            options = options._replace(padded=True)
+    if (one_by_one or groups is not None) and x.dim() != 2:
+        raise ValueError(f"quantize: x must be [M, K], got shape {list(x.shape)}; flatten its leading dims")
+    if x.dim() < 2:
+        raise ValueError(f"quantize: x must have at least 2 dims [.., M, K], got shape {list(x.shape)}; reshape it")
+    if tensor_amax is not None:
+        _check_amax(x, options, groups, tensor_amax)
+    if type(backend) is not Backend:
+        backend = get_backend(backend)
+    if x.requires_grad and torch.is_grad_enabled():
+        # Operations lie below autograd.
+        x = x.detach()
+    cast = quantize_both_op if options.rowwise and options.columnwise else quantize_op
+    if not fmt.has_global_scale:
+        return copies_of(cast(x, None, options, groups, None, _ALL, backend), options)
+    # Amaxes and scales of the oracle are its own. Of the other backends not all have kernels for these.
+    scaled_by = Backend.REFERENCE if backend is Backend.REFERENCE else Backend.AUTO
+    amaxes = _amax_bits(x, options, groups, tensor_amax, scaled_by)
+    if not one_by_one:
+        scale = global_scale_op(amaxes[0], scaled_by)
+        return copies_of(cast(x, amaxes[0], options, groups, None, _ALL, backend), options, scale)
+    copies: list[Operand | None] = [None, None]
+    key, *places = (None, _ALL, _ALL) if draws is None else draws
+    for columnwise in (0, 1):
+        if not (options.columnwise if columnwise else options.rowwise):
+            continue
+        # Not by `_replace`: compilers of PyTorch 2.11 cannot return what it makes.
+        one = CastOptions(
+            fmt,
+            not columnwise,
+            bool(columnwise),
+            padded=options.padded,
+            hadamard=options.hadamard * columnwise,
+            scale_per_group=options.scale_per_group,
+        )
+        tensors = quantize_op(x, amaxes[columnwise], one, groups, key, places[columnwise], backend)
+        scale = global_scale_op(amaxes[columnwise], scaled_by)
+        copies[columnwise] = copies_of(tensors, one, scale)[columnwise]
+    return Copies(*copies)
 
 
-def _fake(x: torch.Tensor, amax_bits: object, options: CastOptions, groups: Groups | None, *_: object) -> Copies:
-    return new_copies(x, x.shape, options, groups)
+# All blocks, of which none is rounded by random bits.
+_ALL = Place()
 
 
-def _copy_placements(x: Spec, fmt: BlockFormat, columnwise: bool, dim: int) -> list[Placement]:
-    """Placements of (qdata, scale) where `x` is sharded on `dim`."""
-    from torch.distributed.tensor import Shard
+def _draws_of(options: CastOptions, rounding: StochasticRounding, device: torch.device) -> Draws:
+    """What operations on `device` carry of a rounding; raises ValueError unless these copies can be rounded so."""
+    if options.fmt is not NVFP4_1X16:
+        raise ValueError(f"quantize: stochastic is for {NVFP4_1X16.name}, got {options.fmt.name}; leave it out")
+    is_part = rounding.start != (0, 0) or rounding.grid is not None
+    if is_part and options.rowwise and options.columnwise:
+        raise ValueError(
+            "quantize: start and grid of stochastic are those of one copy's blocks, and both are asked for; "
+            "ask for one after the other, the columnwise one with stream + 1"
+        )
+    place = Place(0, *rounding.start, -1 if rounding.grid is None else rounding.grid)
+    return Draws(key_of(rounding, device), place, place._replace(operand=1))
 
-    ndim = len(x.shape)
-    last, row = ndim - 1, ndim - 2
-    if columnwise and dim >= row:
-        dim = last if dim == row else row
-    scale_dim = dim
-    if fmt.transposed_scales and dim >= row:
-        scale_dim = last if dim == row else row
-    return [Shard(dim), Shard(scale_dim)]
 
-
-def _sharding(
-    x: Spec,
-    amax_bits: Spec | None,
+def _check_amax(
+    x: torch.Tensor,
     options: CastOptions,
     groups: Groups | None,
-    key: Spec | None,
-    place: Place,
-) -> Rules:
-    """x replicated, or sharded on a dim whose shards end on block borders; without an amax NVFP4 needs all of x."""
-    from torch.distributed.tensor import Replicate, Shard
-
-    def rule(outputs: list[Placement], of_x: Placement, of_amax: Placement) -> tuple[list[Any], list[Any]]:
-        of_groups = [None, None] if groups is None else [t if t is None else Replicate() for t in groups]
-        of_key = None if key is None else Replicate()
-        return outputs, [of_x, None if amax_bits is None else of_amax, *of_groups, of_key]
-
-    copies = [columnwise for columnwise, asked in ((False, options.rowwise), (True, options.columnwise)) if asked]
-    replicated: list[Placement] = [Replicate()]
-    rules: Rules = [rule(replicated * 2 * len(copies), Replicate(), Replicate())]
-    if options.hadamard or groups is not None or key is not None:
-        return rules
-    for dim in range(len(x.shape)):
-        # A shard that is padded by itself is another one than in the whole.
-        whole = not options.padded or dim != len(x.shape) - 2 or x.shape[dim] % (padded_size(1) * x.mesh.size()) == 0
-        if whole and all(shards_on_blocks(x, dim, options.fmt, columnwise) for columnwise in copies):
-            outputs = [p for columnwise in copies for p in _copy_placements(x, options.fmt, columnwise, dim)]
-            is_of_matrices = options.scale_per_group and dim < len(x.shape) - 2
-            rules.append(rule(outputs, Shard(dim), Shard(dim) if is_of_matrices else Replicate()))
-    return rules
+    tensor_amax: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+) -> None:
+    """Raise ValueError unless copies by these options are scaled by these amaxes."""
+    if not options.fmt.has_global_scale:
+        raise ValueError(f"quantize: {options.fmt.name} has no tensor scale; leave tensor_amax out")
+    if isinstance(tensor_amax, tuple) != bool(options.hadamard):
+        raise ValueError(
+            "quantize: tensor_amax must be two, of the tensor and of its transform, with hadamard, and one without it"
+        )
+    of_scales: list[int] = []
+    if options.scale_per_group:
+        of_scales = list(x.shape[:-2] if groups is None else groups.ends.shape)
+    for amax in tensor_amax if isinstance(tensor_amax, tuple) else (tensor_amax,):
+        if amax.dtype != torch.float32 or list(amax.shape) != of_scales:
+            wanted = f"{of_scales} float32, one for each group" if of_scales else "a float32 scalar"
+            raise ValueError(f"quantize: tensor_amax must be {wanted}, got {amax.dtype} of shape {list(amax.shape)}")
 
 
-_TABLE = [
-    kernels(
-        Backend.GLUON,
-        f"{__name__}.kernels_gluon:quantize",
-        lambda x, amax_bits, options, *_: why_no_tiles(options, x),
-    ),
-    kernels(Backend.TRITON, "torchao_blockwise.ops.randomization.kernels_triton:quantize", _why_no_kernels),
-    Implementation(Backend.REFERENCE, quantize_by_reference),
-]
-
-# x [.., M, K] -> (qdata, scale) of each copy that is asked for. amax_bits: of the tensor, of each group or matrix; None
-# in formats without tensor scales. key: of random bits, None for round to nearest. A key and a transform are for one
-# copy of x [M, K].
-# Two operations, because DTensor rules cannot place the tensors of a list one by one; they share their table.
-quantize_op, quantize_both_op = (
-    Operation(
-        f"{name}(Tensor x, Tensor? amax_bits, {OPTIONS}, {groups('Tensor?')}, Tensor? key, {PLACE}, str backend)"
-        f" -> {returns}",
-        takes=(None, None, CastOptions, Groups, None, Place),
-        table=_TABLE,
-        fake=_fake,
-        check=_check_groups,
-        sharding=_sharding,
-        called="quantize",
-    )
-    for name, returns in (("quantize", "(Tensor, Tensor)"), ("quantize_both", "(Tensor, Tensor, Tensor, Tensor)"))
-)
-
-# --- amaxes and tensor scales -----------------------------------------------------------------------------------------
+def _amax_bits(
+    x: torch.Tensor,
+    options: CastOptions,
+    groups: Groups | None,
+    tensor_amax: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None,
+    backend: Backend,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Bits of the amaxes that the rowwise and the columnwise copy of `x` are scaled by: the first twice, or two."""
+    if isinstance(tensor_amax, tuple):
+        return tensor_amax[0].view(torch.int32), tensor_amax[1].view(torch.int32)
+    if tensor_amax is not None:
+        bits = tensor_amax.view(torch.int32)
+    elif options.hadamard:
+        return hadamard_amax_bits_op(x, options.hadamard, groups, options.scale_per_group, backend)
+    else:
+        each = options.scale_per_group and (groups is not None or x.dim() > 2)
+        bits = tensor_amax_bits_op(x, None if groups is None else groups.ends, each, backend)
+    return bits, bits
 
 
-def _check_ends(x: torch.Tensor, ends: torch.Tensor | None, each: bool) -> None:
-    if ends is not None:
-        check_group_ends("grouped_quantize", ends, x.shape[0], x.device)
+def draws_for(
+    key: torch.Tensor | None, gradient: torch.Tensor, places: tuple[Place, Place] | None = None
+) -> Draws | None:
+    """Random bits for both copies of a `gradient`, by a key (seed, stream, use, first expert), whose `use` advances.
 
-
-def _amax_fake(x: torch.Tensor, ends: torch.Tensor | None, each: bool) -> torch.Tensor:
-    shape = () if not each else x.shape[:-2] if ends is None else ends.shape
-    return x.new_empty(shape, dtype=torch.int32)
-
-
-def _amax_sharding(x: Spec, ends: Spec | None, each: bool) -> Rules:
-    from torch.distributed.tensor import Partial, Replicate, Shard
-
-    rules: Rules = [([Replicate()], [Replicate(), None if ends is None else Replicate()])]
-    if ends is None:
-        matrices = len(x.shape) - 2 if each else 0
-        rules += [
-            ([Shard(dim) if dim < matrices else Partial("max")], [Shard(dim), None]) for dim in range(len(x.shape))
-        ]
-    return rules
-
-
-# The amax of x, or of its rows in groups; each: of every group, or of every matrix of x [.., M, K]. Bits, because a MAX
-# over ranks loses a NaN among floats; as integers magnitudes keep their order, NaN above all.
-tensor_amax_bits_op = Operation(
-    "tensor_amax_bits(Tensor x, Tensor? group_ends, bool each, str backend) -> Tensor",
-    table=[
-        kernels(Backend.TRITON, f"{__name__}.kernels_amax:tensor_amax_bits"),
-        Implementation(Backend.REFERENCE, amax_bits_by_reference),
-    ],
-    fake=_amax_fake,
-    check=_check_ends,
-    sharding=_amax_sharding,
-)
-
-
-def _scale_sharding(amax_bits: Spec) -> Rules:
-    from torch.distributed.tensor import Replicate, Shard
-
-    placements: list[Placement] = [Replicate(), *map(Shard, range(len(amax_bits.shape)))]
-    return [([placement], [placement]) for placement in placements]
-
-
-global_scale_op = Operation(
-    "global_scale(Tensor amax_bits, str backend) -> Tensor",
-    table=[
-        kernels(Backend.TRITON, f"{__name__}.kernels_amax:global_scale"),
-        Implementation(Backend.REFERENCE, lambda amax_bits: global_scale_of(amax_bits.view(torch.float32))),
-    ],
-    fake=lambda amax_bits: amax_bits.new_empty(amax_bits.shape, dtype=torch.float32),
-    sharding=_scale_sharding,
-)
+    key: int64 [4] on the gradient's device; None for no random bits, which are None then.
+    places: of the rowwise and the columnwise copy in those of the whole; None for all of them.
+    """
+    if key is None:
+        return None
+    taken = take_key_op(key, gradient)
+    return Draws(taken) if places is None else Draws(taken, *places)

@@ -1,4 +1,4 @@
-"""Columnwise NVFP4 copies in Triton: plain, of the random Hadamard transform, and rounded stochastically.
+"""Columnwise NVFP4 copies in Triton: plain, of the random Hadamard transform, and rounded stochastically; and amaxes.
 
     x  [M, K] ── 16 tokens as 16 tiles [chunks, columns] ──▶ (butterflies) ──▶ amax, codes of a block in one thread
 
@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from torchao_blockwise.formats import CastOptions, Operand, Place
+from torchao_blockwise.formats import NVFP4_1X16, CastOptions, Groups, Operand, Place
 from torchao_blockwise.ops.device.elements import (
     encode_e2m1,
     encode_e2m1_stochastically,
@@ -21,17 +21,18 @@ from torchao_blockwise.ops.device.elements import (
     round_both,
     to_f32,
 )
-from torchao_blockwise.ops.device.group_blocks import load_block
-from torchao_blockwise.ops.device.groups import groups_of
-from torchao_blockwise.ops.device.random_bits import block_words, load_key
+from torchao_blockwise.ops.device.groups import groups_of, load_block
 from torchao_blockwise.ops.device.scales import nvfp4_scales
+from torchao_blockwise.ops.device.tiles import matrices_of
+from torchao_blockwise.ops.groups.tables.kernels_triton import block_table
 from torchao_blockwise.ops.launch import ceil_div, launch
 from torchao_blockwise.ops.quantization.kernels_amax import amaxes_of_each
 
 _BLOCK = tl.constexpr(16)
 _BITS = tl.constexpr(8)
-# (chunks, columns, warps) of a tile.
-TILE = (4, 128, 4)
+_WORD = tl.constexpr(0xFFFFFFFF)
+# (chunks, columns, warps) of a tile, and how many programs compute the amaxes.
+_TILE, _AMAX_PROGRAMS = (4, 128, 4), 528
 # Counts for masks and numbers of blocks: their divisibility says nothing of memory.
 ANY = ("M", "groups", "row", "column", "grid")
 
@@ -93,6 +94,67 @@ def locate_chunks(blocks_ptr, chunks, M):
     else:
         firsts, ends, _ = load_block(blocks_ptr, chunks)
         return firsts, ends
+
+
+@triton.jit(do_not_specialize=["M", "chunks", "groups"])
+def _amaxes_kernel(
+    x_ptr,  # [M, K]
+    plain_ptr,  # int32, bits of an fp32, zero before; PER_GROUP [groups]
+    transformed_ptr,
+    blocks_ptr,  # None, or where tokens lie in groups their table
+    ends_ptr,  # int32 [groups], PER_GROUP; else None
+    M,
+    K,
+    chunks,  # of all tokens, each group padded to whole ones
+    groups,
+    stride_xm,
+    stride_xk,
+    HADAMARD: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    PER_GROUP: tl.constexpr,
+    E_PAD: tl.constexpr,
+):
+    tiles_k = tl.cdiv(K, COLUMNS)
+    plain = tl.zeros((CHUNKS, COLUMNS), tl.int32)
+    transformed = tl.zeros((CHUNKS, COLUMNS), tl.int32)
+    for tile in range(tl.program_id(0), tl.cdiv(chunks, CHUNKS) * tiles_k, tl.num_programs(0)):
+        offs_c = (tile // tiles_k) * CHUNKS + tl.arange(0, CHUNKS)
+        offs_k = (tile % tiles_k) * COLUMNS + tl.arange(0, COLUMNS)
+        # The entry of a chunk behind the last one may not be there.
+        firsts, ends = locate_chunks(blocks_ptr, tl.minimum(offs_c, chunks - 1), M)
+        tiles = load_chunks(x_ptr, firsts, ends, offs_k, K, stride_xm, stride_xk)
+        if PER_GROUP:
+            # A chunk lies in one group; those behind the last one have no tokens.
+            group, _ = groups_of(firsts, ends_ptr, M, groups, E_PAD)
+            lies_in_one = (firsts < ends) & (group < groups)
+            tl.atomic_max(plain_ptr + group, tl.max(largest_of(tiles), 1), mask=lies_in_one)
+            mixed = transform(tiles, x_ptr.dtype.element_ty, HADAMARD)
+            tl.atomic_max(transformed_ptr + group, tl.max(largest_of(mixed), 1), mask=lies_in_one)
+        else:
+            plain = tl.maximum(plain, largest_of(tiles))
+            transformed = tl.maximum(transformed, largest_of(transform(tiles, x_ptr.dtype.element_ty, HADAMARD)))
+    if not PER_GROUP:
+        tl.atomic_max(plain_ptr, tl.max(tl.max(plain, 1), 0))
+        tl.atomic_max(transformed_ptr, tl.max(tl.max(transformed, 1), 0))
+
+
+# Random bits: those of formats/random_bits.py, a call of Philox for each block of 16.
+
+
+@triton.jit
+def load_key(key_ptr, OPERAND: tl.constexpr):
+    """(seed, stream, use, number of the first expert) of a copy; stream and use as words."""
+    seed, stream, use = tl.load(key_ptr), tl.load(key_ptr + 1) + OPERAND, tl.load(key_ptr + 2)
+    return seed, (stream & _WORD).to(tl.uint32), (use & _WORD).to(tl.uint32), tl.load(key_ptr + 3).to(tl.int32)
+
+
+@triton.jit
+def block_words(block, seed, stream, use):
+    """The four words of random bits of blocks, int64 numbers: uint32 of their shape, byte i of all is element i's."""
+    low, high = (block & _WORD).to(tl.uint32), ((block >> 32) & _WORD).to(tl.uint32)
+    none = tl.zeros_like(low)
+    return tl.philox(seed, low, high, none + stream, none + use)
 
 
 @triton.jit(do_not_specialize=ANY)
@@ -180,33 +242,50 @@ def _columnwise_kernel(
     tl.store(st_ptr + offsets, tl.trans(scale), mask=mask)
 
 
-def columnwise_copy(
+def hadamard_amax_bits(
+    x: torch.Tensor, hadamard: int, groups: Groups | None, per_group: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Arguments and result as in the op."""
+    ends = groups.ends if per_group and groups is not None else None
+    shape, experts = ((), 1) if ends is None else (ends.shape, ends.shape[0])
+    # Each in memory of its own: compilers hold results of operations to the alignment that an allocation has.
+    plain, transformed = (torch.zeros(shape, dtype=torch.int32, device=x.device) for _ in range(2))
+    M, K = x.shape
+    if x.numel() > 0:
+        chunks, columns, warps = _TILE
+        blocks = None if groups is None else block_table(groups, M, NVFP4_1X16)
+        # The first entry of the table is of all tokens.
+        count = ceil_div(M, NVFP4_1X16.block[1]) if blocks is None else blocks.shape[0] - 1
+        grid = min(ceil_div(count, chunks) * ceil_div(K, columns), _AMAX_PROGRAMS)
+        launch(
+            _amaxes_kernel, grid, x, plain, transformed, blocks, ends, M, K, count, experts, *x.stride(),
+            HADAMARD=hadamard, CHUNKS=chunks, COLUMNS=columns, PER_GROUP=ends is not None,
+            E_PAD=triton.next_power_of_2(experts), num_warps=warps,
+        )  # fmt: skip
+    return plain, transformed
+
+
+def write_columnwise(
     x: torch.Tensor,
     amax: torch.Tensor,
     copy: Operand,
     options: CastOptions,
+    groups: Groups | None,
     blocks: torch.Tensor | None,
-    key: torch.Tensor | None = None,
-    ends: torch.Tensor | None = None,
-    place: Place | None = None,
+    key: torch.Tensor | None,
+    place: Place,
 ) -> None:
-    """Write the columnwise copy of `x` [.., M, K], not empty, which is padded; of tokens in groups it always is.
+    """Write the columnwise copy of `x` [.., M, K], not empty, which is padded; without a key rounded to nearest.
 
-    amax: f32 scalar, or of each matrix, or of each group. blocks: of tokens in groups their table; ends: of these
-        groups, where there is a key, or an amax of each.
-    options, key, place: as in `ops.randomization`; without a key round to nearest.
+    amax: f32 scalar, or of each matrix, or of each group. blocks: of tokens in groups, their table.
     """
-    fmt, (*batch, M, K) = copy.format, x.shape
-    x = x.flatten(0, -3) if batch else x
-    B, strides = (x.shape[0], x.stride()) if batch else (1, (0, *x.stride()))
-    operand, *where = Place() if place is None else place
-    count = 1 if ends is None else ends.shape[0]
-    width = copy.scale.shape[-1]
-    if amax.dim() and blocks is not None:
-        assert ends is not None
-        amax = amaxes_of_each(amax, ends, blocks, M, width)
-    ends = None if key is None else ends
-    chunks, columns, warps = TILE
+    fmt, (*_, M, K), width = copy.format, x.shape, copy.scale.shape[-1]
+    x, B, strides = matrices_of(x)
+    if amax.dim() and groups is not None:
+        amax = amaxes_of_each(amax, groups.ends, blocks, M, width)
+    operand, *where = place
+    ends, count = (None, 1) if groups is None or key is None else (groups.ends, groups.ends.shape[0])
+    chunks, columns, warps = _TILE
     launch(
         _columnwise_kernel, B * ceil_div(width, chunks) * ceil_div(K, columns),
         x, amax, (copy.qdata, torch.int64), (copy.scale, torch.uint8), blocks, ends, key,

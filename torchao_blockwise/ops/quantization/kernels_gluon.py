@@ -11,9 +11,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from torchao_blockwise.formats import FP8_1X128, CastOptions, Copies, Groups, Place
+from torchao_blockwise.formats import FP8_1X128, CastOptions, Copies, Groups
 from torchao_blockwise.ops.device.gluon_tiles import Tiling, barrier, copy_layout, make_copies, new_tile, store_copies
-from torchao_blockwise.ops.device.group_blocks import locate_rows
+from torchao_blockwise.ops.device.groups import locate_rows
 
 # (columns of a tile, warps) of both copies, 1.4 times as fast as two launches on an H200, and of the columnwise alone.
 BOTH = (FP8_1X128.block[1], 4)
@@ -65,20 +65,9 @@ def _quantize_kernel(
 
 
 def quantize(
-    x: torch.Tensor,
-    amax_bits: None,
-    options: CastOptions,
-    groups: Groups | None = None,
-    key: None = None,
-    place: Place | None = None,
-    *,
-    build: tuple[int, int] | None = None,
+    x: torch.Tensor, amax_bits: None, options: CastOptions, groups: Groups | None = None, *_: object
 ) -> Copies:
-    """Arguments and result as in the op, or in that of tokens in groups, within what `gluon_tiles.why_not` admits.
-
-    build: (columns of a tile, warps); with a rowwise copy tiles are blocks.
-    """
-    columns, warps = (BOTH if options.rowwise else COLUMNWISE) if build is None else build
-    return make_copies(
-        _quantize_kernel, (x,), x.shape, options, groups, Tiling(x.dtype, columns, warps, {"COLUMNS": columns})
-    )
+    """Arguments and result as in the op, or in that of tokens in groups, within what `gluon_tiles.why_not` admits."""
+    columns, warps = BOTH if options.rowwise else COLUMNWISE
+    tiling = Tiling(x.dtype, columns, warps, {"COLUMNS": columns})
+    return make_copies(_quantize_kernel, (x,), x.shape, options, groups, tiling)

@@ -9,7 +9,6 @@ from torchao_blockwise.ops.backend import Backend, Implementation, kernels
 from torchao_blockwise.ops.operands import check_operand
 from torchao_blockwise.ops.registry import Operation, operand
 from torchao_blockwise.ops.sharding import Rules, placements_of, shards_on_blocks
-from torchao_blockwise.ops.transposition import reference
 
 
 def transpose(x: Operand, *, columns: int | None = None, backend: Backend | str | None = None) -> Operand:
@@ -20,37 +19,36 @@ def transpose(x: Operand, *, columns: int | None = None, backend: Backend | str 
     Returns an operand of the same format, qdata [.., K, packed(M)], scale [.., K blocks, M blocks], same global scale.
     Raises TypeError if `x` is not a quantized operand, ValueError for blocks that are not square.
     """
-    columns = check_transposable("transpose", "x", x, columns)
-    qdata, scale = transpose_op(x, columns, backend)
-    return Operand(qdata, scale, x.global_scale, x.format_name)
-
-
-def check_transposable(op: str, name: str, x: Operand, columns: int | None) -> int:
-    """The number of columns that `x` holds; raises as `transpose` does."""
-    fmt = check_operand(op, name, x)
+    fmt = check_operand("transpose", "x", x)
     if not fmt.is_square:
         raise ValueError(
-            f"{op}: {name} in {fmt.name} has blocks of {fmt.block[0]}x{fmt.block[1]}, a transpose would need other "
+            f"transpose: x in {fmt.name} has blocks of {fmt.block[0]}x{fmt.block[1]}, a transpose would need other "
             "scales; quantize the high-precision tensor with columnwise=True"
         )
     columns = x.qdata.shape[-1] * fmt.element.per_byte if columns is None else columns
     if fmt.element.packed(columns) != x.qdata.shape[-1]:
-        raise ValueError(f"{op}: {name} with a payload of shape {list(x.qdata.shape)} does not hold columns={columns}")
-    return columns
+        raise ValueError(f"transpose: x with a payload of shape {list(x.qdata.shape)} does not hold columns={columns}")
+    qdata, scale = transpose_op(x, columns, backend)
+    return x._replace(qdata=qdata, scale=scale)
+
+
+def reference(x: Operand, columns: int) -> Operand:
+    """The transpose in eager torch, generic over `BlockFormat`."""
+    element = x.format.element
+    qdata = element.pack(element.unpack(x.qdata, columns).mT)
+    return x._replace(qdata=qdata, scale=x.scale.mT.clone(memory_format=torch.contiguous_format))
 
 
 def _sharding(x: Operand, columns: int) -> Rules:
     from torch.distributed.tensor import Replicate, Shard
 
-    replicated = placements_of(x, Replicate(), Replicate())
-    rules: Rules = [([Replicate(), Replicate()], replicated)]
+    rules: Rules = [([Replicate(), Replicate()], placements_of(x, Replicate(), Replicate()))]
     ndim = len(x.qdata.shape)
+    # `columns` counts the whole tensor, so its dim cannot be sharded.
     for dim in range(ndim - 1):
-        # `columns` counts the whole tensor, so only dims that leave it alone can be sharded.
         if shards_on_blocks(x.qdata, dim, x.format, columnwise=True):
-            out = dim if dim < ndim - 2 else ndim - 1
-            sharded = placements_of(x, Shard(dim), Shard(dim))
-            rules.append(([Shard(out), Shard(out)], sharded))
+            out = Shard(dim if dim < ndim - 2 else ndim - 1)
+            rules.append(([out, out], placements_of(x, Shard(dim), Shard(dim))))
     return rules
 
 
@@ -65,7 +63,7 @@ transpose_op = Operation(
     takes=(Operand, None),
     table=[
         kernels(Backend.TRITON, f"{__name__}.kernels_triton:transpose"),
-        Implementation(Backend.REFERENCE, reference.transpose),
+        Implementation(Backend.REFERENCE, reference),
     ],
     fake=_fake,
     sharding=_sharding,

@@ -19,7 +19,7 @@ many entries follow. There a group's first tile begins up to 3 tokens before the
 tokens' scales, f32, from multiples of 16 bytes on only (others are an illegal instruction on an H200). The tokens of no
 group are one group behind the last, -1.
 
-Blocks (ops/device/group_blocks.py) lead what quantizes: each group starts one.
+Blocks (ops/device/groups.py) lead what quantizes: each group starts one.
 
 Without tables, each producer and consumer of a product would read all ends and sum them up for each tile. All depend
 only on the ends and on the number of tokens, so layers make them once, and save them for backward. They are no cache,
@@ -45,7 +45,7 @@ def make_groups(
     """Groups of `tokens` tokens, with tables of where they lie, made once for all operations on them.
 
     Given only the ends, each of these operations makes what it needs of them itself, in another launch.
-    ends: int32 [E], cumulative, on the tokens' device, as in `grouped_quantize`.
+    ends: int32 [E], cumulative, on the tokens' device, as in `quantize`.
     fmt: what the tokens are quantized to, of one-row blocks, fp8_1x128 | nvfp4_1x16.
     Tables are int32 [entries, 4] on that device, which only kernels read; how many entries there are depends on
     `tokens` and E. They belong to these values of the ends: make them again where those change.

@@ -1,0 +1,336 @@
+"""What the files of each format hold: the bytes that products read, and what config.json says of them."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from exported_models import (
+    FORMATS,
+    MODELS,
+    SMALL,
+    assert_same_tensors,
+    decoded,
+    digest,
+    export,
+    filled,
+    language_model,
+    logits,
+    masters_or_not,
+    operand_of,
+    tensors_in,
+    tiny_mixture,
+)
+from helpers import FP8, FP8_POW2, NVFP4, mlp, replace
+from operands_read import OperandsRead, assert_files_hold
+from torch import nn
+from torchao.quantization import quantize_
+
+from torchao_blockwise import (
+    MasterWeightTensor,
+    NVFP4Tensor,
+    checkpoint,
+    experts,
+    is_linear,
+    linears_and_experts,
+    ops,
+    skip_fqns,
+    skip_lm_head,
+)
+from torchao_blockwise.checkpoint.fused_layers import fused_layers
+from torchao_blockwise.distributed import MasterWeightOptimizer
+from torchao_blockwise.formats import NVFP4_16X16
+from torchao_blockwise.nn import SwiGLUExperts
+from torchao_blockwise.testing import assert_bitwise_equal
+
+pytestmark = pytest.mark.usefixtures("no_interpreter")
+# Ragged blocks; NVFP4 wants columns of whole ones.
+FEATURES = (208, 304, 130)
+
+
+def rows_of(scale: torch.Tensor, qdata: torch.Tensor) -> torch.Tensor:
+    return scale.view(torch.uint8).repeat_interleave(16, 0)[: len(qdata)].view(scale.dtype)
+
+
+def exponents_of(scale: torch.Tensor) -> torch.Tensor:
+    exponents = scale.log2()
+    assert torch.equal(exponents, exponents.round())
+    return (exponents + 127).to(torch.uint8).view(torch.float8_e8m0fnu)
+
+
+# {format: the tensors of a weight, of its payload, scale and tensor scale}
+HELD = {
+    "fp8_block": lambda q, s, g: {"weight": q, "weight_scale_inv": s},
+    "fp8_block_ue8m0": lambda q, s, g: {"weight": q, "scale": exponents_of(s)},
+    "nvfp4_compressed_tensors": lambda q, s, g: {
+        "weight_packed": q, "weight_scale": rows_of(s, q), "weight_global_scale": g.reciprocal().reshape(1)
+    },
+    "nvfp4_modelopt": lambda q, s, g: {"weight": q, "weight_scale": rows_of(s, q), "weight_scale_2": g.reshape(())},
+}  # fmt: skip
+
+
+@masters_or_not
+@pytest.mark.parametrize(("format", "config"), (*FORMATS.items(), ("fp8_block", FP8_POW2)))
+def test_files_have_the_bytes_of_the_weights(format, config, masters, tmp_path):
+    model = mlp(replace(config, master_weights=masters), features=FEATURES)
+    weights = checkpoint.quantized_weights(model, format)
+    expected = {}
+    for i in (0, 2):
+        held = HELD[format](*operand_of(model[i].weight).tensors)
+        expected |= {f"{i}.{name}": x for name, x in held.items()} | {f"{i}.bias": model[i].bias.detach()}
+    assert_same_tensors(export(model, tmp_path / "out", format), expected)
+    assert weights.metadata() == {name: (x.dtype, tuple(x.shape)) for name, x in weights}
+    assert_same_tensors(dict(weights), expected)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_of_transformers(name, tmp_path):
+    """Names are those of save_pretrained; each weight decodes to what the model trains with."""
+    checkpoint.export(language_model(name), tmp_path / "out", shard_bytes=200_000)
+    language_model(name, None).save_pretrained(tmp_path / "plain")
+    found, expected = tensors_in(tmp_path / "out"), tensors_in(tmp_path / "plain")
+    assert {n for n in found if not n.endswith("_scale_inv")} == expected.keys()
+    quantized = [n for n in expected if f"{n}_scale_inv" in found]
+    plain = ("norm", "embed", "lm_head", "gate.weight")
+    assert quantized and not any(part in n for n in quantized for part in plain if not n.endswith("_proj.weight"))
+    for n in quantized:
+        error = (decoded(found, n) - expected[n].float()).norm() / expected[n].float().norm()
+        assert found[n].dtype == torch.float8_e4m3fn and error < 0.04, (n, error)
+    settings = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert settings["quant_method"] == "fp8" and settings["weight_block_size"] == [128, 128]
+    assert "lm_head" in settings["modules_to_not_convert"]
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    assert index["weight_map"].keys() == found.keys()
+    assert index["metadata"]["total_size"] == sum(x.nbytes for x in found.values())
+    assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".")] == []
+
+
+def test_settings_of_model_optimizer(tmp_path):
+    export(language_model("Llama", NVFP4), tmp_path / "out", "nvfp4_modelopt")
+    settings = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    other = json.loads((tmp_path / "out" / "hf_quant_config.json").read_text())["quantization"]
+    assert settings["quant_method"] == "modelopt"
+    assert settings["quant_algo"] == other["quant_algo"] == "W4A16_NVFP4"
+    assert settings["ignore"] == other["exclude_modules"] == ["lm_head", "model.embed_tokens"]
+    assert other["group_size"] == 16 and other["kv_cache_quant_algo"] is None
+
+
+@masters_or_not
+@pytest.mark.parametrize("kind", ("all", "some", "none"))
+def test_files_in_fp32_say_that_scales_are_powers_of_two(kind, masters, tmp_path):
+    """Where all are. They are loaded and exported to the same bytes."""
+    of_others = replace(FP8_POW2 if kind == "all" else FP8, master_weights=masters)
+
+    def made():
+        model = language_model("Llama", None)
+        if kind == "some":
+            quantize_(model, replace(FP8_POW2, master_weights=masters), filter_fn=skip_fqns("*.mlp.*") & skip_lm_head())
+        others = is_linear() & (lambda m, fqn: ".mlp." in fqn) if kind == "some" else skip_lm_head()
+        quantize_(model, of_others, filter_fn=others)
+        return model
+
+    export(made(), tmp_path / "out")
+    settings = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert settings.get("scale_fmt") == ("ue8m0" if kind == "all" else None)
+    again = filled(made())
+    checkpoint.load(again, tmp_path / "out")
+    export(again, tmp_path / "again")
+    for file in (tmp_path / "out").iterdir():
+        assert file.read_bytes() == (tmp_path / "again" / file.name).read_bytes(), file.name
+
+
+# --- weights that are quantized again for the files -------------------------------------------------------------------
+
+
+def test_a_cut_block_is_quantized_again(tmp_path):
+    """gate and up of experts of 192 rows share the block of rows 128 to 255."""
+    model = language_model("Qwen3Moe", moe_intermediate_size=192)
+    with pytest.warns(UserWarning, match=r"6 weights begin inside of a block .* quantized again: .*up_proj"):
+        checkpoint.export(model, tmp_path / "out")
+    found, up = tensors_in(tmp_path / "out"), "model.layers.0.mlp.experts.1.up_proj.weight"
+    expected = model.model.layers[0].mlp.experts.gate_up_proj.hp[1, 192:]
+    assert found[f"{up}_scale_inv"].shape == (2, 2)
+    assert (decoded(found, up) - expected).norm() < 0.04 * expected.norm()
+
+
+@masters_or_not
+@pytest.mark.parametrize("name", ("Llama", "Qwen3Moe", "DeepseekV3"))
+def test_layers_that_engines_join_have_one_tensor_scale(name, masters, tmp_path):
+    """That of the largest amax; the payload is what quantizing with it gives: masters, or what Parameters decode to."""
+    model = language_model(name, replace(NVFP4, master_weights=masters))
+    with pytest.warns(UserWarning, match="fused by engines with others of another .* quantized again: ") as warned:
+        checkpoint.export(model, tmp_path / "out", "nvfp4_compressed_tensors")
+    found = tensors_in(tmp_path / "out")
+    (message,) = (str(w.message) for w in warned if "quantized again" in str(w.message))
+    kind = MasterWeightTensor if masters else NVFP4Tensor
+    weights = {n: p for n, p in model.named_parameters() if isinstance(p, kind)}
+    own = {n: p.hp.detach().abs().amax() if masters else p.global_scale * 2688 for n, p in weights.items()}
+    fused, amaxes = fused_layers(own), {}
+    for n, amax in own.items():
+        amaxes[fused[n]] = torch.maximum(amaxes.get(fused[n], torch.zeros(())), amax)
+    assert len(amaxes) < len(weights)
+    # Experts of one Parameter aside.
+    checked = [n for n in weights if f"{n}_packed" in found]
+    for n in checked:
+        amax, p = amaxes[fused[n]], weights[n]
+        wanted = p.operand() if not masters and amax == own[n] else None
+        if wanted is None:
+            values = p.hp.detach() if masters else p.dequantize()
+            wanted = ops.quantize(values, NVFP4_16X16, tensor_amax=amax).rowwise
+        assert digest(found[f"{n}_packed"]) == digest(wanted.qdata)
+        assert_bitwise_equal(found[f"{n}_global_scale"], wanted.global_scale.reciprocal().reshape(1))
+        assert amax == own[n] or re.sub(r"\.\d+\b", ".*", n) in message
+    assert checked
+    scales: dict[str, torch.Tensor] = {}
+    for n, group in fused_layers(n.removesuffix("_global_scale") for n in found if n.endswith("_global_scale")).items():
+        assert_bitwise_equal(found[f"{n}_global_scale"], scales.setdefault(group, found[f"{n}_global_scale"]), n)
+    settings = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert settings["format"] == "nvfp4-pack-quantized" and "lm_head" in settings["ignore"]
+    # Model Optimizer's files hold the same under other names, and the reciprocal of the tensor scale.
+    other = export(model, tmp_path / "other", "nvfp4_modelopt")
+    for n in [n for n in other if n.endswith("_scale_2")]:
+        factor = other.pop(n).reciprocal().reshape(1)
+        assert_bitwise_equal(factor, found.pop(n.replace("_scale_2", "_global_scale")))
+    assert_same_tensors(other, {n.removesuffix("_packed"): x for n, x in found.items()})
+
+
+def test_equal_tensor_scales_are_left_alone(tmp_path, recwarn):
+    """Where training gave joined layers one tensor scale, the bytes that trained go out."""
+    model = language_model("Llama", None)
+    for layer in model.model.layers:
+        for joined in (layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj, *layer.mlp.children()):
+            if isinstance(joined, nn.Linear):
+                joined.weight.data[0, 0] = 1.0
+    quantize_(model, NVFP4, filter_fn=linears_and_experts() & skip_lm_head())
+    checkpoint.export(model, tmp_path / "out", "nvfp4_compressed_tensors")
+    assert not [w for w in recwarn if "quantized again" in str(w.message)]
+    weight, name = model.model.layers[0].self_attn.k_proj.weight.quantized(), "model.layers.0.self_attn.k_proj.weight"
+    assert digest(tensors_in(tmp_path / "out")[f"{name}_packed"]) == digest(weight.qdata)
+
+
+def test_an_embedding_is_written_in_high_precision(tmp_path):
+    """A head that shares it has been converted: engines would take its codes for values."""
+    transformers = pytest.importorskip("transformers", "5.0")
+
+    def made():
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL, tie_word_embeddings=True))
+        quantize_(model, FP8, filter_fn=linears_and_experts())
+        return model
+
+    model, name = made(), "model.embed_tokens.weight"
+    with pytest.warns(UserWarning, match=r"embed_tokens\.weight is an embedding's as well"):
+        checkpoint.export(model, tmp_path / "out")
+    found = tensors_in(tmp_path / "out")
+    assert_bitwise_equal(found[name], model.get_parameter(name).hp.detach())
+    assert f"{name}_scale_inv" not in found and found["model.layers.0.mlp.up_proj.weight"].dtype == torch.float8_e4m3fn
+    settings = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert settings["modules_to_not_convert"] == ["lm_head", "model.embed_tokens"]
+    weights = checkpoint.quantized_weights(model)
+    assert weights.metadata() == {n: (x.dtype, tuple(x.shape)) for n, x in weights}
+    other = filled(made())
+    checkpoint.load(other, tmp_path / "out")
+    assert_bitwise_equal(logits(other), logits(model))
+
+
+# --- what products read, as kernels get it, by SHA-256; of ranks in test_export_over_ranks.py -------------------------
+
+
+def check_products(model: nn.Module, format: str, folder, *inputs) -> None:
+    with OperandsRead() as products, torch.no_grad():
+        model(*inputs)
+    assert_files_hold(products.operands, export(model, folder, format))
+
+
+@masters_or_not
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=("fp32", "bf16"))
+@pytest.mark.parametrize("format", ("fp8_block", "nvfp4_compressed_tensors"))
+def test_products_read_what_files_hold(format, masters, dtype, device, tmp_path):
+    """Quantized Parameters after steps of an optimizer of their masters."""
+    features = (208, 304, 144)
+    model = mlp(replace(FORMATS[format], master_weights=masters), features=features, dtype=dtype).to(device)
+    x = torch.randn(4, features[0], dtype=dtype, device=device)
+    optimizer = (torch.optim.SGD if masters else MasterWeightOptimizer)(
+        *((model.parameters(),) if masters else (torch.optim.AdamW, model)), lr=1e-2
+    )
+    for _ in range(2):
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    check_products(model, format, tmp_path / "out", x)
+
+
+@masters_or_not
+@pytest.mark.parametrize("config", (FP8, FP8_POW2), ids=("fp32_scales", "powers_of_2"))
+def test_products_of_experts_read_what_files_hold(config, masters, device, tmp_path):
+    torch.manual_seed(0)
+    model = SwiGLUExperts(3, 192, 128)
+    quantize_(model, replace(config, master_weights=masters), filter_fn=experts())
+    ends = torch.tensor([2, 4, 6], dtype=torch.int32, device=device)
+    check_products(model.to(device), "fp8_block", tmp_path / "out", torch.randn(6, 192, device=device), ends)
+
+
+def test_other_bytes_than_those_that_products_read_are_seen(device, tmp_path):
+    model = mlp(FP8).to(device)
+    with OperandsRead() as products, torch.no_grad():
+        model(torch.randn(4, 64, device=device))
+        model[0].weight[0, 0] *= 2
+    with pytest.raises(AssertionError):
+        assert_files_hold(products.operands, export(model, tmp_path / "out"))
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------------
+
+REFUSED = {
+    "another name": (lambda: mlp(FP8), "fp8_blok", r"got 'fp8_blok'; did you mean 'fp8_block'"),
+    "no weight": (mlp, "fp8_block", "no weight of Sequential is converted; call quantize_ first"),
+    "another format": (lambda: mlp(NVFP4), "fp8_block", r"0\.weight trains in nvfp4_16x16, and fp8_block holds fp8_12"),
+    "other scales": (
+        lambda: mlp(FP8),
+        "fp8_block_ue8m0",
+        r"0\.weight trains with scales that are no powers of two, .* as fp8_block",
+    ),
+    "cut blocks": (
+        lambda: mlp(NVFP4, features=(200, 304, 144)),
+        "nvfp4_compressed_tensors",
+        r"0\.weight has rows that are no multiple of 16, .* leave the layer unconv",
+    ),
+}
+
+
+@pytest.mark.parametrize(("model", "format", "message"), REFUSED.values(), ids=REFUSED)
+def test_refusals(model, format, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        checkpoint.export(model(), tmp_path / "out", format=format)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ("Llama", "Mixtral"))
+def test_models_whose_engines_do_not_read_bytes_of_scales_are_refused(name, tmp_path):
+    model = language_model(name, FP8_POW2)
+    for call in (checkpoint.quantized_weights, lambda *x: checkpoint.export(x[0], tmp_path / "out", x[1])):
+        with pytest.raises(ValueError, match=rf"model_type {name.lower()}; choose fp8_block, ") as refused:
+            call(model, "fp8_block_ue8m0")
+    assert not (tmp_path / "out").exists()
+    if name == "Llama":
+        assert_expected_inline(
+            str(refused.value).replace("; ", ";\n").replace(", and", ",\nand"),
+            """\
+export: fp8_block_ue8m0 is for models whose engines read scales called `scale` (model_type deepseek_v4),
+and LlamaForCausalLM has model_type llama;
+choose fp8_block, which writes scale_fmt: "ue8m0" for scales that are powers of two""",
+        )
+
+
+def test_a_convolution_that_files_have_in_parts(tmp_path):
+    """transformers runs those of q, k and v as one, and writes three."""
+    model = tiny_mixture("bailing_hybrid", "cpu")
+    model.save_pretrained(tmp_path / "plain")
+    plain = {name: x for name, x in tensors_in(tmp_path / "plain").items() if "conv1d" in name}
+    assert {name.rpartition(".attention.")[2] for name in plain} == {f"{x}_conv1d.weight" for x in "qkv"}
+    quantize_(model, FP8, filter_fn=linears_and_experts() & skip_lm_head())
+    found = dict(checkpoint.quantized_weights(model))
+    for name, x in plain.items():
+        assert_bitwise_equal(found[name], x, name)

@@ -1,0 +1,233 @@
+"""The Hopper kernel of plain and grouped GEMMs, simulated on any machine; and the choice of its build."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from gluon_gemm import (
+    ADDING,
+    BUILDS,
+    GROUPED,
+    GROUPED_BUILDS,
+    KINDS,
+    ROUTINGS,
+    SHAPES,
+    add_product,
+    case,
+    grouped_kinds,
+    kinds,
+    product,
+    simulate,
+    tables,
+    with_nan,
+)
+from grouped_products import Case, assert_close_to_each_group
+from product_budgets import accumulation_unit, assert_within_budget
+
+from torchao_blockwise import ops
+from torchao_blockwise.ops.gemm.builds import choose_build
+from torchao_blockwise.ops.groups.ends import clamped_ends
+from torchao_blockwise.testing import assert_bitwise_equal
+
+
+@pytest.fixture
+def simulated(monkeypatch):
+    return simulate(monkeypatch)
+
+
+def builds_of(kind: str) -> tuple[str, ...]:
+    return GROUPED_BUILDS if KINDS[kind][0] else tuple(BUILDS)
+
+
+every_build = pytest.mark.parametrize(("kind", "build"), [(k, b) for k in KINDS for b in builds_of(k)])
+
+RAGGED = ("empty_first_middle_and_last", "ragged_and_a_tail", "blocks_of_a_stage")
+
+
+def products():
+    """(kind, routing, n, k, build): by default of groups those that end everywhere, of plain GEMMs the ragged ones."""
+    for kind in ("square", "one_row"):
+        for m, n, k in SHAPES:
+            for build in BUILDS:
+                marks = () if (m, n, k) in (SHAPES[0], SHAPES[2]) or (m == 513 and build == "256x128") else "slow"
+                yield kind, ((m,), 0), n, k, build, marks
+    for kind in GROUPED:
+        for routing in ROUTINGS:
+            for build in GROUPED_BUILDS:
+                by_default = routing in RAGGED if build == "64x64" else (routing == "long_and_short")
+                yield kind, routing, 136, 200, build, () if by_default else "slow"
+
+
+def cases_of(rows):
+    return [
+        pytest.param(*row, id="-".join(map(str, row)), marks=getattr(pytest.mark, marks) if marks else ())
+        for *row, marks in rows
+    ]
+
+
+@pytest.mark.parametrize(("kind", "routing", "n", "k", "build"), cases_of(products()))
+def test_product(simulated, kind, routing, n, k, build):
+    of = case(kind, routing, n, k)
+    out = product(of, build=build)
+    assert_close_to_each_group(of, out, "gluon")
+    if of.along == "m":
+        # Bits, so that -0 is seen.
+        assert not out[of.ends[-1] :].view(torch.int32).any()
+
+
+def outputs():
+    """(kind, n, k, dtype): rows of an output are as long as n, along "k" as k."""
+    for kind in KINDS:
+        for n, k in ((136, 264), (131, 257), (192, 1008), (1, 2)):
+            for dtype in (torch.bfloat16, torch.float16):
+                yield kind, n, k, dtype, () if (n in (136, 131)) == (dtype is torch.bfloat16) else "slow"
+
+
+@pytest.mark.parametrize(("kind", "n", "k", "dtype"), cases_of(outputs()))
+def test_output_by_the_copy_engine_and_by_stores(simulated, kind, n, k, dtype):
+    """Rows of 16 bits that fill 16 bytes are copied out, but for what ends inside a wave; others are stored."""
+    of = case(kind, "ragged_and_a_tail", n, k)
+    for build in ("256x128", "64x64"):
+        out = product(of, dtype, build)
+        assert out.dtype is dtype
+        assert_close_to_each_group(of, out, "gluon")
+
+
+@pytest.mark.parametrize("build", BUILDS)
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16, torch.float32), ids=str)
+def test_bias(simulated, dtype, build):
+    for n in (128, 131):
+        of, bias = case("square", ((100,), 0), n, 300), torch.linspace(-9, 9, n)
+        out = product(of, dtype, build, bias=bias)
+        assert out.dtype is dtype
+        assert_within_budget(out, of.a, of.b, 300, accumulation_unit("gluon", of.a.format, "cpu"), bias)
+
+
+def sums():
+    for kind in ADDING:
+        for build in builds_of(kind):
+            yield kind, RAGGED[0], build, ()
+        for routing in ROUTINGS:
+            yield from ((kind, routing, build, "slow") for build in GROUPED_BUILDS if routing != RAGGED[0])
+
+
+@pytest.mark.parametrize(("kind", "routing", "build"), cases_of(sums()))
+def test_adding_to_a_gradient(simulated, kind, routing, build):
+    of = case(kind, routing)
+    right = product(of)
+    out = 100 * torch.randn_like(right)
+    full = [g for g, size in enumerate(of.sizes) if size] if of.along else slice(None)
+    empty = [g for g, size in enumerate(of.sizes) if not size] if of.along else []
+    out[empty] = torch.tensor(-0.0)
+    start = out.clone()
+    add_product(out, of, build)
+    assert_bitwise_equal(out[empty], start[empty], "empty groups")
+    torch.testing.assert_close(out[full], start[full] + right[full], rtol=2.0**-20, atol=1e-6)
+
+
+@grouped_kinds
+@pytest.mark.parametrize("routing", ("ragged_and_a_tail", "long_and_short"))
+def test_tables_made_before(simulated, monkeypatch, routing, kind):
+    """One object for all heights of tiles and both directions, of the tokens without padding."""
+    of = case(kind, routing)
+    made = ops.make_groups(of.ends, of.tokens, of.a.format, backend="reference")
+    wanted = [product(of, build=build) for build in GROUPED_BUILDS]
+    monkeypatch.setattr(tables, "launch", None)
+    for build, right in zip(GROUPED_BUILDS, wanted):
+        assert torch.equal(product(of, build=build, ends=made), right)
+        if of.along == "k":
+            out = torch.ones_like(right)
+            add_product(out, of, build, made)
+            full = [g for g, size in enumerate(of.sizes) if size]
+            torch.testing.assert_close(out[full], 1 + right[full], rtol=2.0**-20, atol=1e-6)
+
+
+@functools.cache
+def in_one_order(kind: str) -> tuple[Case, torch.Tensor]:
+    """A product, and its result in one order of the partitions."""
+    of = case(kind, "long_and_short", 200, 300)
+    with pytest.MonkeyPatch.context() as patch:
+        simulate(patch)
+        return of, product(of, torch.bfloat16)
+
+
+@kinds
+@pytest.mark.parametrize(("programs", "seed"), ((1, 0), (2, 1), (5, 2), (5, 3)))
+def test_any_order_of_the_partitions_gives_the_same_bits(simulated, programs, seed, kind):
+    of, wanted = in_one_order(kind)
+    simulated.programs, simulated.seed = programs, 1000 * (seed + 1)
+    assert torch.equal(product(of, torch.bfloat16), wanted)
+
+
+@grouped_kinds
+@pytest.mark.parametrize("ends", [(200, 100, 300), (-5, 130, 131), (60, 2**31 - 1, 0), (-(2**31), -1, -7)], ids=str)
+def test_malformed_ends_reach_no_other_memory(simulated, ends, kind):
+    """As a GPU takes them, which does not look at their values; the simulator refuses what lies outside of tensors."""
+    malformed, tokens = torch.tensor(ends, dtype=torch.int32), 300
+    sizes = clamped_ends(malformed, tokens).diff(prepend=malformed.new_zeros(1)).tolist()
+    of = case(kind, (tuple(sizes), tokens - sum(sizes)), 130, 257)
+    out = product(of, build="64x64", ends=malformed)
+    assert torch.equal(out, product(of, build="64x64"))
+    assert_close_to_each_group(of, out, "gluon")
+
+
+@kinds
+def test_nan_stays_in_its_group(simulated, kind):
+    """In payload of FP8, in block scales of NVFP4; without groups in its row of a and in b's columns."""
+    sizes = (16, 0, 30, 16)
+    along, pair = KINDS[kind]
+    of = Case(along, pair, (sizes, 5), "cpu")
+    right = product(of)
+    if along == "k":
+        block = of.a.format.block[1]
+        columns = slice(block // of.a.format.element.per_byte, 3 * block // of.a.format.element.per_byte)
+        if pair[0].has_global_scale:
+            of.a.scale[:, 1:3].view(torch.uint8).fill_(0x7F)
+        else:
+            of.a.qdata[:, columns].view(torch.uint8)[:, : 2 * block] = 0x7F
+        hit = slice(2, 3) if pair[0].has_global_scale else slice(2, 4)
+    else:
+        of.a, hit = with_nan(of.a, slice(16, 46)), slice(16, 46)
+    out = product(of)
+    assert out[hit].isnan().all()
+    rest = torch.ones(len(out), dtype=torch.bool)
+    rest[hit] = False
+    assert torch.equal(out[rest], right[rest])
+
+
+@pytest.mark.parametrize("kind", ("decoded_m", "decoded_k"))
+def test_a_tensor_scale_of_nan_is_that_of_every_group_and_of_no_others(simulated, kind):
+    of = Case(*KINDS[kind], ((16, 0, 30, 16), 5), "cpu")
+    of.a = of.a._replace(global_scale=torch.full_like(of.a.global_scale, float("nan")))
+    out = product(of)
+    of_none = slice(62, None) if of.along == "m" else slice(1, 2)
+    assert not out[of_none].view(torch.int32).any()
+    assert (out[:62] if of.along == "m" else out[[0, 2, 3]]).isnan().all()
+
+
+@every_build
+def test_shared_memory_suffices(simulated, kind, build):
+    for dtype in (torch.bfloat16, torch.float32):
+        product(case(kind, ((64, 64), 0), 128, 128), dtype, build)
+    # 227 KiB, less what barriers and the compiler take.
+    assert max(simulated.shared) <= 226 * 1024
+
+
+def tile(*sizes: int, **groups) -> int:
+    return choose_build(*sizes, 128, 132, **groups).tile_m
+
+
+def test_choice_of_build():
+    """Large products take large tiles; few rows take small tiles, and split a long K."""
+    assert choose_build(4096, 18432, 7168, 128, 132) == BUILDS["256x128"]
+    few = choose_build(64, 2048, 7168, 128, 132)
+    assert few.tile_m == 64 and few.splits > 1
+    for m, n, k in ((1, 1, 1), (64, 64, 128), (100_000, 8, 40), (8, 100_000, 128)):
+        assert choose_build(m, n, k, 128, 132).splits * 128 <= max(k, 128)
+    # Of groups: high tiles where they are long, low ones where most of a high tile would be empty; no splits.
+    assert tile(32768, 2048, 7168, along="m", groups=32) == 256
+    assert tile(2048, 7168, 1024, along="k", groups=32) == 256
+    assert tile(4096, 2048, 7168, along="m", groups=256) == 128
+    assert choose_build(1, 64, 1280, 128, 132, "m", 8) == BUILDS["64x64"]

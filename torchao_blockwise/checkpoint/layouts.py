@@ -1,0 +1,214 @@
+"""The formats of files as data: which tensors a quantized weight is made of, and what config.json says of them.
+
+| format | payload | block scales | tensor scale |
+|---|---|---|---|
+| fp8_block (DeepSeek-V3, Qwen3-FP8) | `weight`, e4m3 | `weight_scale_inv`, f32, 128×128 | |
+| fp8_block_ue8m0 (DeepSeek-V4) | `weight`, e4m3 | `scale`, e8m0, 128×128 | |
+| nvfp4_compressed_tensors (NVFP4A16) | `weight_packed`, uint8 | `weight_scale`, e4m3, 1×16 | `weight_global_scale` |
+| nvfp4_modelopt (W4A16_NVFP4) | `weight`, uint8 | `weight_scale`, e4m3, 1×16 | `weight_scale_2` |
+
+Payload and scales are our own: the payload is multiplied by all of them, whatever `weight_scale_inv` is called, and
+divided by `weight_global_scale` only. Our NVFP4 blocks are 16×16, so that 16 rows of a file have the same scales.
+Sources: transformers, integrations/finegrained_fp8.py and its quantizer; compressed-tensors, compressors/nvfp4;
+nvidia-modelopt 0.47, export/unified_export_hf.py and convert_hf_config.py; vLLM 0.33, quantization/modelopt.py.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from torchao_blockwise.checkpoint.model_tensors import Part
+from torchao_blockwise.checkpoint.plain_layers import PlainLayers
+from torchao_blockwise.formats import FP8_128X128, NVFP4_1X16, NVFP4_16X16, BlockFormat, Operand
+
+# In `quantization_config`, where all scales are powers of two: vLLM 0.33 and SGLang 0.5.23 then round the scales of
+# activations to powers of two as well.
+SCALE_FMT = {"scale_fmt": "ue8m0"}
+# How the `model_type` begins of models for which vLLM 0.33 and SGLang 0.5.23 read scales called `scale`.
+UE8M0_MODEL_TYPE = "deepseek_v4"
+# `format` of compressed-tensors: NVFP4, blocks of FP8, and groups of layers with a format each.
+PACKED, FLOAT, MIXED = "nvfp4-pack-quantized", "float-quantized", "mixed-precision"
+# `quant_algo` of Model Optimizer: NVFP4 weights with activations in high precision, or in NVFP4 too.
+_ALGORITHMS = ("W4A16_NVFP4", "NVFP4")
+# `quant_method` of `save_pretrained` and Trainer with `integrations.transformers`: the recipe of plain weights.
+_RECIPES = ("blockwise_fp8", "blockwise_nvfp4")
+TAKE_PLAIN = "take plain ones, in bfloat16"
+
+
+class Layout(NamedTuple):
+    """A format of files.
+
+    method: `quant_method` of config.json. format: of the weights that it holds.
+    suffixes: of a weight's name, for payload, block scales and the tensor scale.
+    scale_dtype: of block scales. has_reciprocal: the tensor scale divides, shape [1]; else it multiplies, shape [].
+    power_of_2_scales: only weights with such scales fit.
+    settings: `quantization_config` for the layers that are not quantized.
+    """
+
+    name: str
+    method: str
+    format: BlockFormat
+    suffixes: tuple[str, ...]
+    scale_dtype: torch.dtype
+    settings: Callable[[PlainLayers], dict[str, Any]]
+    has_reciprocal: bool = False
+    power_of_2_scales: bool = False
+
+    def names(self, weight: str) -> list[str]:
+        """The files' tensors of a weight: payload, block scales, tensor scale."""
+        names = [weight + suffix for suffix in self.suffixes]
+        # DeepSeek-V4 has `scale` next to `weight`.
+        return [re.sub(r"weight_scale$", "scale", name) for name in names] if self is FP8_UE8M0 else names
+
+    def described(self, weight: str, shape: tuple[int, ...]) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """{name: (dtype, shape)} of the files' tensors of a weight [.., N, K]."""
+        blocks = NVFP4_1X16 if self.format.has_global_scale else self.format
+        tensors: list[tuple[torch.dtype, tuple[int, ...]]] = [
+            (self.format.element.storage_dtype, self.format.qdata_shape(*shape)),
+            (self.scale_dtype, blocks.scale_shape(*shape)),
+            (torch.float32, (1,) if self.has_reciprocal else ()),
+        ]
+        return dict(zip(self.names(weight), tensors))
+
+    def tensors(self, part: Part, weight: Operand) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, tensor) of the files for a part of a weight that is quantized as a whole.
+
+        Raises ValueError for rows of NVFP4 that end inside of a block: files have none of parts.
+        """
+        names, rows = self.names(part.name), self.format.block[0]
+        if weight.global_scale is None:
+            yield names[0], part.of(weight.qdata)
+            # To e8m0 it is exact: those are powers of two.
+            yield names[1], part.in_blocks(rows).of(weight.scale).to(self.scale_dtype)
+            return
+        if weight.qdata.shape[-1] * self.format.element.per_byte != weight.scale.shape[-1] * self.format.block[1]:
+            raise ValueError(
+                f"{self.name}: {part.name} has rows that are no multiple of {self.format.block[1]}, which files in "
+                "NVFP4 do not hold; leave the layer unconverted (filter_fn)"
+            )
+        scale = weight.scale.view(torch.uint8).repeat_interleave(rows, -2)[..., : weight.qdata.shape[-2], :]
+        factor = weight.global_scale.reciprocal().reshape(1) if self.has_reciprocal else weight.global_scale.reshape(())
+        yield from zip(names, (part.of(weight.qdata), part.of(scale.view(weight.scale.dtype)), factor))
+
+
+def _fp8_settings(plain: PlainLayers) -> dict[str, Any]:
+    """As transformers, vLLM and SGLang read it."""
+    return {
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+        "modules_to_not_convert": plain.names,
+        "quant_method": FP8.method,
+        "weight_block_size": list(FP8.format.block),
+    }
+
+
+def _compressed_tensors_settings(plain: PlainLayers) -> dict[str, Any]:
+    """As transformers and vLLM read it, which asks for single experts."""
+    weights = {
+        "num_bits": COMPRESSED_TENSORS.format.element.bits,
+        "type": "float",
+        "strategy": "tensor_group",
+        "group_size": COMPRESSED_TENSORS.format.block[1],
+        "symmetric": True,
+        "dynamic": False,
+    }
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
+    return {
+        "quant_method": COMPRESSED_TENSORS.method,
+        "format": PACKED,
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": [*plain.linears, *(rf"re:{re.escape(name)}\..*" for name in plain.experts)],
+    }
+
+
+def _modelopt_settings(plain: PlainLayers) -> dict[str, Any]:
+    """As vLLM reads it."""
+    size = MODELOPT.format.block[1]
+    weights = {"dynamic": False, "num_bits": MODELOPT.format.element.bits, "type": "float", "group_size": size}
+    return {
+        "quant_method": MODELOPT.method,
+        "quant_algo": _ALGORITHMS[0],
+        "group_size": size,
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
+        "ignore": plain.names,
+        "producer": {"name": "torchao_blockwise"},
+    }
+
+
+def hf_quant_config(settings: dict[str, Any]) -> dict[str, Any]:
+    """hf_quant_config.json, which Model Optimizer has next to config.json."""
+    quantization = {
+        "quant_algo": settings["quant_algo"],
+        "kv_cache_quant_algo": None,
+        "group_size": settings["group_size"],
+        "exclude_modules": settings["ignore"],
+    }
+    return {"producer": settings["producer"], "quantization": quantization}
+
+
+FP8 = Layout("fp8_block", "fp8", FP8_128X128, ("", "_scale_inv"), torch.float32, _fp8_settings)
+FP8_UE8M0 = FP8._replace(
+    name="fp8_block_ue8m0", suffixes=("", "_scale"), scale_dtype=torch.float8_e8m0fnu, power_of_2_scales=True
+)
+COMPRESSED_TENSORS = Layout(
+    "nvfp4_compressed_tensors",
+    "compressed-tensors",
+    NVFP4_16X16,
+    ("_packed", "_scale", "_global_scale"),
+    NVFP4_16X16.scale_dtype,
+    _compressed_tensors_settings,
+    has_reciprocal=True,
+)
+MODELOPT = Layout(
+    "nvfp4_modelopt",
+    "modelopt",
+    NVFP4_16X16,
+    ("", "_scale", "_scale_2"),
+    NVFP4_16X16.scale_dtype,
+    _modelopt_settings,
+)
+LAYOUTS = {layout.name: layout for layout in (FP8, FP8_UE8M0, COMPRESSED_TENSORS, MODELOPT)}
+
+
+def why_not_read(config: dict[str, Any]) -> str | None:
+    """Why files with this `quantization_config` are not read, with the remedy, or None."""
+    method = config.get("quant_method")
+    try:
+        if method in _RECIPES:
+            return None
+        if method == FP8.method:
+            return _why_not_blocks("weight_block_size", config.get("weight_block_size"))
+        if method == MODELOPT.method:
+            algorithm = config.get("quant_algo", config.get("quantization", {}).get("quant_algo"))
+            read = f"of {method}'s files those of {' or '.join(map(repr, _ALGORITHMS))} are read"
+            return None if algorithm in _ALGORITHMS else f"quant_algo is {algorithm!r}; {read}"
+        if method == COMPRESSED_TENSORS.method:
+            return _why_not_compressed(config.get("format"), config.get("config_groups"))
+    except (AttributeError, KeyError, TypeError) as error:
+        return f"quantization_config of {method!r} cannot be read ({error!r}); copy config.json again"
+    known = ", ".join(dict.fromkeys(repr(layout.method) for layout in LAYOUTS.values()))
+    return f"quant_method is {method!r}; files of {known}, and plain ones, are read; {TAKE_PLAIN}"
+
+
+def _why_not_blocks(key: str, value: Any) -> str | None:
+    block = list(FP8.format.block)
+    return None if list(value or ()) == block else f"{key} is {value!r}; files with {block} are read"
+
+
+def _why_not_compressed(format: str | None, groups: Any, where: str = "") -> str | None:
+    """Of groups of layers that have this format, or each its own where formats are mixed. where: of one group."""
+    if format == PACKED:
+        return None
+    if format == FLOAT:
+        blocks = (group["weights"].get("block_structure") for group in groups.values())
+        return next(filter(None, (_why_not_blocks("block_structure", x) for x in blocks)), None)
+    if format == MIXED and not where:
+        of_groups = ((x.get("format"), {name: x}, f"{name} of {MIXED!r}: ") for name, x in groups.items())
+        return next(filter(None, (_why_not_compressed(*group) for group in of_groups)), None)
+    known = f"{PACKED!r} are read, and blocks of {FLOAT!r}"
+    return f"{where}format is {format!r}; of {COMPRESSED_TENSORS.method}'s files those of {known}"

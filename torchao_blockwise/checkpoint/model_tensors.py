@@ -1,0 +1,173 @@
+"""The tensors of a model: what they are called on disk, which part each name has, and which are quantized there.
+
+transformers keeps experts in one Parameter [E, 2I, H], and writes a file's tensor for each expert and projection. It is
+asked how: a tensor of row numbers goes through its own conversion, which shows where each row goes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from torchao_blockwise import _compat
+from torchao_blockwise._compat import hugging_face, wrappers
+from torchao_blockwise.tensors import MasterWeightTensor, QuantizedTensor
+
+DIMS_OF_EXPERTS = 3
+# Scales of activations, keys and values that an engine quantizes. They are no part of a model, and training derives its
+# own: where a model has no such name, `load`, `convert` and `verify` ignore them.
+OF_AN_ENGINE = r"\.(q|k|v|kv|prob|input|output|input_global)_scale$"
+
+
+def unwrapped(op: str, model: nn.Module) -> nn.Module:
+    """The model that files are of: `model` without torch.compile, checkpoint_wrapper and DDP around it.
+
+    Of a program's own module around one model of transformers that model, where it has all tensors.
+    Raises ValueError for a model with adapters of PEFT, whose layers no file is of.
+    """
+    if hugging_face.adapters_in(model):
+        raise ValueError(
+            f"{op}: {type(model).__name__} has adapters of PEFT that are not merged, and files have no place for them; "
+            "export what model.merge_and_unload() returns, and load files before PEFT adds adapters"
+        )
+    model = wrappers.wrapped_in(model)
+    inner = wrappers.model_of_transformers_in(model)
+    return inner if inner is not None and len(tensors_of(inner)) == len(tensors_of(model)) else model
+
+
+def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and persistent buffers by name, each once; modules that wrap others are not in names."""
+    found: dict[str, torch.Tensor] = dict(model.named_parameters())
+    for path, module in model.named_modules():
+        found |= {f"{path}.{name}".lstrip("."): x for name, x in _compat.saved_buffers_of(module).items()}
+    return {wrappers.own_name(name): x for name, x in found.items()}
+
+
+def is_converted(x: torch.Tensor) -> bool:
+    return isinstance(_compat.local_of(x), (MasterWeightTensor, QuantizedTensor))
+
+
+def has_power_of_2_scales(x: Any) -> bool:
+    """Whether a converted weight is quantized with scales that are powers of two."""
+    return bool(getattr(x.config if isinstance(x, MasterWeightTensor) else x, "power_of_2_scales", False))
+
+
+def weights_of_embeddings(model: nn.Module) -> set[str]:
+    """Parameters that embeddings look values up in, whatever layers share them."""
+    own = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    return {name for name, x in tensors_of(model).items() if id(x) in own}
+
+
+class Part(NamedTuple):
+    """A part of a tensor that has a separate name on disk.
+
+    name: there. expert: index in the first dim, None for all of it. start, end: rows of that expert, or of the tensor;
+    None for all of them.
+    """
+
+    name: str
+    expert: int | None = None
+    start: int | None = None
+    end: int | None = None
+
+    def of(self, x: torch.Tensor) -> torch.Tensor:
+        """The part of `x`, a view."""
+        x = x if self.expert is None else x[self.expert]
+        return x if self.start is None else x[self.start : self.end]
+
+    def in_blocks(self, block: int) -> Part:
+        """The part of a grid that has a row for `block` rows."""
+        if self.start is None or self.end is None:
+            return self
+        return self._replace(start=self.start // block, end=-(-self.end // block))
+
+    def cuts(self, block: int) -> bool:
+        """Whether it begins inside of a block of `block` rows, so that it has no separate blocks."""
+        return bool(self.start) and self.start % block != 0  # type: ignore[operator]  # a number
+
+
+def all_parts_on_disk(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, list[Part]]:
+    """`parts_on_disk` of tensors of `model`, by name.
+
+    Whoever asks transformers waits until it has gone through all modules. So it is asked once for all that are not
+    experts: what comes back as it was given has got another name at most.
+    """
+    if not tensors:
+        return {}
+    asked = {name: torch.empty(x.shape, device="meta") for name, x in tensors.items() if x.dim() < DIMS_OF_EXPERTS}
+    names = {id(x): name for name, x in hugging_face.reverted(model, asked).items()}
+    return {
+        name: [Part(names[id(asked[name])])]
+        if name in asked and id(asked[name]) in names
+        else parts_on_disk(model, name, x.shape)
+        for name, x in tensors.items()
+    }
+
+
+def parts_on_disk(model: nn.Module, name: str, shape: torch.Size) -> list[Part]:
+    """The parts of the tensor `name` of `model`, in the order of the files' names.
+
+    Raises NotImplementedError where transformers writes it by more than splitting it.
+    """
+    reverted = hugging_face.reverted(model, {name: torch.empty(shape, device="meta")})
+    if len(reverted) == 1:
+        ((other, x),) = reverted.items()
+        if x.shape == shape:
+            return [Part(other)]
+    if len(shape) != DIMS_OF_EXPERTS:
+        raise NotImplementedError(_refusal(model, name, reverted))
+    experts, rows, _ = shape
+    # Two columns, because transformers 5.17 drops a dim of one.
+    numbers = torch.arange(experts * rows, device="cpu").view(experts, rows, 1).repeat(1, 1, 2)
+    parts = []
+    for other, x in hugging_face.reverted(model, {name: numbers}).items():
+        held = x[..., 0].flatten()
+        first = int(held[0]) if held.numel() else 0
+        expert, start = divmod(first, rows)
+        is_run = x.shape[-1] == 2 and torch.equal(held, torch.arange(first, first + held.numel(), device="cpu"))
+        # A depthwise convolution has one row a channel, and no blocks.
+        if is_run and rows == 1 and x.dim() == len(shape):
+            parts.append(Part(other, None, first, first + held.numel()))
+            continue
+        if not is_run or start + held.numel() > rows:
+            raise NotImplementedError(_refusal(model, name, reverted))
+        parts.append(Part(other, expert, start, start + held.numel()))
+    return parts
+
+
+def _refusal(model: nn.Module, name: str, reverted: dict[str, torch.Tensor]) -> str:
+    return (
+        f"checkpoint: transformers writes {name} of {type(model).__name__} as {next(iter(reverted))} and others by "
+        "more than splitting it, which quantized blocks cannot follow; save it with model.save_pretrained"
+    )
+
+
+class Written(NamedTuple):
+    """A tensor of the files. name: there. own: names in the model, several where it is tied, none of what it lacks."""
+
+    name: str
+    own: tuple[str, ...]
+    shape: tuple[int, ...]
+    is_quantized: bool
+
+
+def written(
+    model: nn.Module, tensors: Mapping[str, torch.Tensor], on_disk: Mapping[str, list[Part]]
+) -> Iterator[Written]:
+    """The tensors that `export` writes of `model`."""
+    # Other names of a tensor, in the model and on disk.
+    first = {id(x): name for name, x in tensors.items()}
+    named = ((wrappers.own_name(name), p) for name, p in model.named_parameters(remove_duplicate=False))
+    others = {name: p for name, p in named if name not in tensors}
+    tied: dict[str, list[str]] = {}
+    for name, parts in all_parts_on_disk(model, others).items():
+        tied.setdefault(first[id(others[name])], []).extend((name, *(part.name for part in parts)))
+    embeddings = weights_of_embeddings(model)
+    for name, x in tensors.items():
+        is_quantized = name not in embeddings and is_converted(x)
+        for part in on_disk[name]:
+            shape = part.of(torch.empty(x.shape, device="meta")).shape
+            yield Written(part.name, (name, *tied.get(name, ())), tuple(shape), is_quantized)

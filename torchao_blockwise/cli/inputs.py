@@ -1,0 +1,56 @@
+"""Input and output of commands: models of a configuration, errors, reports."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class UsageError(Exception):
+    """Input that a command cannot work with: one sentence that says what was wanted, what was given and the remedy."""
+
+
+def show(report: object, data: dict[str, Any] | None) -> None:
+    """Print a report: its data as JSON, or its text where they are None."""
+    print(report if data is None else json.dumps(data, indent=1))
+
+
+def meta_model(name: str) -> nn.Module:
+    """The model of a config.json, of a folder that holds one, or of a Hugging Face id in the cache, without values.
+
+    It is in bfloat16, on the meta device; nothing is downloaded. Its class is the first architecture of the
+    configuration, else what `AutoModelForCausalLM` or `AutoModel` takes.
+    Raises UsageError where the configuration or its class is missing.
+    """
+    try:
+        import transformers
+    except ImportError:
+        raise UsageError("reading a configuration needs transformers (pip install transformers)") from None
+    config = _config(name, transformers)
+    named = (getattr(transformers, cls, None) for cls in config.architectures or ())
+    makers = (*filter(None, named), transformers.AutoModelForCausalLM.from_config, transformers.AutoModel.from_config)
+    for make in makers:
+        with contextlib.suppress(ValueError), torch.device("meta"):
+            return make(config).to(torch.bfloat16)
+    raise UsageError(f"transformers {transformers.__version__} has no model for {type(config).__name__}; upgrade it")
+
+
+def _config(name: str, transformers: Any) -> Any:
+    path = Path(name)
+    if path.is_dir() and not (path / "config.json").exists():
+        raise UsageError(f"{name} holds no config.json; give a folder that does, or the file")
+    if not path.exists() and (path.suffix == ".json" or name.startswith((".", "/"))):
+        raise UsageError(f"{name} does not exist; give a config.json, a folder that holds one, or a model id")
+    try:
+        return transformers.AutoConfig.from_pretrained(name, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
+        if path.exists():
+            why = (str(error).splitlines() or [type(error).__name__])[0]
+            raise UsageError(f"transformers cannot read the configuration in {name}: {why}") from None
+        remedy = f"download it (hf download {name} config.json), or give the path of a config.json"
+        raise UsageError(f"no configuration of {name!r} is in the Hugging Face cache; {remedy}") from None

@@ -1,0 +1,114 @@
+"""Products through cuBLASLt: FP8 block scaling on Hopper (sm_90), NVFP4 on Blackwell (sm_100 and later).
+
+Both go through what is under `torch.nn.functional.scaled_mm`. Scales are re-laid here, where they are used:
+
+    FP8     1×128 scales [K/128, M] are passed as [M, K/128] with strides (1, M), as they lie at rest;
+            128×128 scales [N/128, K/128] with the K blocks padded to a multiple of 4;
+            rows of a padded to a multiple of 4.
+    NVFP4   one e4m3 scale a row and 16 columns, swizzled (kernels_blackwell.py), and behind them the tensor scales.
+
+Rows of both are padded to 16 bytes, by copies where K does not fill them: where it counts tokens, as a rule.
+
+The NVFP4 path has not run on Blackwell hardware yet. A test decodes what it hands over by the documented layout.
+Source: cuBLAS manual, "1D Block Scaling Factors Layout"; PyTorch, aten/src/ATen/native/cuda/ScaledBlas.cpp.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import torch.nn.functional as F
+
+from torchao_blockwise.formats import E2M1, E4M3, BlockFormat, Operand
+from torchao_blockwise.ops.backend import compute_capability, why_no_kernels
+from torchao_blockwise.ops.gemm import KERNEL_PAIRS
+from torchao_blockwise.ops.padding import aligned_rows
+
+_ALIGNMENT = 16
+# Rows of one-row scales lie 16 bytes apart.
+_SCALE_ROWS = 4
+
+
+def expected(capability: tuple[int, int], fmt: BlockFormat) -> bool:
+    """Whether cuBLASLt scales blocks of this format on GPUs of this capability."""
+    return capability == (9, 0) if fmt.element is E4M3 else capability[0] >= 10
+
+
+def why_not(a: Operand, b: Operand, out_dtype: torch.dtype, bias: torch.Tensor | None) -> str | None:
+    """Why cuBLASLt cannot compute this product, or None if it can."""
+    device, a_fmt = a.qdata.device, a.format
+    why = _why_never(device.type, compute_capability(device), torch.version.cuda, a_fmt, b.format, out_dtype)
+    if why is not None:
+        return why
+    (m, k), n = a.qdata.shape, b.qdata.shape[0]
+    if 0 in (m, n, k):
+        return f"it has no empty products, got M={m}, N={n}, K={k}"
+    if n % _ALIGNMENT:
+        # M and K may be anything: rows are padded.
+        return f"N must be a multiple of {_ALIGNMENT}, got N={n}"
+    # Triton's kernels swizzle the scales.
+    return why_no_kernels(a) if a_fmt.element is E2M1 else None
+
+
+@functools.cache
+def _why_never(
+    device: str,
+    capability: tuple[int, int],
+    version: str | None,
+    a_fmt: BlockFormat,
+    b_fmt: BlockFormat,
+    out_dtype: torch.dtype,
+) -> str | None:
+    """Why it can compute no product of these, whatever its shape; worked out once, not in every product (3 µs)."""
+    if device != "cuda":
+        return f"it needs a CUDA device, got {device}"
+    if not expected(capability, a_fmt):
+        wanted = "sm_90" if a_fmt.element is E4M3 else "sm_100 or newer"
+        return f"{a_fmt.element.name} block scaling needs {wanted}, got sm_{capability[0]}{capability[1]}"
+    cuda = tuple(int(part) for part in (version or "0.0").split(".")[:2])
+    if cuda < (12, 9):
+        return f"block scaling needs CUDA 12.9 or newer, got {version}"
+    if (a_fmt.name, b_fmt.name) not in KERNEL_PAIRS:
+        return f"it has no product {a_fmt.name} · {b_fmt.name}"
+    if out_dtype not in (torch.bfloat16, torch.float32):
+        return f"out_dtype must be bfloat16 or float32, got {out_dtype}"
+    return None
+
+
+def matmul(a: Operand, b: Operand, out_dtype: torch.dtype, bias: torch.Tensor | None) -> torch.Tensor:
+    """[M, N] product, within what `why_not` admits. Arguments as in the op."""
+    product_dtype = out_dtype if bias is None else torch.float32
+    (qa, a_scale, a_global), a_fmt, (qb, b_scale, b_global), b_fmt = a.tensors, a.format, b.tensors, b.format
+    m = qa.shape[0]
+    qa, qb = aligned_rows(qa), aligned_rows(qb)
+    if a_fmt.element is E2M1:
+        from torchao_blockwise.ops.gemm.kernels_blackwell import swizzled_scales
+
+        assert a_global is not None and b_global is not None
+        # Their tiles are 64 elements wide and so end where those of rows padded to 32 elements do.
+        a_scales, b_scales = [swizzled_scales(a), a_global], [swizzled_scales(b), b_global]
+        qa, qb = qa.view(torch.float4_e2m1fn_x2), qb.view(torch.float4_e2m1fn_x2)
+        a_scalings = b_scalings = [F.ScalingType.BlockWise1x16, F.ScalingType.TensorWise]
+        swizzles = [F.SwizzleType.SWIZZLE_32_4_4, F.SwizzleType.NO_SWIZZLE]
+    else:
+        one_row = b_fmt.block[0] == 1
+        if missing := -m % _SCALE_ROWS:
+            qa = F.pad(qa.view(torch.uint8), (0, 0, 0, missing)).view(qa.dtype)
+            a_scale = F.pad(a_scale, (0, missing))
+        a_scales, b_scales = [a_scale.t()], [b_scale.t() if one_row else pad_k_blocks(b_scale).t()]
+        a_scalings = [F.ScalingType.BlockWise1x128]
+        b_scalings = a_scalings if one_row else [F.ScalingType.BlockWise128x128]
+        swizzles = []
+    scaled = a_scales, a_scalings, b_scales, b_scalings, swizzles, swizzles
+    out = F.scaled_mm(qa, qb.t(), *scaled, output_dtype=product_dtype)
+    if a_fmt.element is not E2M1:
+        out = out[:m]
+    # The bias comes before the only rounding, so the product waits for it in fp32.
+    return out if bias is None else out.add_(bias).to(out_dtype)
+
+
+def pad_k_blocks(scale: torch.Tensor) -> torch.Tensor:
+    """128×128 scales [N/128, K/128] with the K blocks padded with ones to a multiple of 4."""
+    missing = -scale.shape[1] % 4
+    return F.pad(scale, (0, missing), value=1.0) if missing else scale

@@ -1,0 +1,67 @@
+"""Products through DeepGEMM on Hopper: `output` and `grad_input`, a in 1×128 blocks and b in 128×128, into bf16.
+
+    a's scales [K/128, M] are passed as [M, K/128] with strides (1, M), as they lie at rest; M padded to a multiple of 4
+    b's scales [N/128, K/128] as they lie
+
+It promotes partial sums to fp32 every 128 of K, as our kernels do. It writes bf16 and adds nothing, so a product with a
+bias, which must be rounded once, is not its. Nor is `grad_weight`: that kernel adds into fp32 in memory and is slower.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from torchao_blockwise._compat import deep_gemm_library
+from torchao_blockwise.formats import FP8_1X128, FP8_128X128, Operand
+from torchao_blockwise.ops.backend import compute_capability
+from torchao_blockwise.ops.padding import aligned_rows
+
+_PAIR = (FP8_1X128.name, FP8_128X128.name)
+# The copy engine's rows begin on 16 bytes: of fp8, and of bf16.
+_K_MULTIPLE, _N_MULTIPLE = 16, 8
+# AUTO takes it from so many multiplications and such sides on. It is 4-10 % faster there, and holds the host 0.1-0.4 ms
+# longer: as long as a step of smaller layers takes. With 1024 rows or columns it can take three times as long.
+_MIN_PRODUCTS, _MIN_SIDE = 2**38, 2048
+
+
+def why_not(a: Operand, b: Operand, out_dtype: torch.dtype, bias: torch.Tensor | None) -> str | None:
+    """Why DeepGEMM cannot compute this product, or None if it can."""
+    device = a.qdata.device
+    if compute_capability(device) != (9, 0):
+        major, minor = compute_capability(device)
+        return f"it needs a Hopper GPU (sm_90), got {f'sm_{major}{minor}' if device.type == 'cuda' else device.type}"
+    if (a.format_name, b.format_name) != _PAIR:
+        return f"it multiplies {_PAIR[0]} by {_PAIR[1]}, got {a.format_name} · {b.format_name}"
+    if out_dtype != torch.bfloat16 or bias is not None:
+        return f"it writes bfloat16 and adds no bias, got {out_dtype}{'' if bias is None else ' and a bias'}"
+    (m, k), n = a.qdata.shape, b.qdata.shape[0]
+    if 0 in (m, n, k) or k % _K_MULTIPLE or n % _N_MULTIPLE:
+        wanted = f"K in multiples of {_K_MULTIPLE} and N of {_N_MULTIPLE}"
+        return f"it needs rows, {wanted}, got M={m}, N={n}, K={k}"
+    product = deep_gemm_library.product_on(device.index)
+    return product if isinstance(product, str) else None
+
+
+def pays(a: Operand, b: Operand, out_dtype: torch.dtype | None, bias: torch.Tensor | None) -> bool:
+    """Whether AUTO takes it before Gluon: it can, and the product is so large that the host need not wait."""
+    (m, k), n = a.qdata.shape, b.qdata.shape[0]
+    return (
+        out_dtype == torch.bfloat16
+        and min(m, n, k) >= _MIN_SIDE
+        and m * n * k >= _MIN_PRODUCTS
+        and deep_gemm_library.why_absent() is None
+        and why_not(a, b, out_dtype, bias) is None
+    )
+
+
+def matmul(a: Operand, b: Operand, out_dtype: torch.dtype, bias: torch.Tensor | None) -> torch.Tensor:
+    """[M, N] product, within what `why_not` admits. Arguments as in the op."""
+    out = a.qdata.new_empty((a.qdata.shape[0], b.qdata.shape[0]), dtype=out_dtype)
+    scale = aligned_rows(a.scale)
+    # In one view. Its strides are those of a lone row too, where a transpose's may be anything.
+    a_scale = scale.as_strided((len(out), len(scale)), (1, scale.shape[1]))
+    product = deep_gemm_library.product_on(out.get_device())
+    assert callable(product)
+    with torch.cuda.device_of(out):
+        product((aligned_rows(a.qdata), a_scale), (aligned_rows(b.qdata), b.scale.contiguous()), out)
+    return out

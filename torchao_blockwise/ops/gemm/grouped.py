@@ -1,0 +1,189 @@
+"""Grouped matmul: a product of two block-scaled operands for each expert, in one launch, accumulated in fp32.
+
+    along "m"   output, grad_input    rows of a belong to experts, each of which has a matrix in b
+
+                    a [M, K]    ·    b [E, N, K]ᵀ    =    out [M, N]         out[m] = a[m] @ b[g].T   for m in group g
+
+    along "k"   grad_weight           the contraction runs over the tokens of one expert
+
+                    a [N, P]    ·    b [K, P]ᵀ       =    out [E, N, K]      out[g] = a[:, group g] @ b[:, group g].T
+
+Where groups end is known on the device alone: shapes and launches depend on the number of tokens and of experts.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from torchao_blockwise.formats import E2M1, FP8_1X128, FP8_128X128, Groups, Operand
+from torchao_blockwise.ops.backend import Backend, Implementation, compute_capability, kernels
+from torchao_blockwise.ops.gemm import NVFP4_PAIRS, cutlass
+from torchao_blockwise.ops.gemm.plain import (
+    adding_rows,
+    check_operands,
+    check_sum,
+    count_change,
+    count_flops,
+    why_no_gluon_gemm,
+    why_no_triton_gemm,
+)
+from torchao_blockwise.ops.groups.ends import as_groups
+from torchao_blockwise.ops.groups.tables.layout import check_groups
+from torchao_blockwise.ops.operands import new_output
+from torchao_blockwise.ops.registry import Operation, groups, operand
+
+# What Gluon multiplies along each: FP8, and NVFP4 that is decoded before.
+_GLUON_PAIRS = {
+    "m": {(FP8_1X128.name, FP8_128X128.name)} | NVFP4_PAIRS,
+    "k": {(FP8_1X128.name, FP8_1X128.name)} | NVFP4_PAIRS,
+}
+# In NVFP4 on Hopper AUTO decodes before the product where each decoded element is multiplied so often: decoding moves 4
+# bytes an element more, written and read again in bf16. On an H100, rows along "m": at 118 (128 tokens an expert) it
+# took 1.2 times as long as decoding in the kernel, above 200 (256 tokens) 0.7 times.
+_DECODED_WORK = 150
+
+
+def grouped_matmul(
+    a: Operand,
+    b: Operand,
+    groups: Groups | torch.Tensor,
+    *,
+    along: str = "m",
+    out_dtype: torch.dtype,
+    backend: Backend | str | None = None,
+) -> torch.Tensor:
+    """out[m] = a[m] @ b[g].T for the rows m of each group g (along "m"), or out[g] = a[:, g] @ b[:, g].T (along "k").
+
+    Sums and scales as in `matmul`, with one-row blocks in a.
+    groups: a result of `make_groups` for M and the format of a, or the ends alone, [E] int32, cumulative, on the
+        operands' device: group g is tokens [ends[g-1], ends[g]), and tokens after the last group belong to none. Any
+        sizes. On a CPU the values are checked; on a GPU they are never read by the host, and clamped to max over i <= g
+        of clamp(ends[i], 0, M). Along "k", M is the number of tokens before they were padded.
+    along "m": a is a result of `quantize`, qdata [M, K], and b of a [E, N, K], of the same
+        element and block length. Returns [M, N] `out_dtype`; rows after the last group are zeros, whatever a holds.
+    along "k": a and b are columnwise results of `quantize` with the same groups, of a [M, N] and a [M, K]:
+        qdata [N, P] and [K, P], where P tokens hold each group padded to whole blocks. Returns [E, N, K] `out_dtype`;
+        that of an empty group is zeros.
+    out_dtype: bf16 | f16 | f32. backend: AUTO (default), or one by name.
+    NaN and Inf propagate inside their group. Not differentiable.
+
+    Raises TypeError for an operand or dtype, ValueError for shapes, devices, group ends or a backend that cannot run.
+    Source: DeepSeek-V3 report (arXiv 2412.19437) §3.3.2 for the promotion of partial sums to fp32.
+    """
+    _check("grouped_matmul", a, b, along, out_dtype)
+    return grouped_matmul_op(a, b, as_groups(groups), along, out_dtype, backend)
+
+
+def add_grouped_matmul_(
+    out: torch.Tensor,
+    a: Operand,
+    b: Operand,
+    groups: Groups | torch.Tensor,
+    *,
+    backend: Backend | str | None = None,
+) -> torch.Tensor:
+    """out[g] += a[:, g] @ b[:, g].T, in fp32: experts' gradients added to what other microbatches left.
+
+    out: [E, N, K] f32, contiguous, changed in place and returned; that of an empty group is neither read nor written.
+    a, b, groups: as in `grouped_matmul` along "k".
+    Gluon and Triton kernels read and write `out` once, where a tile ends; other backends make the product first.
+    Raises TypeError and ValueError like `grouped_matmul`, and for another `out`.
+    """
+    _check("add_grouped_matmul_", a, b, "k", torch.float32)
+    groups = as_groups(groups)
+    wanted = [groups.ends.numel(), a.qdata.shape[0], b.qdata.shape[0]]
+    check_sum("add_grouped_matmul_", out, wanted, a.qdata.device)
+    add_grouped_matmul_op(out, a, b, groups, backend)
+    count_change(out)
+    return out
+
+
+def _check(op: str, a: Operand, b: Operand, along: str, out_dtype: torch.dtype) -> None:
+    check_operands(op, a, b, out_dtype)
+    if along not in _GLUON_PAIRS:
+        raise ValueError(f'{op}: along must be "m" (groups of rows) or "k" (groups of the contraction), got {along!r}')
+    for name, fmt in (("a", a.format), ("b", b.format))[: 1 if along == "m" else 2]:
+        if fmt.block[0] > 1:
+            raise ValueError(
+                f'{op}: along "{along}" groups end anywhere, and would cut blocks of {fmt.block[0]} rows; quantize'
+                f" {name} in one-row blocks, got {fmt.name}"
+            )
+    b_dims, b_shape = (3, "[E, N, K]") if along == "m" else (2, "[K, P]")
+    for name, x, dims, shape in (("a", a, 2, "[M, K]" if along == "m" else "[N, P]"), ("b", b, b_dims, b_shape)):
+        if x.qdata.dim() != dims:
+            got = f"payload of shape {list(x.qdata.shape)}"
+            raise ValueError(f'{op}: along "{along}" {name} must be {shape}, got {got}')
+    if a.qdata.shape[-1] != b.qdata.shape[-1]:
+        got = f"{list(a.qdata.shape)} and {list(b.qdata.shape)}"
+        raise ValueError(f"{op}: a and b must agree in their last dim, the contraction, got payloads {got}")
+    if along == "k" and a.qdata.shape[1] * a.format.element.per_byte % a.format.block[1]:
+        raise ValueError(
+            f'{op}: along "k" tokens are padded to whole blocks of {a.format.block[1]}, got payloads of'
+            f" {a.qdata.shape[1]} columns; quantize a and b with groups=..., columnwise=True"
+        )
+
+
+def _check_groups(op: str, a: Operand, b: Operand, groups: Groups, along: str) -> None:
+    """In operations and their fakes: what has values is here, and what is traced is not."""
+    fmt = a.format
+    # Along "k" the tokens are padded, and the number of columns is a bound of the ends.
+    tokens = a.qdata.shape[0] if along == "m" else a.qdata.shape[1] * fmt.element.per_byte
+    check_groups(op, groups, tokens, a.qdata.device, fmt.block[1], padded=along == "k")
+    for name, x in (("a", a), ("b", b)):
+        if x.global_scale is not None and x.global_scale.dim() and x.global_scale.shape != groups.ends.shape:
+            got = f"{list(x.global_scale.shape)} for {groups.ends.shape[0]} ends"
+            raise ValueError(f"{op}: global_scale of {name} must be a scalar or one for each group, got {got}")
+    if along == "m" and groups.ends.shape[0] != b.qdata.shape[0]:
+        got = f"{groups.ends.shape[0]} ends for payload of shape {list(b.qdata.shape)}"
+        raise ValueError(f"{op}: group_ends must have one end for each matrix of b [E, N, K], got {got}")
+
+
+# --- backends ---------------------------------------------------------------------------------------------------------
+
+
+def _first(a: Operand, b: Operand, *_: object) -> Backend | None:
+    """The backend that AUTO asks before those above it in the table.
+
+    In NVFP4 on Hopper Triton, which reads 4 bits an element, where too little is multiplied by what is decoded: along
+    "m" with about as few tokens an expert as `_DECODED_WORK`, along "k" with as few features. How many tokens an expert
+    has, the host knows on average.
+    """
+    if a.format.element is not E2M1 or compute_capability(a.qdata.device) != (9, 0):
+        return None
+    (rows, width), columns = a.qdata.shape, b.qdata.shape[-2]
+    work = rows * columns * width
+    return None if work >= _DECODED_WORK * (a.qdata.numel() + b.qdata.numel()) else Backend.TRITON
+
+
+# Along "m" Gluon's kernel took half the time of Triton's at every shape and routing measured on an H200.
+_TABLE = [
+    kernels(
+        Backend.GLUON,
+        f"{__package__}.kernels_gluon:grouped_matmul",
+        lambda a, b, groups, along, *_: why_no_gluon_gemm(a, b, _GLUON_PAIRS[along]),
+    ),
+    kernels(Backend.CUTLASS, cutlass.grouped_matmul, cutlass.why_not),
+    kernels(Backend.TRITON, f"{__package__}.kernels_triton:grouped_matmul", why_no_triton_gemm),
+    Implementation(Backend.REFERENCE, f"{__package__}.reference:grouped_matmul"),
+]
+
+
+# Sizes of groups are on the device: in FLOPs each row of a, along "k" each padded token, counts as one of a group.
+grouped_matmul_op = Operation(
+    f"grouped_matmul({operand('a')}, {operand('b')}, {groups()}, str along, ScalarType out_dtype, str backend)"
+    " -> Tensor",
+    takes=(Operand, Operand, Groups, None, None),
+    table=_TABLE,
+    fake=lambda a, b, groups, along, out_dtype: new_output(a, b, out_dtype, groups, along),
+    check=lambda a, b, groups, along, out_dtype: _check_groups("grouped_matmul", a, b, groups, along),
+    first=_first,
+    flops=count_flops,
+)
+add_grouped_matmul_op = Operation(
+    f"add_grouped_matmul_(Tensor(a!) out, {operand('a')}, {operand('b')}, {groups()}, str backend) -> ()",
+    takes=(None, Operand, Operand, Groups),
+    table=adding_rows(_TABLE, "k", torch.float32),
+    check=lambda out, a, b, groups: _check_groups("add_grouped_matmul_", a, b, groups, "k"),
+    first=lambda out, *ab: _first(*ab),
+    flops=lambda out, *ab: count_flops(*ab),
+)

@@ -1,0 +1,151 @@
+"""NT GEMMs on Hopper, plain and grouped: the kernel of `gluon_pipeline.py`, one launch, output rounded once.
+
+    plain       a [M, K]   b [N, K]     out [M, N]      scales for each block of K
+    along "m"   a [M, K]   b [E·N, K]   out [M, N]      tiles of rows that begin where groups do
+    along "k"   a [N, P]   b [K, P]     out [E·N, K]    tiles of out[g], whose contraction is the tokens of group g
+
+A tile's rows may run on into the next group, along "m" at the end of each group, along "k" where N is no multiple of
+the tile. Whole waves leave by the copy engine, what such a tile has beyond them by masked stores: decided as a wave
+ends, because only the device knows. Columns from N on are beside the output for both.
+
+Hopper has no FP4 tensor cores, so NVFP4 operands of groups are decoded to bf16 first, then multiplied in bf16:
+
+    a, b  4 bits ──decode──▶ bf16, exact ──Gluon, by groups──▶ Σ in fp32 · both tensor scales ──▶ out, rounded once
+
+An element times its block scale has six significant bits, so bf16 holds it. Both operands in bf16, 2 bytes an element,
+live for this product alone: for weights of experts as much as a copy of them in high precision. PyTorch's grouped
+product in bf16 would not do: it rounds before the tensor scales could be applied.
+"""
+
+import functools
+from dataclasses import replace
+
+import torch
+from triton.experimental.gluon import language as gl
+
+from torchao_blockwise.formats import E2M1, Groups, Operand
+from torchao_blockwise.ops.gemm.builds import STAGE_BYTES, WAVE_ROWS, Build, choose_build
+from torchao_blockwise.ops.gemm.gluon_pipeline import matmul_kernel
+from torchao_blockwise.ops.gemm.gluon_ring import WARPGROUP
+from torchao_blockwise.ops.gemm.kernels_decode import decode
+from torchao_blockwise.ops.groups.tables.kernels_triton import group_schedule, row_schedule
+from torchao_blockwise.ops.groups.tables.layout import count_rows
+from torchao_blockwise.ops.launch import Tile, ceil_div, launch
+from torchao_blockwise.ops.operands import new_output
+from torchao_blockwise.ops.padding import ROW_BYTES, aligned_rows
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def matmul(
+    a: Operand, b: Operand, out_dtype: torch.dtype, bias: torch.Tensor | None, build: Build | None = None
+) -> torch.Tensor:
+    """[M, N] product of what the table admits. Arguments as in the op; build: the default is `choose_build`'s."""
+    out = new_output(a, b, out_dtype)
+    _launch(out, a, b, bias=bias, build=build)
+    return out
+
+
+def grouped_matmul(
+    a: Operand, b: Operand, groups: Groups, along: str, out_dtype: torch.dtype, build: Build | None = None
+) -> torch.Tensor:
+    """As `matmul`, of groups."""
+    out = new_output(a, b, out_dtype, groups, along)
+    _launch(out, a, b, groups, along, build=build)
+    return out
+
+
+def add_matmul(
+    out: torch.Tensor, a: Operand, b: Operand, groups: Groups | None = None, build: Build | None = None
+) -> None:
+    """out f32 += the product, with groups along "k", in the one pass that it takes; empty groups are not touched."""
+    _launch(out, a, b, groups, "" if groups is None else "k", accumulate=True, build=build)
+
+
+def _launch(
+    out: torch.Tensor,
+    a: Operand,
+    b: Operand,
+    groups: Groups | None = None,
+    along: str = "",
+    bias: torch.Tensor | None = None,
+    accumulate: bool = False,
+    build: Build | None = None,
+) -> None:
+    (M, N), fmt, decoded = out.shape[-2:], a.format, a.format.element is E2M1
+    a_scale, b_scale = a.scale, b.scale
+    if decoded:
+        assert a.global_scale is not None and b.global_scale is not None
+        qa, qb, a_scale, b_scale = decode(a), decode(b), a.global_scale, b.global_scale
+        if a_scale.dim() or b_scale.dim():
+            # One scale a group, so that a tile loads one.
+            a_scale = b_scale = a_scale * b_scale
+    else:
+        qa, qb = a.qdata, b.qdata.flatten(0, -2)
+    K, block, available = qa.shape[1], fmt.block[1], multiprocessors(out.device)
+    experts = 1 if groups is None else groups.ends.shape[0]
+    mean = ceil_div(K, experts * block) * block if along == "k" else K
+    build = choose_build(M, N, mean, block, available, along, experts) if build is None else build
+    is_split = build.splits > 1
+    # The copy engine ends where the tensor does: along "k" a tile that runs on into the next group's rows is stored.
+    # It asks for rows of whole 16 bytes. Direct stores of fp32 fill whole sectors as it is.
+    copy_out = out.itemsize == 2 and N * out.itemsize % ROW_BYTES == 0 and (along != "k" or M % build.tile_m == 0)
+    build = replace(
+        build,
+        block=block,
+        along=along,
+        decoded=decoded,
+        per_group=decoded and a_scale.dim() > 0,
+        b_square=not decoded and b.format.is_square,
+        copy_out=copy_out and not (accumulate or is_split),
+        accumulate=accumulate and not is_split,
+        has_bias=bias is not None and not is_split,
+    )
+    target = out.new_empty((build.splits, M, N), dtype=torch.float32) if is_split else out
+    rows = experts * ceil_div(M, build.tile_m)
+    if groups is None:
+        behind = (bias.contiguous() if bias is not None and build.has_bias else out), None
+    elif along == "m":
+        # As many as there may be: how many there are, the schedule says.
+        rows = count_rows(M, experts, build.tile_m)
+        behind = None, row_schedule(groups, M, fmt, build.tile_m)
+    else:
+        target = target.view(-1, N)
+        behind = None, group_schedule(groups, K, fmt)
+    *tiles, out_tile = _tiles_of(build)
+    matrices = zip((qa, a_scale, qb, b_scale), tiles)
+    launch(
+        matmul_kernel, min(rows * ceil_div(N, build.tile_n) * build.splits, available),
+        *(x.contiguous() if tile is None else (aligned_rows(x), tile) for x, tile in matrices), *behind,
+        target if out_tile is None else (target, out_tile), None if groups is None else target, M, N, K,
+        B=build, num_warps=WARPGROUP,
+    )  # fmt: skip
+    if is_split:
+        product = target.sum(0)
+        product = product if bias is None else product.add_(bias)
+        if accumulate:
+            out.add_(product)
+        else:
+            out.copy_(product)
+
+
+@functools.cache
+def _tiles_of(build: Build) -> tuple[Tile | None, ...]:
+    """The tiles in which the copy engine moves a, a's scales, b, b's scales and `out`; None for what it does not."""
+
+    def tile(rows: int, columns: int, itemsize: int) -> Tile:
+        # Rows of a tile that fill a swizzle are swizzled; rows of scales are read as they lie.
+        swizzle = STAGE_BYTES if rows > 1 else 0
+        layout = gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=itemsize * 8, rank=2)
+        return Tile((rows, columns), layout)
+
+    return (
+        tile(build.copied_rows, build.depth, build.itemsize),
+        None if build.decoded else tile(1, build.copied_rows, 4),
+        tile(build.tile_n, build.depth, build.itemsize),
+        None if build.decoded or build.b_square else tile(1, build.tile_n, 4),
+        tile(WAVE_ROWS, build.tile_n, 2) if build.copy_out else None,
+    )

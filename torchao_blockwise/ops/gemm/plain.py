@@ -1,0 +1,254 @@
+"""Matmul: the NT product of two block-scaled operands, a[M, K] @ b[N, K].T, accumulated in fp32."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from torchao_blockwise.formats import E2M1, E4M3, FORMATS, HIGH_PRECISION_DTYPES, Operand
+from torchao_blockwise.ops.backend import (
+    Backend,
+    Implementation,
+    compute_capability,
+    kernels,
+    why_no_gluon,
+    why_no_kernels,
+)
+from torchao_blockwise.ops.gemm import FP8_PAIRS, KERNEL_PAIRS, cublas, deepgemm, reference
+from torchao_blockwise.ops.operands import check_operand, new_output
+from torchao_blockwise.ops.registry import Operation, operand
+from torchao_blockwise.ops.sharding import Rules, placements_of
+
+# Up to so many tokens AUTO takes Gluon for `grad_weight`.
+_GLUON_TOKENS = 256
+# Up to so many rows AUTO takes Triton for NVFP4 where there are no FP4 tensor cores.
+_DECODED_ROWS = 64
+
+
+def matmul(
+    a: Operand,
+    b: Operand,
+    *,
+    out_dtype: torch.dtype,
+    bias: torch.Tensor | None = None,
+    backend: Backend | str | None = None,
+) -> torch.Tensor:
+    """a @ b.T = Σ over blocks k of (qa_k · qb_kᵀ) · scale_a · scale_b [· global scales] + bias, rounded once.
+
+    a: a result of `quantize`, qdata [M, K]; b: likewise, qdata [N, K]. Both hold the same element and the same block
+        length along K: FP8_1X128 · FP8_128X128 or · FP8_1X128, NVFP4_1X16 · NVFP4_16X16 or · NVFP4_1X16.
+    out_dtype: bf16 | f16 | f32.
+    bias: [N] bf16 | f16 | f32 or None, added in fp32.
+    backend: AUTO (default), or one by name.
+    Returns [M, N] `out_dtype`. Any M, N and K, 0 included. NaN and Inf propagate. Not differentiable.
+
+    Raises TypeError for an operand or dtype, ValueError for shapes, devices or a backend that cannot run.
+    Source: DeepSeek-V3 report (arXiv 2412.19437) §3.3.2 for the promotion of partial sums to fp32.
+    """
+    _check(a, b, out_dtype, bias)
+    return matmul_op(a, b, out_dtype, bias, backend)
+
+
+def add_matmul_(out: torch.Tensor, a: Operand, b: Operand, *, backend: Backend | str | None = None) -> torch.Tensor:
+    """out += a @ b.T, in fp32: a weight's gradient added to what other microbatches left.
+
+    out: [M, N] f32, contiguous, changed in place and returned. a, b: as in `matmul`.
+    Gluon and Triton kernels read and write `out` once, where a tile ends; other backends make the product first.
+    Raises TypeError and ValueError like `matmul`, and for another `out`.
+    """
+    _check(a, b, torch.float32, None)
+    check_sum("add_matmul_", out, [a.qdata.shape[0], b.qdata.shape[0]], a.qdata.device)
+    add_matmul_op(out, a, b, backend)
+    count_change(out)
+    return out
+
+
+def check_sum(op: str, out: torch.Tensor, wanted: list[int], device: torch.device) -> None:
+    """Raise ValueError unless products of this shape can be added to `out`."""
+    if out.dtype != torch.float32 or list(out.shape) != wanted or not out.is_contiguous() or out.device != device:
+        got = f"{out.dtype} of shape {list(out.shape)} on {out.device}" + ", not contiguous" * (not out.is_contiguous())
+        raise ValueError(f"{op}: out must be a contiguous float32 tensor of shape {wanted} on {device}, got {got}")
+
+
+def count_change(out: torch.Tensor) -> None:
+    """Let autograd see that `out` was changed: below it, where operations run, nothing counts changes."""
+    if not (torch.compiler.is_compiling() or out.is_inference()):
+        torch.autograd.graph.increment_version(out)
+
+
+def check_operands(op: str, a: Operand, b: Operand, out_dtype: torch.dtype) -> None:
+    """Raise TypeError or ValueError unless the two can be multiplied, whatever their shapes are."""
+    are_operands = isinstance(a, Operand) and isinstance(b, Operand)
+    if not (are_operands and a.format_name in FORMATS and b.format_name in FORMATS):
+        check_operand(op, "a", a)
+        check_operand(op, "b", b)
+    a_fmt, b_fmt = FORMATS[a.format_name], FORMATS[b.format_name]
+    if out_dtype not in HIGH_PRECISION_DTYPES:
+        raise TypeError(f"{op}: out_dtype must be bfloat16, float16 or float32, got {out_dtype}")
+    if a_fmt.element is not b_fmt.element or a_fmt.block[1] != b_fmt.block[1]:
+        raise ValueError(
+            f"{op}: {a.format_name} · {b.format_name} differ in element or block length along the contraction"
+        )
+    if a.qdata.device != b.qdata.device:
+        raise ValueError(f"{op}: a is on {a.qdata.device}, b on {b.qdata.device}; move one of them")
+
+
+def _check(a: Operand, b: Operand, out_dtype: torch.dtype, bias: torch.Tensor | None) -> None:
+    check_operands("matmul", a, b, out_dtype)
+    a_shape, b_shape = a.qdata.shape, b.qdata.shape
+    for name, x in (("a", a), ("b", b)):
+        if x.qdata.dim() != 2:
+            raise ValueError(f"matmul: {name} must be a matrix, got payload of shape {list(x.qdata.shape)}")
+        if x.global_scale is not None and x.global_scale.dim():
+            got = f"shape {list(x.global_scale.shape)}"
+            raise ValueError(f"matmul: global_scale of {name} must be a scalar, got {got}; use grouped_matmul")
+    if a_shape[1] != b_shape[1]:
+        got = f"{list(a_shape)} and {list(b_shape)}"
+        raise ValueError(f"matmul: a [M, K] and b [N, K] must agree in K, got payloads {got}")
+    if bias is not None and (bias.dim() != 1 or bias.shape[0] != b_shape[0] or bias.dtype not in HIGH_PRECISION_DTYPES):
+        got = f"{bias.dtype} of shape {list(bias.shape)}"
+        raise ValueError(f"matmul: bias must be a float vector of {b_shape[0]} elements, got {got}")
+
+
+# --- backends ---------------------------------------------------------------------------------------------------------
+
+
+def why_no_gluon_gemm(a: Operand, b: Operand, pairs: set[tuple[str, str]]) -> str | None:
+    """Why the Gluon kernel cannot multiply these, or None if it can. pairs: of formats that it multiplies."""
+    reason = why_no_gluon(a.qdata.device)
+    if reason is None and (a.format_name, b.format_name) not in pairs:
+        wanted = " or ".join(sorted(" · ".join(pair) for pair in pairs))
+        return f"the kernels multiply {wanted}, got {a.format_name} · {b.format_name}"
+    if reason is None and 0 in (*a.qdata.shape, *b.qdata.shape):
+        got = f"{list(a.qdata.shape)} and {list(b.qdata.shape)}"
+        return f"the copy engine has no empty tensors, got payloads of shape {got}"
+    return reason
+
+
+def why_no_triton_gemm(a: Operand, b: Operand, *_: object) -> str | None:
+    """Why the Triton kernels cannot multiply these, or None if they can."""
+    reason = why_no_kernels(a)
+    if reason is None and (a.format_name, b.format_name) not in KERNEL_PAIRS:
+        return f"{a.format_name} · {b.format_name} has no kernel"
+    return reason
+
+
+def _why_not_decoded(a: Operand, b: Operand, out_dtype: torch.dtype, bias: torch.Tensor | None) -> str | None:
+    """Why cuBLAS does not multiply what was decoded to bf16 before, or None if it does."""
+    device = a.qdata.device
+    if a.format.element is not E2M1 or device.type != "cuda" or compute_capability(device) >= (10, 0):
+        return cublas.why_not(a, b, out_dtype, bias) or "it is multiplied as it is"
+    return "there is nothing to multiply" if 0 in (*a.qdata.shape, b.qdata.shape[0]) else why_no_kernels(a)
+
+
+def _first(
+    a: Operand, b: Operand, out_dtype: torch.dtype | None = None, bias: torch.Tensor | None = None
+) -> Backend | None:
+    """The backend that AUTO asks before those above it in the table.
+
+    In NVFP4 without FP4 tensor cores Triton up to 64 rows: it reads 4 bits an element, and with so few rows that is
+    what counts. Else Gluon before cuBLASLt; GPUs other than Hopper have at most one of the two.
+
+    Two rules for the two kinds of FP8 products: with square blocks in b (`output`, `grad_input`) Gluon, or DeepGEMM
+    where it is installed and pays; with one-row blocks (`grad_weight`, where K counts tokens) Gluon up to 256 tokens.
+    docs/design.md says what they cost.
+    """
+    capability = compute_capability(a.qdata.device)
+    element = a.format.element
+    if element is E2M1 and (0, 0) < capability < (10, 0):
+        return Backend.TRITON if a.qdata.shape[0] <= _DECODED_ROWS else None
+    if capability != (9, 0) or element is not E4M3:
+        return None
+    if b.format.block[0] > 1:
+        return Backend.DEEP_GEMM if deepgemm.pays(a, b, out_dtype, bias) else Backend.GLUON
+    return Backend.GLUON if a.qdata.shape[1] <= _GLUON_TOKENS else None
+
+
+def _expected(a: Operand, b: Operand, *_: object) -> Backend | None:
+    if not a.qdata.is_cuda:
+        return None
+    has_blocks = cublas.expected(compute_capability(a.qdata.device), a.format)
+    return Backend.CUBLAS if has_blocks else Backend.TRITON
+
+
+def _sharding(a: Operand, b: Operand, out_dtype: torch.dtype, bias: torch.Tensor | None) -> Rules:
+    """Rows of a, rows of b (on block borders), or the contraction (on block borders, no bias; gives partial sums)."""
+    from torch.distributed.tensor import Partial, Replicate, Shard
+
+    # Specs stand in the places of tensors.
+    mesh: Any = a.qdata
+    a_fmt, b_fmt, ranks = a.format, b.format, mesh.mesh.size()
+
+    def rule(out: Any, a_dim: int | None, b_dim: int | None, bias_placement: Any) -> Any:
+        def placed(x: Operand, dim: int | None) -> list[Any]:
+            scale_dim = dim if dim is None or not x.format.transposed_scales else 1 - dim
+            return placements_of(x, *(Replicate() if d is None else Shard(d) for d in (dim, scale_dim)))
+
+        return [out], [*placed(a, a_dim), *placed(b, b_dim), None if bias is None else bias_placement]
+
+    rules = [rule(Replicate(), None, None, Replicate())]
+    if a.qdata.shape[0] % (ranks * a_fmt.block[0]) == 0:
+        rules.append(rule(Shard(0), 0, None, Replicate()))
+    if b.qdata.shape[0] % (ranks * b_fmt.block[0]) == 0:
+        rules.append(rule(Shard(1), None, 0, Shard(0)))
+    if bias is None and a.qdata.shape[1] * a_fmt.element.per_byte % (ranks * a_fmt.block[1]) == 0:
+        rules.append(rule(Partial(), 1, 1, None))
+    return rules
+
+
+def count_flops(a: Operand, b: Operand, *_: object) -> int:
+    """Of a @ b.T: 2 · M · N · K, with the zeros that K was padded with, which products multiply as well."""
+    m, n, k = a.qdata.shape[0], b.qdata.shape[-2], a.qdata.shape[1] * a.format.element.per_byte
+    return 2 * m * n * k
+
+
+def adding_rows(table: Sequence[Implementation], *last: object) -> list[Implementation]:
+    """The table of an operation (out, *operands) -> out += product, from the table of (*operands, *last) -> product.
+
+    A row named "module:function" has a kernel that adds, "module:add_matmul"; of another row what it gives is added.
+    """
+
+    def adding(row: Implementation) -> Implementation:
+        def add(out: torch.Tensor, *operands: object) -> None:
+            out.add_(row.function(*operands, *last))
+
+        def why_not(out: torch.Tensor, *operands: object) -> str | None:
+            return row.reason((*operands, *last))
+
+        run = f"{row.run.partition(':')[0]}:add_matmul" if isinstance(row.run, str) else add
+        return row._replace(run=run, why_not=why_not)
+
+    return [adding(row) for row in table]
+
+
+_TABLE = [
+    kernels(Backend.CUBLAS, cublas.matmul, cublas.why_not),
+    kernels(Backend.CUBLAS, f"{__package__}.kernels_decode:matmul", _why_not_decoded),
+    kernels(Backend.GLUON, f"{__package__}.kernels_gluon:matmul", lambda a, b, *_: why_no_gluon_gemm(a, b, FP8_PAIRS)),
+    kernels(Backend.TRITON, f"{__package__}.kernels_triton:matmul", why_no_triton_gemm),
+    # Only where `_first` takes it.
+    kernels(Backend.DEEP_GEMM, deepgemm.matmul, deepgemm.why_not),
+    Implementation(Backend.REFERENCE, reference.matmul),
+]
+
+
+matmul_op = Operation(
+    f"matmul({operand('a')}, {operand('b')}, ScalarType out_dtype, Tensor? bias, str backend) -> Tensor",
+    takes=(Operand, Operand, None, None),
+    table=_TABLE,
+    fake=lambda a, b, out_dtype, bias: new_output(a, b, out_dtype),
+    first=_first,
+    expected=_expected,
+    sharding=_sharding,
+    flops=count_flops,
+)
+add_matmul_op = Operation(
+    f"add_matmul_(Tensor(a!) out, {operand('a')}, {operand('b')}, str backend) -> ()",
+    takes=(None, Operand, Operand),
+    table=adding_rows(_TABLE, torch.float32, None),
+    first=lambda out, *ab: _first(*ab),
+    expected=lambda out, *ab: _expected(*ab),
+    flops=lambda out, *ab: count_flops(*ab),
+)

@@ -1,0 +1,78 @@
+"""WeightTensor: what our tensor subclasses share."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from typing import Any, SupportsIndex
+
+from torch import Tensor
+from torchao.utils import TorchAOBaseTensor
+
+from torchao_blockwise import _compat
+from torchao_blockwise._compat.torch_types import Args, Function, Kwargs, Types
+from torchao_blockwise.tensors.rounding import RoundingKeys
+
+# Attributes that a copy does not have: the source of a cast, FSDP2's last cast, and the last state dict's values.
+_OF_ONE_OBJECT = ("cast_of", "shard", "ready", "version", "saved_values")
+
+
+class WeightTensor(TorchAOBaseTensor):
+    """A tensor subclass over inner tensors, by which it is hashed, copied and saved.
+
+    PyTorch's own copies and files take a wrapper whose values begin inside a storage for a tensor with memory.
+    layer: the name in the model that was converted, for errors. rounding_key, rounding_keys: of formats that round
+        gradients stochastically; see `tensors.rounding`.
+    """
+
+    layer: str = ""
+    rounding_key: Tensor | None = None
+    rounding_keys: RoundingKeys | None = None
+
+    def _stable_hash_for_caching(self) -> str:
+        """Hash of all that a compiled graph may depend on: the type, its attributes, and its inner tensors.
+
+        A config is an attribute, and its repr names all of its fields.
+        """
+        names, attributes = self.__tensor_flatten__()
+        inner = [_described(getattr(self, name)) for name in names]
+        kind = type(self).__module__, type(self).__qualname__
+        described = repr((kind, sorted(attributes.items()), names, inner, self.requires_grad, self.is_inference()))
+        return hashlib.blake2b(described.encode(), digest_size=16).hexdigest()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if not self.is_leaf:
+            # Refused as for a plain tensor.
+            with _compat.no_torch_function():
+                return super().__deepcopy__(memo)
+        names, attributes = self.__tensor_flatten__()
+        inner = copy.deepcopy({name: getattr(self, name) for name in names}, memo)
+        other = type(self).__tensor_unflatten__(inner, attributes, None, None)
+        kept = {name: value for name, value in vars(self).items() if name not in _OF_ONE_OBJECT}
+        vars(other).update(copy.deepcopy(kept, memo))
+        other.grad = copy.deepcopy(self.grad, memo)
+        return other.requires_grad_(self.requires_grad)
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:
+        return _compat.reduced_wrapper(self)
+
+    def is_shared(self) -> bool:
+        return all(getattr(self, name).is_shared() for name in self.__tensor_flatten__()[0])
+
+    def share_memory_(self) -> WeightTensor:
+        for name in self.__tensor_flatten__()[0]:
+            getattr(self, name).share_memory_()
+        return self
+
+
+@WeightTensor.implements_torch_function(Tensor.contiguous)
+def _contiguous(func: Function, types: Types, args: Args, kwargs: Kwargs) -> Tensor:
+    """Itself or a clone, as PyTorch has it: torchao's own leaves autograd out, and the weight without a gradient."""
+    with _compat.no_torch_function():
+        return func(*args, **kwargs)
+
+
+def _described(inner: Tensor) -> tuple[object, ...]:
+    own = inner._stable_hash_for_caching() if hasattr(inner, "_stable_hash_for_caching") else ""
+    layout = inner.dtype, tuple(inner.shape), inner.stride(), inner.storage_offset(), str(inner.device)
+    return type(inner).__qualname__, own, layout, inner.requires_grad, inner.is_inference()

@@ -1,0 +1,299 @@
+"""Operations on quantized tensors: views, copies and adapters, exact on payload and scales or refused with a remedy.
+
+Payload and scales are copied bit for bit. High-precision values that are copied in are quantized as the target is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torchao.utils import TorchAOBaseTensor
+
+from torchao_blockwise import _compat
+from torchao_blockwise._compat import torch_fsdp
+from torchao_blockwise._compat.torch_types import Operation
+from torchao_blockwise.tensors.master_weight import MasterWeightTensor
+from torchao_blockwise.tensors.pending_master import PendingMaster
+from torchao_blockwise.tensors.quantized import QuantizedTensor, as_bits, implements, map_tensors, source_for
+from torchao_blockwise.tensors.rounding import carry_key
+from torchao_blockwise.tensors.transposed_weight import TransposedWeight, swaps_last_dims
+
+aten = torch.ops.aten
+
+
+# --- views ------------------------------------------------------------------------------------------------------------
+
+
+@implements(aten.slice.Tensor)
+def _slice(
+    func: Operation, x: QuantizedTensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+) -> QuantizedTensor:
+    dim = dim % x.dim()
+    size = x.shape[dim]
+    start, end, _ = slice(start, end).indices(size)
+    end = max(start, end)
+    if dim < x.dim() - 2:
+        return _by_matrices(func, x, dim, start, end, step)
+    if step != 1:
+        raise NotImplementedError(f"slice: steps other than 1 cut blocks, got step={step}; dequantize() first")
+    axis = dim - x.dim()
+    block = x.fmt.block[axis]
+    if start % block or (end % block and end != size):
+        raise ValueError(
+            f"slice: [{start}:{end}] of dim {dim} (size {size}) cuts blocks of {block}; "
+            f"slice on multiples of {block}, or dequantize() first (fully_shard: convert with master_weights=True)"
+        )
+    per_entry = x.fmt.element.per_byte if axis == -1 else 1
+    packed_end = x.fmt.element.packed(end) if axis == -1 else end
+    qdata = func(x.qdata, dim, start // per_entry, packed_end)
+    scale = func(x.scale, dim, start // block, (end + block - 1) // block)
+    return x._make(qdata, scale, columns=end - start if axis == -1 else None)
+
+
+@implements(aten.split.Tensor)
+def _split(func: Operation, x: QuantizedTensor, size: int, dim: int = 0) -> list[QuantizedTensor]:
+    length = x.shape[dim]
+    return [_slice(aten.slice.Tensor, x, dim, start, min(start + size, length)) for start in range(0, length, size)]
+
+
+@implements(aten.split_with_sizes.default)
+def _split_with_sizes(func: Operation, x: QuantizedTensor, sizes: Sequence[int], dim: int = 0) -> list[QuantizedTensor]:
+    ends = list(itertools.accumulate(sizes))
+    return [_slice(aten.slice.Tensor, x, dim, end - size, end) for size, end in zip(sizes, ends)]
+
+
+@implements(aten.unbind.int)
+def _unbind(func: Operation, x: QuantizedTensor, dim: int = 0) -> list[QuantizedTensor]:
+    return [_select(aten.select.int, x, dim, index) for index in range(x.shape[dim])]
+
+
+@implements(aten.select.int)
+def _select(func: Operation, x: QuantizedTensor, dim: int, index: int) -> QuantizedTensor:
+    if dim % x.dim() >= x.dim() - 2:
+        raise NotImplementedError(
+            f"select: dim {dim} runs through blocks; slice on their borders or dequantize() first"
+        )
+    return _by_matrices(func, x, dim % x.dim(), index)
+
+
+@implements(aten.unsqueeze.default)
+def _unsqueeze(func: Operation, x: QuantizedTensor, dim: int) -> QuantizedTensor:
+    dim = dim % (x.dim() + 1)
+    if dim > x.dim() - 2:
+        raise ValueError(f"unsqueeze: dim {dim} lies inside the blocks; use a dim of at most {x.dim() - 2}")
+    return _by_matrices(func, x, dim)
+
+
+def _by_matrices(func: Operation, x: QuantizedTensor, *args: int) -> QuantizedTensor:
+    """`func`, which changes leading dims only, of all parts."""
+    of_matrices = _scale_of_matrices(x)
+    of_matrices = None if of_matrices is None else func(of_matrices, *args)
+    return x._make(func(x.qdata, *args), func(x.scale, *args), global_scale=of_matrices)
+
+
+def _scale_of_matrices(x: QuantizedTensor) -> torch.Tensor | None:
+    """The tensor scales of the matrices [.., N, K] of `x`, [..]; None where it has one for all, or none."""
+    return x.global_scale if x.global_scale is not None and x.global_scale.dim() else None
+
+
+@implements(aten.view.default, aten._unsafe_view.default, aten.reshape.default)
+def _view(func: Operation, x: QuantizedTensor, size: Sequence[int]) -> QuantizedTensor:
+    """Regroup leading dims; rows may join them where no block straddles, the last dim stays."""
+    size = list(size)
+    if size.count(-1) == 1:
+        known = math.prod(n for n in size if n != -1)
+        size[size.index(-1)] = x.numel() // known if known else 0
+    rows, columns = x.shape[-2:]
+    block_rows = x.fmt.block[0]
+    keeps_columns = len(size) >= 2 and size[-1] == columns and math.prod(size) == x.numel()
+    if not keeps_columns or (size[-2] != rows and (rows % block_rows or size[-2] % block_rows)):
+        raise ValueError(
+            f"view: {list(x.shape)} as {size} would cut blocks of {block_rows}x{x.fmt.block[1]}; keep the last dim, "
+            f"and rows in multiples of {block_rows}, or dequantize() first (DistributedDataParallel: init_sync=False; "
+            "FullyShardedDataParallel: use torch.distributed.fsdp.fully_shard)"
+        )
+    of_matrices = _scale_of_matrices(x)
+    if of_matrices is not None:
+        if math.prod(size[:-2]) != of_matrices.numel():
+            raise ValueError(
+                f"view: {list(x.shape)} as {size} would join matrices that have a tensor scale each; keep the last two "
+                "dims, or dequantize() first"
+            )
+        of_matrices = of_matrices.view(size[:-2])
+    scale_rows = x.fmt.grid(size[-2], columns)[0]
+    qdata = x.qdata.view(*size[:-1], x.qdata.shape[-1])
+    scale = x.scale.view(*size[:-2], scale_rows, x.scale.shape[-1])
+    return x._make(qdata, scale, global_scale=of_matrices)
+
+
+@implements(aten.as_strided.default)
+def _as_strided(
+    func: Operation, x: QuantizedTensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
+) -> QuantizedTensor:
+    """The same tensor again: FSDP2 asks for it. Other strides would cut blocks."""
+    if list(size) != list(x.shape) or list(stride) != list(x.stride()) or storage_offset:
+        raise NotImplementedError(
+            f"as_strided: only with the tensor's own size {list(x.shape)} and strides {list(x.stride())}, got "
+            f"{list(size)} and {list(stride)}; dequantize() first"
+        )
+    return map_tensors(x, lambda t: t.detach())
+
+
+@implements(aten.t.default)
+def _t(func: Operation, x: QuantizedTensor) -> QuantizedTensor:
+    return x.transposed_view()
+
+
+@implements(aten.transpose.int, aten.permute.default)
+def _transpose(func: Operation, x: QuantizedTensor, *dims: Any) -> QuantizedTensor | TransposedWeight:
+    """A view with the last two dims swapped, as `.T` and `.mT` ask for; of experts a `TransposedWeight`."""
+    if swaps_last_dims(func, (x, *dims)):
+        return TransposedWeight(x) if x.dim() == 3 else x.transposed_view()
+    raise NotImplementedError(f"{func}: only the last two dims can be swapped, got {dims}")
+
+
+# --- copies -----------------------------------------------------------------------------------------------------------
+
+
+@implements(
+    aten.detach.default, aten.alias.default, aten.clone.default, aten.contiguous.default, aten._pin_memory.default
+)
+def _map_op(func: Operation, x: QuantizedTensor, *args: Any, **kwargs: Any) -> QuantizedTensor:
+    result = map_tensors(x, lambda t: func(t, *args, **kwargs))
+    if func is aten.clone.default:
+        carry_key(x, result, copied=True)
+    if func in (aten.detach.default, aten.alias.default):
+        result.pending_master = x.pending_master
+        # `weight.data` is of a weight that trains, though it asks for no gradient itself.
+        result.trains = x.trains or x.requires_grad
+    return result
+
+
+@implements(aten.lift_fresh.default)
+def _same(func: Operation, x: QuantizedTensor) -> QuantizedTensor:
+    return x
+
+
+@implements(aten.empty_like.default)
+def _empty_like(
+    func: Operation, x: QuantizedTensor, *, dtype: torch.dtype | None = None, **kwargs: Any
+) -> QuantizedTensor:
+    kwargs.pop("memory_format", None)
+    empty = map_tensors(x, lambda t: func(t, **kwargs))
+    empty = empty._make(empty.qdata, empty.scale, dtype=dtype)
+    empty.pending_master = x.pending_master and PendingMaster()
+    return empty
+
+
+@implements(aten._to_copy.default)
+def _to_copy(
+    func: Operation,
+    x: QuantizedTensor,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
+    non_blocking: bool = False,
+    **kwargs: Any,
+) -> QuantizedTensor:
+    """On another device, or reporting another dtype: the payload stays as it is."""
+    moved = map_tensors(x, lambda t: t.to(device, non_blocking=non_blocking, copy=True))
+    moved = moved._make(moved.qdata, moved.scale, dtype=dtype)
+    moved.pending_master = x.pending_master and x.pending_master.moved(device)
+    return moved
+
+
+@implements(
+    aten.full_like.default, aten.ones_like.default, aten.rand_like.default, aten.zeros_like.default,
+    aten.new_empty.default, aten.new_full.default, aten.new_ones.default, aten.new_zeros.default,
+)  # fmt: skip
+def _plain(func: Operation, x: QuantizedTensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Optimizer states and the like are plain tensors."""
+    if func is aten.new_empty.default and not args[0]:
+        # What programs begin with that copy a tensor by its storage.
+        raise TypeError(
+            f"new_empty: a copy by storage, as async_save makes it: the memory of a {type(x).__name__} holds "
+            f"{x.fmt.name} blocks, not its values; take weight.dequantize(), or model.state_dict()"
+        )
+    kwargs.pop("memory_format", None)
+    like = torch.empty((), dtype=x.dtype, device=x.device).expand(x.shape)
+    return func(like, *args, **kwargs)
+
+
+@implements(aten.copy_.default)
+def _copy_(func: Operation, x: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) -> QuantizedTensor:
+    """From a tensor of the same kind: its bytes. From high precision: quantized as `x` is. Never to high precision."""
+    if not isinstance(x, QuantizedTensor):
+        # An FSDP2 that is not prepared copies parts of what it shards.
+        reason = torch_fsdp.why_not_installed()
+        raise NotImplementedError(
+            f"copy_: the source is a {type(src).__name__}, the target a plain tensor; copy from source.dequantize()"
+            + (f" (fully_shard: {reason})" if reason is not None else "")
+        )
+    src = source_for("copy_", x, src)
+    # Layers save the payload for backward, and a change before that is to be refused.
+    with _compat.counting_changes():
+        for mine, theirs in zip(x._tensors(), src._tensors()):
+            mine.copy_(theirs, non_blocking=non_blocking)
+    return x
+
+
+@implements(aten.equal.default)
+def _equal(func: Operation, x: torch.Tensor, y: torch.Tensor) -> bool:
+    if not (isinstance(x, QuantizedTensor) and isinstance(y, QuantizedTensor)):
+        return False
+    same_kind = type(x) is type(y) and x.shape == y.shape and x.fmt is y.fmt
+    return same_kind and all(func(as_bits(a), as_bits(b)) for a, b in zip(x._tensors(), y._tensors()))
+
+
+@implements(aten.is_pinned.default)
+def _is_pinned(func: Operation, x: QuantizedTensor, *args: Any) -> bool:
+    return x.qdata.is_pinned()
+
+
+# --- adapters ---------------------------------------------------------------------------------------------------------
+
+
+@implements(aten.baddbmm.default)
+def _add_adapter(
+    func: Operation, weight: torch.Tensor, b: torch.Tensor, a: torch.Tensor, *, beta: float = 1, alpha: float = 1
+) -> MasterWeightTensor:
+    """beta · weight + alpha · b @ a for a stack of experts [E, N, K], as PEFT adapts one on every use.
+
+    The small factors are multiplied in high precision, and the weight is decoded for as long as the sum lives.
+    """
+    if not isinstance(weight, QuantizedTensor) or weight.config is None:
+        raise NotImplementedError(
+            f"{func}: an adapter b @ a is added only to a converted weight; dequantize() it first"
+        )
+    hp = torch.baddbmm(weight.dequantize(), b, a, beta=beta, alpha=alpha)
+    total = MasterWeightTensor(hp, dataclasses.replace(weight.config, master_weights=True))
+    total.layer = weight.layer
+    carry_key(weight, total)
+    return total
+
+
+@implements(aten.add_.Tensor, aten.sub_.Tensor)
+def _merge(func: Operation, weight: torch.Tensor, delta: torch.Tensor, *, alpha: float = 1) -> torch.Tensor:
+    """`weight += alpha · delta` of a frozen weight, as LoRA merges: decoded, added to, and quantized again.
+
+    Refused where the weight trains: an optimizer's small steps would be rounded away.
+    """
+    frozen = (
+        isinstance(weight, QuantizedTensor)
+        and weight.pending_master is None
+        and not (weight.trains or weight.requires_grad)
+    )
+    if not frozen or isinstance(delta, TorchAOBaseTensor):
+        layer = getattr(weight, "layer", "") or "a quantized weight"
+        raise NotImplementedError(
+            f"{func} of {layer}: a plain delta can be added, as LoRA does, only to a weight that was frozen when "
+            "it was converted; to train it, step torchao_blockwise.distributed.MasterWeightOptimizer("
+            "torch.optim.AdamW, model, lr=...), or keep high-precision weights (master_weights=True); to merge, "
+            "weight.copy_(weight.dequantize() + delta)"
+        )
+    return weight.copy_(func(weight.dequantize(), delta, alpha=alpha))
