@@ -14,138 +14,104 @@ pytestmark = pytest.mark.slow
 TARGETS = (90, 100)
 
 
-COPIES = {"columnwise": (False, True), "rowwise+columnwise": (True, True)}
+PLAIN, COLUMNWISE, ROWWISE, BOTH = "plain", "columnwise", "rowwise", "rowwise+columnwise"
 
 
 def cases(target: int):
     """(label, call of a launcher) for every variant of every kernel."""
+    import torch
+
     from torchao_blockwise import _compat
-
-    yield from _triton_cases()
-    if _compat.has_gluon():
-        yield from _gluon_cases()
-
-
-def _triton_cases():
-    import torch
-
-    from torchao_blockwise.formats import FP8_1X128, CastOptions
-    from torchao_blockwise.ops.fused import Norm
-    from torchao_blockwise.ops.fused import kernels_triton as fused
-
-    def tensors(m, k, dtype, rowwise, columnwise, power_of_2):
-        copies = "+".join(["rowwise"] * rowwise + ["columnwise"] * columnwise) or "plain"
-        label = f"triton {m}x{k} {str(dtype)[6:]} {copies}" + " power_of_2" * power_of_2
-        return label, torch.zeros(m, k, dtype=dtype), torch.zeros(m), torch.zeros(k, dtype=dtype)
-
-    def statistics_case(kind, m, k, dtype):
-        x = torch.zeros(m, k, dtype=dtype)
-        label = f"norm_statistics {kind} {m}x{k} {str(dtype)[6:]}"
-        return label, lambda: fused.norm_statistics(x, kind == "layer", 1e-5)
-
-    def norm_case(kind, m, k, dtype, *copies, power_of_2=False):
-        label, x, rstd, weight = tensors(m, k, dtype, *copies, power_of_2)
-        bias, mean = (None, None) if kind == "rms" else (weight, rstd)
-        of = Norm(x, weight, bias, mean, rstd, dtype)
-        if not any(copies):
-            return f"normalize {kind} {label}", lambda: fused.normalize(of)
-        return (
-            f"norm_quantize {kind} {label}",
-            lambda: fused.norm_quantize(of, CastOptions(FP8_1X128, *copies, power_of_2)),
-        )
-
-    def swiglu_case(m, k, dtype, *copies, power_of_2=False):
-        label, x, _, _ = tensors(m, k, dtype, *copies, power_of_2)
-        gate, up = torch.zeros(m, 2 * k, dtype=dtype).chunk(2, 1)
-        if not any(copies):
-            yield f"swiglu {label}", lambda: fused.swiglu(gate, up)
-            yield f"swiglu_backward {label}", lambda: fused.swiglu_backward(x, gate, up)
-            return
-        options = CastOptions(FP8_1X128, *copies, power_of_2)
-        yield f"swiglu_quantize {label}", lambda: fused.swiglu_quantize(gate, up, options, None)
-        if k % 16:
-            # Runs as two operations.
-            return
-        yield f"swiglu_backward_quantize {label}", lambda: fused.swiglu_backward_quantize(x, gate, up, options, None)
-
-    bf16, f32 = torch.bfloat16, torch.float32
-    for m, k, dtype in ((512, 1024, bf16), (512, 1024, f32), (300, 500, bf16)):
-        for kind in ("rms", "layer"):
-            yield statistics_case(kind, m, k, dtype)
-        for copies in ((False, False), (True, False)):
-            for kind in ("rms", "layer"):
-                yield norm_case(kind, m, k, dtype, *copies)
-            yield from swiglu_case(m, k, dtype, *copies)
-    yield norm_case("rms", 512, 1024, bf16, True, False, power_of_2=True)
-    yield from swiglu_case(512, 1024, bf16, True, False, power_of_2=True)
-    # Rows on 16 bytes, but blocks of the merged gradient hold parts of both halves.
-    yield from swiglu_case(512, 1040, bf16, True, False)
-    # Ragged in M alone, and with that.
-    for k in (1024, 400):
-        yield norm_case("layer", 300, k, bf16, True, False)
-        yield from swiglu_case(300, k, bf16, True, False)
-    # Token counts that change: the first one is built already, the others make one build more.
-    for m in (528, 531, 533):
-        yield norm_case("rms", m, 1024, bf16, True, False)
-        yield from swiglu_case(m, 1024, bf16, True, False)
-
-
-def _gluon_cases():
-    import torch
-
     from torchao_blockwise.formats import FP8_1X128, CastOptions, Groups
-    from torchao_blockwise.ops.fused import Norm
-    from torchao_blockwise.ops.fused import kernels_gluon as fused
+    from torchao_blockwise.ops.fused import Norm, kernels_triton
     from torchao_blockwise.ops.groups.tables.layout import FIELDS, layout_of
 
-    bf16, f16 = torch.bfloat16, torch.float16
+    bf16, f16, f32 = torch.bfloat16, torch.float16, torch.float32
 
-    def norm_case(kind, m, k, copies, x_dtype=bf16, dtype=bf16, power_of_2=False):
-        label = f"norm_quantize gluon {kind} {m}x{k} {str(dtype)[6:]} {copies}"
-        label += f" of {str(x_dtype)[6:]}" * (x_dtype != dtype) + " power_of_2" * power_of_2
-        x, row, weight, bias = torch.zeros(m, k, dtype=x_dtype), torch.zeros(m), torch.zeros(k), torch.zeros(k)
-        of = Norm(x, weight, None, None, row, dtype)
-        if kind == "layer":
-            of = Norm(x, weight.to(x_dtype), bias.to(x_dtype), row, row, dtype)
-        options = CastOptions(FP8_1X128, *COPIES[copies], power_of_2)
-        return label, lambda: fused.norm_quantize(of, options)
+    def label(kernels, of, m, k, dtype, copies, power_of_2):
+        backend = kernels.__name__.rpartition("_")[2]
+        return f"{backend} {of} {m}x{k} {str(dtype)[6:]} {copies}" + " power_of_2" * power_of_2
 
-    def swiglu_cases(m, h, copies, experts=None, dtype=bf16, power_of_2=False):
-        of = "ungrouped" if experts is None else f"E{experts}"
-        label = f"gluon {of} {m}x{h} {str(dtype)[6:]} {copies}" + " power_of_2" * power_of_2
+    def options_of(copies, power_of_2):
+        return CastOptions(FP8_1X128, "rowwise" in copies, "columnwise" in copies, power_of_2)
+
+    def norm(kernels, kind, m, k, copies, dtype=bf16, x_dtype=None, power_of_2=False):
+        x, row, vector = (
+            torch.zeros(m, k, dtype=x_dtype or dtype),
+            torch.zeros(m),
+            torch.zeros(k, dtype=x_dtype or dtype),
+        )
+        if kind == "rms":
+            of = Norm(x, vector if kernels is kernels_triton else vector.float(), None, None, row, dtype)
+        else:
+            of = Norm(x, vector, vector, row, row, dtype)
+        named = label(kernels, kind, m, k, dtype, copies, power_of_2) + f" of {x.dtype}" * (x_dtype is not None)
+        if copies == PLAIN:
+            yield f"norm_statistics {named}", lambda: kernels.norm_statistics(x, kind == "layer", 1e-5)
+            yield f"normalize {named}", lambda: kernels.normalize(of)
+        else:
+            yield f"norm_quantize {named}", lambda: kernels.norm_quantize(of, options_of(copies, power_of_2))
+
+    def swiglu(kernels, m, h, copies, dtype=bf16, experts=None, power_of_2=False):
         dh, (gate, up) = torch.zeros(m, h, dtype=dtype), torch.zeros(m, 2 * h, dtype=dtype).chunk(2, 1)
-        groups, options = None, CastOptions(FP8_1X128, *COPIES[copies], power_of_2)
+        named = label(kernels, "ungrouped" if experts is None else f"E{experts}", m, h, dtype, copies, power_of_2)
+        groups, options = None, options_of(copies, power_of_2)
         if experts is not None:
             # With their tables, which another kernel makes.
             entries = layout_of(m, experts, FP8_1X128.block[1]).length
-            ends, tables = (torch.zeros(*shape, dtype=torch.int32) for shape in ((experts,), (entries, FIELDS)))
-            groups = Groups(ends, tables)
-        yield f"swiglu_quantize {label}", lambda: fused.swiglu_quantize(gate, up, options, groups)
-        yield (
-            f"swiglu_backward_quantize {label}",
-            lambda: fused.swiglu_backward_quantize(dh, gate, up, options, groups),
-        )
+            groups = Groups(*(torch.zeros(*size, dtype=torch.int32) for size in ((experts,), (entries, FIELDS))))
+        if copies == PLAIN:
+            yield f"swiglu {named}", lambda: kernels.swiglu(gate, up)
+            yield f"swiglu_backward {named}", lambda: kernels.swiglu_backward(dh, gate, up)
+            return
+        yield f"swiglu_quantize {named}", lambda: kernels.swiglu_quantize(gate, up, options, groups)
+        # Else it runs as two operations.
+        if h % 16 == 0:
+            yield (
+                f"swiglu_backward_quantize {named}",
+                lambda: kernels.swiglu_backward_quantize(dh, gate, up, options, groups),
+            )
 
-    for copies in COPIES:
+    by = kernels_triton
+    for m, k, dtype in ((512, 1024, bf16), (512, 1024, f32), (300, 500, bf16)):
+        for copies in (PLAIN, ROWWISE):
+            for kind in ("rms", "layer"):
+                yield from norm(by, kind, m, k, copies, dtype)
+            yield from swiglu(by, m, k, copies, dtype)
+    yield from norm(by, "rms", 512, 1024, ROWWISE, power_of_2=True)
+    yield from swiglu(by, 512, 1024, ROWWISE, power_of_2=True)
+    # Rows on 16 bytes, but blocks of the merged gradient hold parts of both halves.
+    yield from swiglu(by, 512, 1040, ROWWISE)
+    # Ragged only in M, and with that.
+    for k in (1024, 400):
+        yield from norm(by, "layer", 300, k, ROWWISE)
+        yield from swiglu(by, 300, k, ROWWISE)
+    # Token counts that change: the first one is built already, the others make one build more.
+    for m in (528, 531, 533):
+        yield from norm(by, "rms", m, 1024, ROWWISE)
+        yield from swiglu(by, m, 1024, ROWWISE)
+
+    if not _compat.has_gluon():
+        return
+    from torchao_blockwise.ops.fused import kernels_gluon as by
+
+    for copies in (COLUMNWISE, BOTH):
         for kind in ("rms", "layer"):
-            yield norm_case(kind, 512, 1024, copies)
-        # Of 1040 the blocks of the merged gradient hold parts of both halves.
-        for h in (1024, 1040):
-            for groups in (None, 8):
-                yield from swiglu_cases(512, h, copies, groups)
-    both = "rowwise+columnwise"
-    yield norm_case("layer", 512, 1024, both, f16, f16)
-    yield norm_case("layer", 512, 1024, both, f16, bf16)
-    yield norm_case("rms", 512, 1024, both, power_of_2=True)
+            yield from norm(by, kind, 512, 1024, copies)
+    yield from norm(by, "layer", 512, 1024, BOTH, f16, f16)
+    yield from norm(by, "layer", 512, 1024, BOTH, bf16, f16)
+    yield from norm(by, "rms", 512, 1024, BOTH, power_of_2=True)
+    # Of 1040 the blocks of the merged gradient hold parts of both halves.
     for h in (1024, 1040):
-        yield from swiglu_cases(512, h, both, 8, f16, power_of_2=True)
-    yield from swiglu_cases(512, 1024, both, None, f16)
-    # Token counts that change.
+        for experts in (None, 8):
+            yield from swiglu(by, 512, h, COLUMNWISE, experts=experts)
+            # Token counts that change.
+            for m in (512, 1, 528, 531, 533):
+                yield from swiglu(by, m, h, BOTH, experts=experts)
+        yield from swiglu(by, 512, h, BOTH, f16, 8, power_of_2=True)
+    yield from swiglu(by, 512, 1024, BOTH, f16)
     for m in (1, 528, 531, 533):
-        yield norm_case("rms", m, 1024, both)
-        for h in (1024, 1040):
-            for groups in (None, 8):
-                yield from swiglu_cases(m, h, both, groups)
+        yield from norm(by, "rms", m, 1024, BOTH)
 
 
 @pytest.fixture(scope="module")
