@@ -23,6 +23,7 @@ from torchao.quantization import quantize_
 
 from torchao_blockwise import experts, ops
 from torchao_blockwise.nn import grouped_linear
+from torchao_blockwise.tensors.weight_operands import weight_options
 from torchao_blockwise.testing import assert_bitwise_equal, sqnr
 
 pytestmark = pytest.mark.usefixtures("no_interpreter", "fresh_dynamo")
@@ -181,7 +182,8 @@ def test_the_operation_on_values(config, columnwise, rounded_to):
     hp, fmt = weight(3, 40, 72), config.activation_format
     ends = torch.tensor([2, 2, 9], dtype=torch.int32)
     a = ops.quantize(torch.randn(9, 40 if columnwise else 72), fmt).rowwise
-    options = (config.weight_format.name, False, config.scale_per_expert, columnwise, "", rounded_to)
+    options = weight_options(config, columnwise)
+    options = (options.fmt.name, *options[1:], "", rounded_to)
     arguments = (*a, hp, *options, torch.bfloat16, None, ends, None, "reference")
     tests = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     torch.library.opcheck(torch.ops.torchao_blockwise.master_matmul.default, arguments, test_utils=tests)

@@ -10,7 +10,7 @@ from torch import nn
 
 from torchao_blockwise import BlockwiseFP8Tensor, MasterWeightTensor, NVFP4Tensor
 from torchao_blockwise.tensors import TransposedWeight
-from torchao_blockwise.tensors.weight_operands import weight_operand
+from torchao_blockwise.tensors.weight_operands import weight_operand, weight_options
 from torchao_blockwise.testing import assert_bitwise_equal, assert_operands_equal
 
 pytestmark = pytest.mark.usefixtures("no_interpreter")
@@ -224,10 +224,9 @@ def test_a_cast_that_autograd_does_not_record_has_values_of_its_own():
 @both_formats
 def test_rounded_values_are_quantized_as_those_of_a_rounded_weight(config):
     w = master(*SHAPE, config=config)
-    fmt, power = config.weight_format, {"power_of_2_scales": config.power_of_2_scales}
     for columnwise in (False, True):
-        rounded = weight_operand(w.hp, fmt, columnwise=columnwise, rounded_to=torch.bfloat16, **power)
-        own = weight_operand(w.hp, fmt, columnwise=columnwise, **power)
+        rounded = weight_operand(w.hp, weight_options(config, columnwise), rounded_to=torch.bfloat16)
+        own = weight_operand(w.hp, weight_options(config, columnwise))
         expected = MasterWeightTensor(w.hp.bfloat16(), config).quantized(columnwise=columnwise)
         assert_operands_equal(rounded, expected)
         assert not torch.equal(rounded.scale, own.scale)

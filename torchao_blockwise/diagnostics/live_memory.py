@@ -41,7 +41,7 @@ class LiveMemory(TorchDispatchMode):
             with self:
                 self._inside += 1
                 try:
-                    return _PRODUCTS[func]._apply(None, *args)
+                    return _PRODUCTS[func].dispatched(*args)
                 finally:
                     self._inside -= 1
         before = {storage_of(x) for x in plain_tensors(args)}

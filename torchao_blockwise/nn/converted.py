@@ -23,12 +23,11 @@ from torch import nn
 from torchao_blockwise import _compat
 from torchao_blockwise._compat import torch_fsdp
 from torchao_blockwise.nn.linear_layer import linear, local_linear
-from torchao_blockwise.nn.observation import multiplied_weights, traced_gemms
 from torchao_blockwise.nn.sharded_linear import why_shards_cut_blocks
 from torchao_blockwise.nn.shared_input import SharedInput
 from torchao_blockwise.nn.weights import WEIGHTS, config_of, is_low_precision
 from torchao_blockwise.tensors import MasterWeightTensor, QuantizedTensor
-from torchao_blockwise.tensors.reads import key_of, recorded_reads
+from torchao_blockwise.tensors.weight_uses import recorded_uses, traced_gemms
 
 
 class ConvertedModule(nn.Module):
@@ -241,15 +240,15 @@ def _checked_forward(base: Any) -> Callable[..., Any]:
         for name, weight in weights.items():
             # Copies and pickles do not carry it.
             weight.layer = weight.layer or f"{self.fqn}.{name}".lstrip(".")
-        with multiplied_weights() as was_multiplied, recorded_reads() as read:
+        with recorded_uses() as uses:
             out = base.forward(self, *args, **kwargs)
-        missing = [name for name, weight in weights.items() if not was_multiplied(weight)]
+        missing = [name for name, weight in weights.items() if not uses.has_gemm_with(weight)]
         if not missing and weights:
             self.checked |= {self.training}
         elif missing:
             # A call without tokens may skip its GEMMs, and experts of one rank may have none.
             if not isinstance(self, nn.Linear) or _has_empty(args, kwargs):
-                missing = [name for name in missing if key_of(weights[name]) in read]
+                missing = [name for name in missing if uses.has_read_of(weights[name])]
             if missing:
                 _refuse(self.fqn, base.__name__, ", ".join(missing), self.training)
         return out

@@ -17,12 +17,12 @@ import torch
 
 from torchao_blockwise import ops
 from torchao_blockwise._compat import modes
-from torchao_blockwise.formats import BlockFormat, CastOptions, Copies, Draws, Groups, Operand, Place
-from torchao_blockwise.nn.observation import note_multiplied
+from torchao_blockwise.formats import CastOptions, Copies, Draws, Groups, Operand, Place
 from torchao_blockwise.ops.backend import Backend, Implementation
-from torchao_blockwise.ops.registry import Operation, groups, operand
+from torchao_blockwise.ops.registry import OPTIONS, Operation, groups, operand
 from torchao_blockwise.tensors import MasterWeightTensor, TrainingConfig
-from torchao_blockwise.tensors.weight_operands import amax_over, amaxes_over, weight_operand
+from torchao_blockwise.tensors.weight_operands import amax_over, amaxes_over, weight_operand, weight_options
+from torchao_blockwise.tensors.weight_uses import note_gemm
 
 
 class AmaxGroups(NamedTuple):
@@ -115,21 +115,12 @@ def weight_gemm(
     if isinstance(weight, MasterWeightTensor):
         # Compiled, the weight itself: its values would be a second input of the graph, which sees no change inside.
         hp = weight if torch.compiler.is_compiling() else weight.hp
-        multiply = master_matmul_op if traced else master_matmul
-        return multiply(
-            a,
-            hp,
-            config.weight_format,
-            config.power_of_2_scales,
-            config.scale_per_expert,
-            columnwise,
-            spec.amax_groups.weight,
-            spec.rounded_to,
-            out_dtype,
-            bias,
-            spec.groups,
-            backend,
-        )
+        options, over, rounded_to = weight_options(config, columnwise), spec.amax_groups.weight, spec.rounded_to
+        if traced:
+            return master_matmul_op(a, hp, options, over, rounded_to, out_dtype, bias, spec.groups, backend)
+        casts_by = ops.casting_backend(backend)
+        b = weight_operand(hp, options, amax_groups=over, rounded_to=rounded_to, backend=casts_by)
+        return _gemm(a, b, out_dtype, bias, spec.groups, backend)
     quantized: Any = weight
     if quantized.pending_master is not None and not torch.compiler.is_compiling():
         quantized.pending_master.free()
@@ -228,13 +219,10 @@ def gemm_flops(tokens: int, weight: Sequence[int]) -> int:
     return 2 * tokens * weight[-2] * weight[-1]
 
 
-def master_matmul(
+def _master_matmul(
     a: Operand,
     hp: torch.Tensor,
-    fmt: BlockFormat,
-    power_of_2_scales: bool,
-    scale_per_group: bool,
-    columnwise: bool,
+    options: CastOptions,
     amax_groups: str,
     rounded_to: torch.dtype | None,
     out_dtype: torch.dtype,
@@ -242,35 +230,22 @@ def master_matmul(
     groups: Groups | None,
     products_by: Backend,
 ) -> torch.Tensor:
-    b = weight_operand(
-        hp,
-        fmt,
-        columnwise=columnwise,
-        power_of_2_scales=power_of_2_scales,
-        backend=ops.casting_backend(products_by),
-        amax_groups=amax_groups,
-        rounded_to=rounded_to,
-        scale_per_group=scale_per_group,
-    )
+    note_gemm(None)
+    casts_by = ops.casting_backend(products_by)
+    b = weight_operand(hp, options, amax_groups=amax_groups, rounded_to=rounded_to, backend=casts_by)
     return _gemm(a, b, out_dtype, bias, groups, products_by)
-
-
-def _noted_master_matmul(*args: Any) -> torch.Tensor:
-    note_multiplied(None)
-    return master_matmul(*args)
 
 
 # One operation from the master's values to the output: the quantized copy is never a value of a compiled graph, which
 # could hold it from forward to backward, and a scope that keeps it is asked when the graph runs. It serves experts too:
 # checkpoint policies name one operation.
 master_matmul_op = Operation(
-    f"master_matmul({operand('a')}, Tensor hp, str fmt, bool power_of_2_scales, bool scale_per_group, bool columnwise, "
-    f"str amax_groups, ScalarType? rounded_to, ScalarType out_dtype, Tensor? bias, {groups('Tensor?')}, "
-    "str products_by) -> Tensor",
-    takes=(Operand, None, BlockFormat, *[None] * 7, Groups, Backend),
-    table=[Implementation(Backend.AUTO, _noted_master_matmul)],
-    fake=lambda a, hp, fmt, power_of_2_scales, scale_per_group, columnwise, amax_groups, rounded_to, out_dtype, *_: (
-        a.qdata.new_empty((a.qdata.shape[0], hp.shape[-1 if columnwise else -2]), dtype=out_dtype)
+    f"master_matmul({operand('a')}, Tensor hp, {OPTIONS}, str amax_groups, ScalarType? rounded_to, "
+    f"ScalarType out_dtype, Tensor? bias, {groups('Tensor?')}, str products_by) -> Tensor",
+    takes=(Operand, None, CastOptions, *[None] * 4, Groups, Backend),
+    table=[Implementation(Backend.AUTO, _master_matmul)],
+    fake=lambda a, hp, options, amax_groups, rounded_to, out_dtype, *_: a.qdata.new_empty(
+        (a.qdata.shape[0], hp.shape[-1 if options.columnwise else -2]), dtype=out_dtype
     ),
     flops=lambda a, hp, *_: gemm_flops(a.qdata.shape[0], hp.shape),
 )
@@ -286,7 +261,7 @@ def quantized_matmul(
     groups: Groups | None,
     products_by: Backend,
 ) -> torch.Tensor:
-    note_multiplied(None)
+    note_gemm(None)
     b = ops.transpose(weight, columns=columns, backend=ops.casting_backend(products_by)) if columnwise else weight
     return _gemm(a, b, out_dtype, bias, groups, products_by)
 

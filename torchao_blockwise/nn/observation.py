@@ -1,20 +1,17 @@
 """Who sees the tensors that layers quantize: nobody, or an observer such as the numerics monitor.
 
 A layer tells an observer of each activation and the weight that it is multiplied by, in a forward pass, and of the
-gradient in backward. Where nobody looks that is one question a pass. `multiplied_weights` records which weights these
-are, for the check of a module's forward pass.
+gradient in backward. Where nobody looks that is one question a pass.
 """
 
 from __future__ import annotations
 
-import contextlib
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import torch
 
-from torchao_blockwise.tensors.reads import key_of
+from torchao_blockwise.tensors.weight_uses import note_gemm, note_traced_gemm
 
 if TYPE_CHECKING:
     from torchao_blockwise.nn.gemms import GemmSpec
@@ -46,64 +43,10 @@ def observe_gemm(weight: Any, values: Callable[[], torch.Tensor], spec: GemmSpec
     Returns what is to see the gradient, None where nobody observes.
     """
     if torch.compiler.is_compiling():
-        _note_traced()
+        note_traced_gemm()
         return None
-    if _multiplied.records:
-        note_multiplied(weight)
-    else:
-        _multiplied.traced += 1
+    note_gemm(weight)
     if _observer is None:
         return None
     with torch.no_grad():
         return _observer(weight, values().detach(), spec)
-
-
-class _Multiplied(threading.local):
-    """records: of each forward pass of this thread that is being checked, the weights that it multiplied by.
-
-    traced: how many GEMMs were traced, or ran.
-    """
-
-    def __init__(self) -> None:
-        self.records: list[set[Any]] = []
-        self.traced = 0
-
-
-_multiplied = _Multiplied()
-
-
-@contextlib.contextmanager
-def multiplied_weights() -> Iterator[Callable[[Any], bool]]:
-    """Record the weights of low-precision GEMMs; gives (weight) -> whether one ran with it, or with a form of it."""
-    record: set[Any] = set()
-    _multiplied.records.append(record)
-    try:
-        yield lambda weight: not record.isdisjoint((*_keys(weight), None))
-    finally:
-        _multiplied.records.pop()
-
-
-def note_multiplied(weight: Any) -> None:
-    """Record a GEMM with `weight`; None where a compiled graph runs one, which does not know whose values they are."""
-    _multiplied.traced += 1
-    for record in _multiplied.records:
-        record.update(_keys(weight))
-
-
-def _keys(weight: Any) -> list[Any]:
-    """Keys that a weight shares with its casts, views and multiples: its own, and the values that casts read."""
-    if weight is None:
-        return [None]
-    hp = getattr(weight, "hp", None)
-    return [key_of(weight), *(() if hp is None else [id(hp)])]
-
-
-@torch.compiler.assume_constant_result
-def traced_gemms() -> int:
-    """How many low-precision GEMMs were traced, or ran, in this thread."""
-    return _multiplied.traced
-
-
-@torch.compiler.assume_constant_result
-def _note_traced() -> None:
-    note_multiplied(None)

@@ -14,7 +14,6 @@ value: they are the fields of that NamedTuple, in order. Formats and backends tr
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -122,9 +121,8 @@ class Operation:
         self._takes_backend = arguments[-1].name == "backend"
         self._returns_list = self.schema.endswith("Tensor[]")
         self._place_values(len(arguments))
-        _library.impl(defined, functools.partial(self._apply, None), "CompositeExplicitAutograd")
-        fake = functools.partial(self._apply, self._checked_fake)
-        torch.library.register_fake(f"{NAMESPACE}::{defined}", fake, lib=_library)
+        _library.impl(defined, self.dispatched, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"{NAMESPACE}::{defined}", self._faked, lib=_library)
         if self.sharding is not None and torch.distributed.is_available():
             self._are_tensors = ["Tensor" in str(argument.type) for argument in arguments]
             _compat.register_sharding(self.overload, self._rule)
@@ -152,13 +150,25 @@ class Operation:
             start = stop
         assert start == count, f"{self.name} takes values of {start} arguments, its schema has {count}"
 
-    def __call__(self, *values: Any) -> Any:
+    def __call__(self, *args: Any, dispatched: bool = False) -> Any:
         """The operation on whole values; of several tensors a list or tuple.
 
         Where nothing observes operations, PyTorch's dispatcher is left out, which takes longer than the rest of a call.
+        dispatched: whether it has been there.
         """
-        if not modes.is_intercepted(values):
-            return self._run(values)
+        if not dispatched and modes.is_intercepted(args):
+            return self.overload(*self._parts_of(args))
+        *values, backend = args if self._takes_backend else (*args, Backend.AUTO)
+        if type(backend) is not Backend:
+            backend = get_backend(backend)
+        if self.check is not None:
+            self.check(*values)
+        row = choose(self.called, self.table, backend, values, self.first, self.expected)
+        result = (row.run if callable(row.run) else row.function)(*values)
+        return result if isinstance(result, torch.Tensor) else self._flat(result)
+
+    def _parts_of(self, values: Sequence[Any]) -> list[Any]:
+        """The arguments of the schema that stand for these values."""
         parts: list[Any] = []
         for value, (kind, _, _) in zip(values, self._slots, strict=True):
             if kind is None:
@@ -170,22 +180,23 @@ class Operation:
         for i in self._formats:
             parts[i] = parts[i].name
         for i in self._backends:
-            backend = parts[i]
-            parts[i] = backend.value if type(backend) is Backend else get_backend(backend).value
-        return self.overload(*parts)
+            parts[i] = get_backend(parts[i]).value
+        return parts
 
-    def _run(self, values: Sequence[Any], function: Callable[..., Any] | None = None) -> Any:
-        """What `function`, or the backend that is chosen for these values, returns, as the schema has it."""
-        backend: Any = Backend.AUTO
-        if self._takes_backend:
-            *values, backend = values
-        if function is None:
-            if self.check is not None:
-                self.check(*values)
-            backend = backend if type(backend) is Backend else get_backend(backend)
-            row = choose(self.called, self.table, backend, values, self.first, self.expected)
-            function = row.run if callable(row.run) else row.function
-        result = function(*values)
+    def _values_of(self, parts: Sequence[Any]) -> list[Any]:
+        """The values that have these parts."""
+        flat = list(parts)
+        for i, names, get in self._named:
+            flat[i] = names.get(flat[i]) or get(flat[i])
+        values: list[Any] = []
+        for value, start, stop in self._slots:
+            part = flat[start]
+            # Straight to `tuple`: the class itself would go through Python.
+            values.append(part if value is None or part is None else tuple.__new__(value, flat[start:stop]))
+        return values
+
+    def _flat(self, result: Any) -> Any:
+        """What a row or a fake returns, as the schema has it."""
         if type(result) is Copies:
             tensors: list[Any] = []
             for copy in result:
@@ -196,33 +207,29 @@ class Operation:
             return result[:2]
         return [x for x in result if x is not None] if self._returns_list else result
 
-    def _apply(self, function: Callable[..., Any] | None, *parts: Any) -> Any:
-        """`_run` of the values that have these parts."""
-        flat = list(parts)
-        for i, names, get in self._named:
-            flat[i] = names.get(flat[i]) or get(flat[i])
-        values: list[Any] = []
-        for value, start, stop in self._slots:
-            part = flat[start]
-            # Straight to `tuple`: the class itself would go through Python.
-            values.append(part if value is None or part is None else tuple.__new__(value, flat[start:stop]))
-        return self._run(values, function)
+    def dispatched(self, *parts: Any) -> Any:
+        """The operation as PyTorch's dispatcher calls it, by the arguments of the schema."""
+        return self(*self._values_of(parts), dispatched=True)
 
-    def _checked_fake(self, *values: Any) -> Any:
+    def _faked(self, *parts: Any) -> Any:
+        values = self._values_of(parts)[: -1 if self._takes_backend else None]
         if self.check is not None:
             self.check(*values)
-        return None if self.fake is None else self.fake(*values)
+        return None if self.fake is None else self._flat(self.fake(*values))
 
     def _rule(self, *specs: Any) -> list[tuple[Any, list[Any]]]:
         """`sharding` as PyTorch takes it: with None for what is no tensor."""
         rules = []
-        for outputs, inputs in self._apply(self.sharding, *specs):
+        assert self.sharding is not None
+        values = self._values_of(specs)[: -1 if self._takes_backend else None]
+        for outputs, inputs in self.sharding(*values):
             placements = iter(inputs)
             rules.append((outputs, [next(placements) if is_tensor else None for is_tensor in self._are_tensors]))
         return rules
 
     def _count(self, *parts: Any, out_val: Any) -> int:
-        return self._apply(self.flops, *parts)
+        assert self.flops is not None
+        return self.flops(*self._values_of(parts)[: -1 if self._takes_backend else None])
 
     def ranked(self, *values: Any) -> Sequence[Implementation]:
         """The rows of the table in the order in which AUTO asks them for these values."""

@@ -137,10 +137,8 @@ class TrainingConfig(AOBaseConfig, metaclass=ConfigClass):
         """The config without what ranks may differ in."""
         return replace(self, seed=0) if self.seed else self  # type: ignore[call-arg]  # a field where it is not 0
 
-    @property
-    def hadamard_number(self) -> int:
-        """Of the transform of both operands of `grad_weight`, as `CastOptions` carries it; 0 for none."""
-        return 0
+    # Of the transform of both operands of `grad_weight`, as `CastOptions` carries it; 0 for none.
+    hadamard_number: ClassVar[int] = 0
 
     @property
     def saves_quantized_activations(self) -> bool:
@@ -220,7 +218,7 @@ class NVFP4TrainingConfig(TrainingConfig):
             raise ValueError(f"{type(self).__name__}: seed must be from 0 to 2^64 - 1, got {self.seed!r}")
 
     @property
-    def hadamard_number(self) -> int:
+    def hadamard_number(self) -> int:  # type: ignore[override]
         return hadamard_number(self.hadamard)
 
 

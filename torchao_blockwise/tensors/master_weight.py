@@ -17,10 +17,10 @@ from torchao_blockwise.tensors import fsdp
 from torchao_blockwise.tensors.base import WeightTensor
 from torchao_blockwise.tensors.config import TrainingConfig
 from torchao_blockwise.tensors.operations import Result, is_sum, is_update, result_of
-from torchao_blockwise.tensors.reads import note_read
 from torchao_blockwise.tensors.rounding import carry_key
 from torchao_blockwise.tensors.transposed_weight import TransposedWeight, swaps_last_dims
-from torchao_blockwise.tensors.weight_operands import kept_copies, weight_operand
+from torchao_blockwise.tensors.weight_operands import kept_copies, weight_operand, weight_options
+from torchao_blockwise.tensors.weight_uses import note_read
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -118,14 +118,7 @@ class MasterWeightTensor(WeightTensor):
 
     def quantized(self, *, columnwise: bool = False) -> Operand:
         """The operand that products use: `hp` quantized in `config.weight_format`, rowwise or columnwise."""
-        config = self.config
-        return weight_operand(
-            self.hp,
-            config.weight_format,
-            columnwise=columnwise,
-            power_of_2_scales=config.power_of_2_scales,
-            scale_per_group=config.scale_per_expert,
-        )
+        return weight_operand(self.hp, weight_options(self.config, columnwise))
 
     # FSDP2 calls them for what this rank sends, and for the weight that layers use until it is sharded again.
     fsdp_pre_all_gather = fsdp.pre_all_gather

@@ -19,9 +19,9 @@ from torchao_blockwise.formats import HIGH_PRECISION_DTYPES, BlockFormat, Operan
 from torchao_blockwise.tensors.base import WeightTensor
 from torchao_blockwise.tensors.config import TrainingConfig
 from torchao_blockwise.tensors.pending_master import PendingMaster
-from torchao_blockwise.tensors.reads import note_read
 from torchao_blockwise.tensors.rounding import carry_key
 from torchao_blockwise.tensors.state_values import plain_values, same_bits
+from torchao_blockwise.tensors.weight_uses import note_read
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -18,39 +18,44 @@ import torch
 
 from torchao_blockwise import _compat, ops
 from torchao_blockwise._compat import cuda_graphs
-from torchao_blockwise.formats import BlockFormat, CastOptions, Operand
+from torchao_blockwise.formats import CastOptions, Operand
 from torchao_blockwise.ops.quantization.operations import hadamard_amax_bits_op, tensor_amax_bits_op
+from torchao_blockwise.tensors.config import TrainingConfig
+
+
+def weight_options(config: TrainingConfig, columnwise: bool) -> CastOptions:
+    """How a weight of this config is quantized, rowwise or columnwise."""
+    fmt, scale_per_group = config.weight_format, config.scale_per_expert
+    return CastOptions(fmt, not columnwise, columnwise, config.power_of_2_scales, scale_per_group=scale_per_group)
 
 
 def weight_operand(
     hp: torch.Tensor,
-    fmt: BlockFormat,
+    options: CastOptions,
     *,
-    columnwise: bool,
-    power_of_2_scales: bool = False,
-    backend: ops.Backend | str | None = None,
     amax_groups: str = "",
     rounded_to: torch.dtype | None = None,
-    scale_per_group: bool = False,
+    backend: ops.Backend | str | None = None,
 ) -> Operand:
-    """`hp` [.., N, K] quantized in `fmt`, rowwise or columnwise: the caller's own, or what a scope keeps.
+    """`hp` [.., N, K] quantized by `weight_options`: the caller's own, or what a scope keeps.
 
     amax_groups: the process groups over which the weight is split that `hp` is a part of, as `amax_over` takes them;
         by default those that `hp.amax_groups` names, which expert parallelism sets. Their ranks must use it together,
         as they do a DTensor.
     rounded_to: the dtype that values are rounded to before they are quantized, if another than their own.
-    scale_per_group: of formats with tensor scales each expert [N, K] has its own.
     """
-    scale_per_group = scale_per_group and fmt.has_global_scale and hp.dim() > 2
+    fmt, columnwise = options.fmt, options.columnwise
+    if options.scale_per_group and hp.dim() == 2:
+        # One expert by itself has one scale, too.
+        options = CastOptions(fmt, options.rowwise, columnwise, options.power_of_2_scales)
     if not fmt.has_global_scale:
         amax_groups = ""
-    elif not scale_per_group:
+    elif not options.scale_per_group:
         amax_groups = amax_groups or getattr(hp, "amax_groups", "")
 
     def quantized() -> Operand:
         values = hp if rounded_to is None else hp.to(rounded_to)
-        amax = amax_over(values, amax_groups, scale_per_group) if amax_groups else None
-        options = CastOptions(fmt, not columnwise, columnwise, power_of_2_scales, scale_per_group=scale_per_group)
+        amax = amax_over(values, amax_groups, options.scale_per_group) if amax_groups else None
         return ops.quantize_by(values, options, tensor_amax=amax, backend=backend)[columnwise]
 
     kept = kept_copies(hp)
@@ -62,7 +67,7 @@ def weight_operand(
     with kept.lock:
         kept.check()
         copies = kept.copies.setdefault(
-            (fmt.name, power_of_2_scales, amax_groups, rounded_to, scale_per_group, stream), {}
+            (fmt.name, options.power_of_2_scales, options.scale_per_group, amax_groups, rounded_to, stream), {}
         )
         if columnwise in copies:
             return copies[columnwise]

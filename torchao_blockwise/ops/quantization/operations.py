@@ -43,7 +43,8 @@ def _why_no_kernels(x: torch.Tensor, amax_bits: object, options: CastOptions, *_
 
 
 def _check_groups(x: torch.Tensor, amax_bits: object, options: CastOptions, groups: Groups | None, *_: object) -> None:
-    check_groups("quantize", groups, x.shape[0], x.device, options.fmt.block[1])
+    if groups is not None:
+        check_groups("quantize", groups, x.shape[0], x.device, options.fmt.block[1])
 
 
 def _fake(x: torch.Tensor, amax_bits: object, options: CastOptions, groups: Groups | None, *_: object) -> Copies:

@@ -1,0 +1,88 @@
+"""What a forward pass does with weights, for the check of a module's forward pass in nn/converted.py.
+
+A weight is multiplied in low precision, or its high-precision values are read. Records are of one thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+
+class WeightUses:
+    """The keys of weights that a forward pass multiplied by, and whose values it read in another way."""
+
+    def __init__(self) -> None:
+        self.multiplied: set[int | None] = set()
+        self.read: set[int] = set()
+
+    def has_gemm_with(self, weight: Any) -> bool:
+        """Whether a GEMM ran with `weight`, its cast, view or multiple, or one in a compiled graph with any weight."""
+        return not self.multiplied.isdisjoint((*_keys(weight), None))
+
+    def has_read_of(self, weight: Any) -> bool:
+        return _key(weight) in self.read
+
+
+class _Records(threading.local):
+    """stack: of the forward passes of this thread that are being checked. gemms: how many were traced, or ran."""
+
+    def __init__(self) -> None:
+        self.stack: list[WeightUses] = []
+        self.gemms = 0
+
+
+_records = _Records()
+
+
+@contextlib.contextmanager
+def recorded_uses() -> Iterator[WeightUses]:
+    """Record the uses of weights inside of it."""
+    uses = WeightUses()
+    _records.stack.append(uses)
+    try:
+        yield uses
+    finally:
+        _records.stack.pop()
+
+
+def note_gemm(weight: Any) -> None:
+    """Record a low-precision GEMM with `weight`; None in a compiled graph, which knows no weights."""
+    _records.gemms += 1
+    for uses in _records.stack:
+        uses.multiplied.update((None,) if weight is None else _keys(weight))
+
+
+def note_read(weight: Any) -> None:
+    """Record that something reads the values of `weight`, other than to quantize them."""
+    for uses in _records.stack:
+        uses.read.add(_key(weight))
+
+
+@torch.compiler.assume_constant_result
+def traced_gemms() -> int:
+    """How many low-precision GEMMs were traced, or ran, in this thread."""
+    return _records.gemms
+
+
+@torch.compiler.assume_constant_result
+def note_traced_gemm() -> None:
+    note_gemm(None)
+
+
+def _key(weight: Any) -> int:
+    """A number that a weight shares with its views and casts, and with no other weight that is alive.
+
+    They carry the name of one layer, the very same string; two layers may have equal names.
+    """
+    return id(getattr(weight, "layer", "") or weight)
+
+
+def _keys(weight: Any) -> tuple[int, ...]:
+    """`_key`, and that of the values that casts read."""
+    hp = getattr(weight, "hp", None)
+    return (_key(weight),) if hp is None else (_key(weight), id(hp))
