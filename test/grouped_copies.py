@@ -1,4 +1,4 @@
-"""Tokens in groups and their quantized copies for tests: each group as if it were alone."""
+"""Tokens in groups and their quantized copies for tests: each group compared with the same tokens by themselves."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def tokens_of(ends, tokens: int, columns: int, dtype=torch.bfloat16, device="cpu
 
 
 def amaxes_of(x: torch.Tensor, hadamard: bool):
-    """What `tensor_amax` takes of these tokens: of a transform two. Chunks begin with the first token."""
+    """The argument `tensor_amax` of these tokens: of a transform two. Chunks begin with the first token."""
     transformed = [hadamard_transform(x, hadamard_number(True))] if hadamard else []
     amaxes = [t.abs().amax().float() if x.numel() else x.new_zeros((), dtype=torch.float32) for t in (x, *transformed)]
     return tuple(amaxes) if hadamard else amaxes[0]
@@ -59,7 +59,7 @@ def _bits(x: torch.Tensor) -> torch.Tensor:
 
 
 def assert_each_group_is_alone(made: Copies, x: torch.Tensor, ends, fmt: BlockFormat, **options) -> None:
-    """Each group has the bits that the reference gives its tokens alone, and what is behind the last one is zeros."""
+    """Each group has the bits that the reference gives only its tokens, and zeros follow the last one."""
     of_each, hadamard = options.pop("scale_per_group", False), options.get("hadamard", False)
     options |= {"rowwise": made.rowwise is not None, "columnwise": made.columnwise is not None, "backend": "reference"}
     if fmt.has_global_scale and not of_each:

@@ -78,7 +78,7 @@ def test_inputs_match_reference(way, backend, name, device):
     check_against_reference(x, way, backend)
     if options.keys() & BOTH.keys():
         return
-    # A dtype gives the bits of its fp32 copy.
+    # Bitwise identical to the fp32 copy.
     of_copy = rowwise_of(x.float(), fmt, backend="reference", **options)
     assert_same([rowwise_of(x, fmt, backend=backend, **options)], [of_copy])
 

@@ -17,7 +17,7 @@ SHAPES = ((512, 1024), (528, 1024), (531, 1024), (533, 1024))
 
 
 def cases(target: int):
-    """(label, call of a launcher) for every variant of every kernel, and beside those of groups the one without."""
+    """(label, call of a launcher) for every variant of every kernel, and for those of groups the one without."""
     import torch
 
     from torchao_blockwise import _compat
@@ -148,7 +148,7 @@ def count(builds, target, kernel, *words):
 
 @targets
 def test_token_counts_do_not_recompile(builds, target):
-    """Of a columnwise copy alone one build; where rows are written as they lie multiples of 16 and all others."""
+    """Of only a columnwise copy one build; where rows are written as they lie multiples of 16 and all others."""
     for fmt in ("fp8_1x128", "nvfp4_1x16"):
         assert count(builds, target, "_group_tables_kernel", "quantize", fmt, "E8", "bfloat16") == 1
     for kernel, words in {"_quantize_fp8_kernel": ("fp8_1x128",), "_columnwise_kernel": ("nvfp4_1x16",)}.items():

@@ -83,7 +83,7 @@ def taken(machine):
 
 
 def settled(launch) -> tuple:
-    """What settles a launch but for its tensors: grid, sizes, power of 2, columns and warps, of bf16."""
+    """All of a launch except its tensors: grid, sizes, power of 2, columns and warps, of bf16."""
     options = launch.options
     assert options["DTYPE"] is gluon_tiles.DTYPES[torch.bfloat16] and options["BLOCK"] == FP8_1X128.block[1]
     return launch.grid, *launch.numbers, options["POWER_OF_2"], options["COLUMNS"], options["num_warps"]

@@ -1,4 +1,4 @@
-"""ops.quantize and SwiGLU of tokens in groups: each group as if quantized alone, and nothing else written."""
+"""ops.quantize and SwiGLU of tokens in groups: each group as if quantized by itself, and nothing else written."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ WAYS = {
     "own scales, rounded": (NVFP4_1X16, OWN | {"stochastic": ROUNDING}),
     "own scales, both": (NVFP4_1X16, OWN | BOTH),
 }
-# All groups in the ways that share no kernel, some of them in all ways. In the interpreter each of many groups, with a
-# scale of its own, takes a second.
+# All groups in the ways that share no kernel, some of them in all ways. In the interpreter each of many groups takes a
+# second, if it has its scale.
 SOME = ("fp8", "nvfp4", "own scales, both")
 CASES = [(g, w) for g in GROUPS for w in WAYS if (w in SOME or g in ("empty", "tail")) and (g, w) != ("many", SOME[2])]
 ways = pytest.mark.parametrize("way", WAYS)
@@ -59,7 +59,7 @@ def grouped(x, ends, way: str, **options):
     return ops.quantize(x, fmt, groups=int32(ends, x.device), **{"columnwise": True} | of_way | options)
 
 
-# --- each group alone -------------------------------------------------------------------------------------------------
+# --- each group by itself ---------------------------------------------------------------------------------------------
 
 
 @backends
@@ -182,7 +182,7 @@ MALFORMED = {
 @formats
 @pytest.mark.parametrize("ends", MALFORMED.values(), ids=MALFORMED)
 def test_kernels_clamp_malformed_ends(ends, fmt, guarded, device):
-    """As a GPU's are, which the host does not read: nothing out of bounds, and the bits of the clamped ends."""
+    """As a GPU's are, which the host does not read: nothing out of bounds, bitwise identical to clamped ends."""
     kernels = pytest.importorskip("torchao_blockwise.ops.quantization.kernels_triton")
     swiglu = pytest.importorskip("torchao_blockwise.ops.fused.kernels_triton")
     from torchao_blockwise.ops.quantization import kernels_amax, kernels_chunks
@@ -309,7 +309,7 @@ def test_large(ends, fmt):
 @pytest.mark.parametrize("shape", ((3, 40, 50), (2, 3, 16, 33), (1, 20, 32), (2, 0, 16), (20, 33)), ids=str)
 @pytest.mark.parametrize("fmt", ("nvfp4_1x16", "nvfp4_16x16"))
 def test_each_matrix_is_quantized_alone(fmt, shape, backend, device):
-    """By `scale_per_group` without groups; a matrix alone has one scale."""
+    """By `scale_per_group` without groups; a single matrix has one scale."""
     magnitudes = 4.0 ** torch.arange(torch.Size(shape[:-2]).numel(), device=device).view(shape[:-2])[..., None, None]
     x = (random_tensor(*shape, device=device) * magnitudes).bfloat16()
     if shape[0] in (2, 3) and shape[-2]:

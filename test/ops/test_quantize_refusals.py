@@ -1,4 +1,4 @@
-"""What ops.quantize refuses, also of groups, transforms, random bits and tensor scales, with which message."""
+"""Refusals of ops.quantize, also of groups, transforms, random bits and tensor scales, and their messages."""
 
 from __future__ import annotations
 

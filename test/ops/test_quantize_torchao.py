@@ -1,4 +1,4 @@
-"""ops.quantize gives the bits of torchao's own references, in eager PyTorch, and of TransformerEngine's formula.
+"""ops.quantize is bitwise identical to torchao's references, in eager PyTorch, and to TransformerEngine's formula.
 
 In NVFP4 torchao divides by 6 and by the tensor scale where ours multiplies, as TransformerEngine does, and raises a
 block scale below 2^-6 to it: equal where that is exact, with bf16 values and a tensor scale that is a power of two.
@@ -51,7 +51,7 @@ def test_fp8_is_torchaos(shape):
 
 
 def torchaos(x: torch.Tensor, amax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(payload, block scales, tensor scales), with tensor scales of these amaxes, which are of one shape but for 1s."""
+    """(payload, block scales, tensor scales), with tensor scales of these amaxes, which broadcast."""
     nvfp4 = pytest.importorskip("torchao.prototype.mx_formats.nvfp4_tensor")
     outer = nvfp4.per_tensor_amax_to_scale(amax)
     scale, qdata = nvfp4.nvfp4_quantize(x.contiguous(), per_tensor_scale=outer)

@@ -51,7 +51,7 @@ def test_the_same_numbers_give_the_same_bits_and_other_uses_others(backend, devi
 
 @backends
 def test_rounding_is_right_in_the_mean(backend, device):
-    """Over uses the mean of what is decoded is the tensor, where it does not saturate: within 1/256 step and 5 σ."""
+    """Over uses the mean of the decoded values is the tensor, where it does not saturate: within 1/256 step and 5 σ."""
     x, uses = random_tensor(16, 64, device=device).float(), 48 if backend == "triton" else 256
     total = torch.zeros_like(x)
     for use in range(uses):
@@ -85,7 +85,7 @@ def test_amaxes_lie_in_memory_of_their_own(backend, device):
     assert len({amax.untyped_storage().data_ptr() for amax in amaxes}) == 2
 
 
-# --- a part has the bits of the whole ---------------------------------------------------------------------------------
+# --- a part of a tensor ---------------------------------------------------------------------------------
 
 # Of x [80, 96]: rows and columns of each part.
 PARTS = {"rows": ((0, 32), (32, 48), (48, 80)), "columns": ((0, 16), (16, 64), (64, 96))}

@@ -1,4 +1,4 @@
-"""Amaxes of tensors, groups and matrices, and their tensor scales: kernels have the bits of the reference."""
+"""Amaxes of tensors, groups and matrices, and their tensor scales: kernels are bitwise identical to the reference."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_strides(device):
     "ends", [(0, 0, 0), (10, 20, 48), (3, 3, 40), (20, 10, 5), (-4, 30, 99), (-3, -2, -1)], ids=str
 )
 def test_rows_in_groups(ends, device):
-    """What rows behind the groups hold does not count."""
+    """Rows behind the groups do not count."""
     x = random_tensor(48, 70, dtype=torch.bfloat16, device=device)
     x[40:] = float("nan")
     check(x, torch.tensor(ends, dtype=torch.int32, device=device))

@@ -21,7 +21,7 @@ def quantize(x, fmt) -> Operand:
 
 
 def check(fmt, *shape: int, backend: str, device) -> None:
-    """The transpose is the quantized transpose, in memory of its own; twice is the identity."""
+    """The transpose is the quantized transpose, in separate memory; twice is the identity."""
     x = random_tensor(*shape, device=device)
     q = quantize(x, fmt)
     once = ops.transpose(q, columns=shape[-1], backend=backend)
@@ -67,7 +67,7 @@ def test_moves_every_code_untouched(fmt, backend, device):
 
 
 def random_operand(fmt, *shape, device) -> Operand:
-    """Any bytes and any scales: every block has a scale of its own."""
+    """Any bytes and any scales: every block has its scale."""
     qdata = torch.randint(0, 256, fmt.qdata_shape(*shape), dtype=torch.uint8, device=device)
     grid = *fmt.scale_shape(*shape), fmt.scale_dtype.itemsize
     scale = torch.randint(0, 256, grid, dtype=torch.uint8, device=device).view(fmt.scale_dtype).squeeze(-1)

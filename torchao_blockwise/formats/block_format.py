@@ -1,4 +1,4 @@
-"""What a block format is: block shape, element, scale dtype and the rule from amax to scale."""
+"""Block formats as data: block shape, element, scale dtype and the rule from amax to scale."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torchao_blockwise.formats.elements import Element
 
 
 class Scales(NamedTuple):
-    """What the amax of each block decides; shapes follow the grid of block amaxes.
+    """The result of scaling each block by its amax; shapes follow the grid of block amaxes.
 
     encode: fp32 factor that a value is multiplied by before it is rounded to an element.
     scale: stored block scale; x ≈ qdata · scale [· global_scale].
@@ -86,7 +86,7 @@ class BlockFormat:
     def nbytes(self, *shape: int, scale_per_matrix: bool = False) -> int:
         """Bytes at rest of a quantized tensor [.., rows, columns]: payload, scales, and the global scale if any.
 
-        scale_per_matrix: each matrix [rows, columns] has a global scale of its own.
+        scale_per_matrix: each matrix [rows, columns] has its global scale.
         """
         payload = math.prod(self.qdata_shape(*shape)) * self.element.storage_dtype.itemsize
         scales = math.prod(self.scale_shape(*shape)) * self.scale_dtype.itemsize

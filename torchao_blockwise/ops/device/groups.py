@@ -1,6 +1,6 @@
 """Groups of tokens in Triton kernels: a program finds the group of its tile in the ends, which only the device knows.
 
-    tiles       0   1   2   3 │ 4 │ 5   6 │ 7          each group in tiles of its own; tiles behind the last group hold
+    tiles       0   1   2   3 │ 4 │ 5   6 │ 7          each group in separate tiles; tiles behind the last group hold
     group       0   0   0   0 │ 2 │ 3   3 │ E          the tokens of no group, E, and those behind these hold no token
 
 A program loads all ends at once and clamps them: those of group g become max over i <= g of clamp(ends[i], 0, tokens),
@@ -86,6 +86,16 @@ def groups_of(rows, ends_ptr, tokens, groups, E_PAD: tl.constexpr):
     index, ends, _ = load_ends(ends_ptr, tokens, groups, E_PAD)
     earlier = (ends[None, :] <= rows[:, None]) & (index < groups)[None, :]
     return tl.sum(earlier.to(tl.int32), 1), tl.max(tl.where(earlier, ends[None, :], 0), 1)
+
+
+@triton.jit
+def amax_of_groups(amax_ptr, rows, ends_ptr, tokens, groups, E_PAD: tl.constexpr):
+    """The amax of the group that each row lies in, f32; 0 behind the last one.
+
+    amax_ptr: [groups] f32.
+    """
+    group, _ = groups_of(rows, ends_ptr, tokens, groups, E_PAD)
+    return tl.load(amax_ptr + group, mask=group < groups, other=0.0)
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""What kernels share that compute a tile of values: how it is read and stored, and its rowwise FP8 copy."""
+"""A tile of values in kernels: how it is found, read and stored, and its rowwise FP8 copy."""
 
 from typing import Any
 

@@ -3,8 +3,8 @@
     x ── one read ──▶ rowwise copy and columnwise copy                    FP8, and NVFP4 with one amax
 
     x ── amax of x, and of its transform, in one read ──▶ two tensor scales
-      ── a launch ──▶ rowwise copy        of x,            rounded by the bits of its stream
-      ── a launch ──▶ columnwise copy     of the transform, rounded by those of the next one
+      ── a launch ──▶ rowwise copy        of x,            rounded with random bits of its stream
+      ── a launch ──▶ columnwise copy     of the transform, rounded with those of the next stream
 
 Copies that are transformed or rounded stochastically are made one by one, because each has its tensor scale and its
 random bits.
@@ -68,7 +68,7 @@ def quantize(
         that is the exact transpose of the rowwise result.
     power_of_2_scales: FP8 only; rounds the encode factor down to a power of two.
     hadamard: NVFP4_1X16 only; the columnwise copy is that of the random Hadamard transform along M, in chunks of 16
-        rows, the last one filled with zeros: qdata [K, ⌈M/16⌉ · 16 / 2], with a tensor scale of its own. True for
+        rows, the last one filled with zeros: qdata [K, ⌈M/16⌉ · 16 / 2], with a separate tensor scale. True for
         `formats.DEFAULT_SIGNS`, or 16 signs. A product of two such copies is that of the tensors themselves.
     stochastic: NVFP4_1X16 only; round up or down by random bits, to the neighbor that is nearer the more often; see
         `StochasticRounding`. Both are for x [M, K].
@@ -77,17 +77,17 @@ def quantize(
     tensor_amax: NVFP4 only; the amax to derive the tensor scale from, where `x` is a part of the tensor. f32 scalar;
         with `scale_per_group` f32 [..] or [E]; with `hadamard` two, that of the tensor and that of its transform.
     padded: the columnwise copy is that of `x` with zero rows behind, up to a multiple of 32: for products of two such
-        copies, to which they add nothing. Without it, M that is no such multiple costs a copy.
-    groups: of tokens x [M, K] in formats of one-row blocks: a result of `make_groups` for M and `fmt`, or the ends
-        alone, int32 [E], cumulative, on x's device: group g is rows [ends[g-1], ends[g]). No block along the tokens
+        copies, to which they add nothing. Without it, any other M costs a copy.
+    groups: of tokens x [M, K] in formats of one-row blocks: a result of `make_groups` for M and `fmt`, or only
+        the ends, int32 [E], cumulative, on x's device: group g is rows [ends[g-1], ends[g]). No block along the tokens
         reaches from one group into the next, and each group has the bits that it has by itself. The columnwise copy
         pads each group with zero rows to whole blocks of B: qdata [K, P], P = padded_tokens(M, E, B), scales FP8
         [P/B, K], NVFP4 [K, P/B]. Rows after the last group count as zeros, whatever they hold, NaN as well. Shapes and
         launches follow from M and E, so the host reads nothing back. A CPU's ends are checked; a GPU takes end g for
         the largest of ends 0 to g, each clamped to [0, M].
     backend: AUTO (default), or one by name.
-    Returns `Copies(rowwise, columnwise)` of operands, None for what is not asked for, from one read of `x`; from one
-    each with `hadamard` or `stochastic`.
+    Returns `Copies(rowwise, columnwise)` of operands, None for a copy that is not asked for, from one read of `x`;
+        from one each with `hadamard` or `stochastic`.
     A zero block decodes to zeros. A block with NaN decodes to NaN, one with Inf to no finite number; in NVFP4 either
     makes the whole tensor NaN. Bits do not depend on the backend. Not differentiable.
 
@@ -167,7 +167,7 @@ _ALL = Place()
 
 
 def _draws_of(options: CastOptions, rounding: StochasticRounding, device: torch.device) -> Draws:
-    """What operations on `device` carry of a rounding; raises ValueError unless these copies can be rounded so."""
+    """The random bits of both copies, for operations on `device`; ValueError unless they can be rounded so."""
     if options.fmt is not NVFP4_1X16:
         raise ValueError(f"quantize: stochastic is for {NVFP4_1X16.name}, got {options.fmt.name}; leave it out")
     is_part = rounding.start != (0, 0) or rounding.grid is not None

@@ -12,7 +12,7 @@ import triton.language as tl
 
 from torchao_blockwise.formats import E2M1, E4M3
 from torchao_blockwise.ops.device.elements import magnitude_bits, to_f32
-from torchao_blockwise.ops.device.groups import groups_of, load_block
+from torchao_blockwise.ops.device.groups import amax_of_groups, groups_of, load_block
 from torchao_blockwise.ops.launch import ceil_div, launch
 
 _CHUNK = 8192
@@ -108,8 +108,7 @@ def _looked_up_kernel(
     rows = offs
     if blocks_ptr is not None:
         rows, _, _ = load_block(blocks_ptr, tl.minimum(offs, count - 1))
-    group, _ = groups_of(rows, ends_ptr, tokens, groups, E_PAD)
-    tl.store(out_ptr + offs, tl.load(amax_ptr + group, mask=group < groups, other=0.0), mask=offs < count)
+    tl.store(out_ptr + offs, amax_of_groups(amax_ptr, rows, ends_ptr, tokens, groups, E_PAD), mask=offs < count)
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -126,7 +125,7 @@ def _store_scale(amax_ptr, scale_ptr, mask, LARGEST: tl.constexpr):
     amax = tl.load(amax_ptr, mask=mask)
     scale = tl.div_rn(amax, LARGEST)
     scale = tl.where(amax == 0, 1.0, scale)
-    # Inf and NaN alone are unlike themselves less themselves.
+    # Only of Inf and NaN is x - x not 0.
     tl.store(scale_ptr, tl.where(amax - amax == 0, scale, float("nan")), mask=mask)
 
 

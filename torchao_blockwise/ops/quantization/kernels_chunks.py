@@ -248,7 +248,7 @@ def hadamard_amax_bits(
     """Arguments and result as in the op."""
     ends = groups.ends if per_group and groups is not None else None
     shape, experts = ((), 1) if ends is None else (ends.shape, ends.shape[0])
-    # Each in memory of its own: compilers hold results of operations to the alignment that an allocation has.
+    # Each in separate memory: compilers hold results of operations to the alignment that an allocation has.
     plain, transformed = (torch.zeros(shape, dtype=torch.int32, device=x.device) for _ in range(2))
     M, K = x.shape
     if x.numel() > 0:

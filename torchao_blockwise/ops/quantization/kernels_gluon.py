@@ -2,8 +2,8 @@
 
     x  [M, K] ──cp.async──▶ tile 128×128 ─▶ rowwise and columnwise copies
 
-A launch each reads `x` twice; one launch that keeps the tile in registers holds two sets of scaled values. For the
-columnwise copy alone the rows are left out, and tiles may be narrower.
+A launch each reads `x` twice; one launch that keeps the tile in registers holds two sets of scaled values. For only
+the columnwise copy the rows are left out, and tiles may be narrower.
 """
 
 import torch
@@ -15,14 +15,14 @@ from torchao_blockwise.formats import FP8_1X128, CastOptions, Copies, Groups
 from torchao_blockwise.ops.device.gluon_tiles import Tiling, barrier, copy_layout, make_copies, new_tile, store_copies
 from torchao_blockwise.ops.device.groups import locate_rows
 
-# (columns of a tile, warps) of both copies, 1.4 times as fast as two launches on an H200, and of the columnwise alone.
+# (columns of a tile, warps) of both copies, 1.4 times as fast as two launches on an H200, and of one copy.
 BOTH = (FP8_1X128.block[1], 4)
 COLUMNWISE = (64, 4)
 # Its name moved in Triton 3.8.
 _load_async = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 
 
-# Tokens count for masks alone, which are the same along a store.
+# Tokens count only for masks, which are the same along a store.
 @gluon.jit(do_not_specialize=["M"])
 def _quantize_kernel(
     x_ptr,  # [M, K/2] words of two elements
