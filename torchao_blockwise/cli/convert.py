@@ -16,9 +16,9 @@ from __future__ import annotations
 import argparse
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -41,7 +41,6 @@ from torchao_blockwise.checkpoint.stored_weights import StoredWeights
 from torchao_blockwise.checkpoint.writing import SHARD_BYTES, check_finite, check_model, write_settings
 from torchao_blockwise.cli.inputs import UsageError, meta_model
 
-_T = TypeVar("_T")
 HELP = "quantize a checkpoint on disk for inference engines"
 PLAIN = "plain"
 
@@ -140,11 +139,8 @@ def _group_amaxes(weights: StoredWeights, fused: dict[str, str]) -> dict[str, to
     return {group: storable(amax) for group, amax in largest.items()}
 
 
-def _with_progress(items: Sequence[_T]) -> Iterable[_T]:
-    """The items, with a progress bar where tqdm is installed."""
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        return items
-    bar: Iterable[_T] = tqdm(items, unit="tensor", disable=None)
-    return bar
+def _with_progress(items: Sequence[Any]) -> Any:
+    """The items, with a bar; whoever has transformers has tqdm."""
+    from tqdm import tqdm
+
+    return tqdm(items, unit="tensor", disable=None)
