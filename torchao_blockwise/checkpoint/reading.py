@@ -16,7 +16,7 @@ from torchao_blockwise._names import did_you_mean
 from torchao_blockwise.checkpoint.files import shown
 from torchao_blockwise.checkpoint.fused_layers import TENSOR_MAX
 from torchao_blockwise.checkpoint.gathering import agreed_by_all, is_shared, shard_of
-from torchao_blockwise.checkpoint.layouts import FP8, TAKE_PLAIN
+from torchao_blockwise.checkpoint.layouts import FP8
 from torchao_blockwise.checkpoint.model_tensors import (
     OF_AN_ENGINE,
     Part,
@@ -29,8 +29,6 @@ from torchao_blockwise.checkpoint.stored_weights import StoredWeights
 from torchao_blockwise.tensors import MasterWeightTensor, NVFP4Tensor, QuantizedShard, QuantizedTensor
 from torchao_blockwise.tensors.state_values import over_blocks, plain_values
 
-# The suffix of a weight's codes in GPT-OSS's files.
-_OF_MXFP4 = "_blocks"
 # As files call dtypes.
 _INTEGERS = ("I", "U", "BOOL")
 
@@ -113,8 +111,6 @@ def _check_names(weights: StoredWeights, wanted: set[str], passed_over: set[str]
     path, there = weights.files.path, weights.names
     others = (name for name in there - wanted if not any(re.search(pattern, name) for pattern in passed_over))
     missing, unknown = sorted(wanted - there), sorted(others)
-    if codes := next((name + _OF_MXFP4 for name in missing if name + _OF_MXFP4 in there), None):
-        raise KeyError(f"load: {weights.files.where(codes)} is of MXFP4, which is not read; {TAKE_PLAIN}")
     if missing:
         near = did_you_mean(missing[0], unknown) or "; is it of another model?"
         raise KeyError(f"load: {path} has no {shown(missing)}{near}")

@@ -37,16 +37,15 @@ _COPY = "copy the file again"
 class StoredWeights:
     """The weights of a folder, by the names that models have; a quantized one is one, whatever tensors it is made of.
 
-    config: `quantization_config`, empty for plain files. names: of all weights.
-    `check` a weight before you `read` it.
+    names: of all of them. `check` a weight before you `read` it.
     Raises FileNotFoundError for a folder without files, ValueError for files that cannot be read or are of a format
     that is not.
     """
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         self.files = Files(directory)
-        self.config = self.files.config()
-        if self.config and (reason := why_not_read(self.config)) is not None:
+        config = self.files.config()
+        if config and (reason := why_not_read(config)) is not None:
             raise ValueError(f"load: {self.files.path}: {reason}")
         # (format, its tensors) of each quantized weight.
         self._quantized: dict[str, tuple[Layout, list[str]]] = {}

@@ -16,9 +16,9 @@ from __future__ import annotations
 import argparse
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -27,7 +27,7 @@ from torchao.quantization import quantize_
 from torchao_blockwise import conversion, ops
 from torchao_blockwise.checkpoint.files import Folder
 from torchao_blockwise.checkpoint.fused_layers import fused_layers, storable
-from torchao_blockwise.checkpoint.layouts import FP8, FP8_UE8M0, LAYOUTS, SCALE_FMT
+from torchao_blockwise.checkpoint.layouts import FP8, LAYOUTS
 from torchao_blockwise.checkpoint.model_tensors import (
     OF_AN_ENGINE,
     Part,
@@ -36,16 +36,13 @@ from torchao_blockwise.checkpoint.model_tensors import (
     tensors_of,
     written,
 )
-from torchao_blockwise.checkpoint.plain_layers import PlainLayers, check_read
+from torchao_blockwise.checkpoint.plain_layers import check_read
 from torchao_blockwise.checkpoint.stored_weights import StoredWeights
 from torchao_blockwise.checkpoint.writing import SHARD_BYTES, check_finite, check_model, write_settings
 from torchao_blockwise.cli.inputs import UsageError, meta_model
 
-_T = TypeVar("_T")
 HELP = "quantize a checkpoint on disk for inference engines"
 PLAIN = "plain"
-# What tells formats of one method apart.
-_KIND = ("quant_method", "format", "scale_fmt", "quant_algo")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -63,36 +60,18 @@ def run(args: argparse.Namespace) -> int:
         if layout.format.has_global_scale and args.power_of_2_scales:
             raise UsageError(f"--power-of-2-scales is for {FP8.name}; leave it out")
         args.power_of_2_scales |= layout.power_of_2_scales
-        config = (
-            conversion.NVFP4TrainingConfig()
-            if layout.format.has_global_scale
-            else conversion.BlockwiseFP8TrainingConfig()
-        )
+        recipes = (conversion.BlockwiseFP8TrainingConfig, conversion.NVFP4TrainingConfig)
         chosen = conversion.recommended_layers(model)
-        quantize_(model, config, filter_fn=chosen & conversion.skip_fqns(*args.skip) if args.skip else chosen)
+        chosen = chosen & conversion.skip_fqns(*args.skip) if args.skip else chosen
+        quantize_(model, recipes[layout.format.has_global_scale](), filter_fn=chosen)
     try:
         if layout is not None:
             check_model("convert", model, layout)
-        weights = StoredWeights(args.input)
-        _check_format(weights, args.to, args.power_of_2_scales)
-        quantized, bits = _convert(args, model, weights)
+        quantized, bits = _convert(args, model, StoredWeights(args.input))
     except (OSError, ValueError, NotImplementedError) as error:
         raise UsageError(str(error)) from None
     print(f"{quantized} tensors quantized, {bits:.2f} bits an element in {args.output}")
     return 0
-
-
-def _check_format(weights: StoredWeights, to: str, power_of_2_scales: bool) -> None:
-    """Raise UsageError for files that are in this format."""
-    wanted = {} if to == PLAIN else LAYOUTS[to].settings(PlainLayers([], []))
-    wanted = wanted | (SCALE_FMT if power_of_2_scales else {})
-    # Both formats with powers of two say so, and one has them in a byte.
-    in_bytes = any(weights.files.dtype(name) == "F8_E8M0" for name in weights.files.names())
-    is_alike = to == PLAIN or in_bytes == (to == FP8_UE8M0.name)
-    if is_alike and [weights.config.get(key) for key in _KIND] == [wanted.get(key) for key in _KIND]:
-        raise UsageError(
-            f"{weights.files.path} is in {to} already, as its config.json says; give others, or another --to"
-        )
 
 
 def _convert(args: argparse.Namespace, model: nn.Module, weights: StoredWeights) -> tuple[int, float]:
@@ -160,11 +139,8 @@ def _group_amaxes(weights: StoredWeights, fused: dict[str, str]) -> dict[str, to
     return {group: storable(amax) for group, amax in largest.items()}
 
 
-def _with_progress(items: Sequence[_T]) -> Iterable[_T]:
-    """The items, with a progress bar where tqdm is installed."""
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        return items
-    bar: Iterable[_T] = tqdm(items, unit="tensor", disable=None)
-    return bar
+def _with_progress(items: Sequence[Any]) -> Any:
+    """The items, with a bar; whoever has transformers has tqdm."""
+    from tqdm import tqdm
+
+    return tqdm(items, unit="tensor", disable=None)
