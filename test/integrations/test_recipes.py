@@ -7,11 +7,12 @@ import sys
 
 import pytest
 import torch
+from expert_modules import EXPERTS, Model, accepted
 from helpers import FP8, NVFP4, mlp
 from torch import nn
 
 from torchao_blockwise import BlockwiseFP8TrainingConfig, NVFP4TrainingConfig, _versions, recipe_state
-from torchao_blockwise.integrations import recipes
+from torchao_blockwise.integrations import options, recipes
 
 
 def test_names_of_recipes():
@@ -32,6 +33,54 @@ def test_the_filter_is_that_of_recommended_layers():
     model = nn.ModuleList(mlp(features=(32, 32, 32)) for _ in range(7))
     recipes.convert(model, NVFP4)
     assert [hasattr(block[0].weight, "hp") for block in model] == [True] * 5 + [False] * 2
+
+
+ATTENTION = ["layers.0.attention", "layers.1.attention"]
+# {what: (options, the layers that are selected)}
+SELECTED = {
+    "default": ({}, EXPERTS + ATTENTION),
+    "no experts": ({"experts": False}, ATTENTION),
+    "head": ({"lm_head": True, "experts": False}, [*ATTENTION, "lm_head"]),
+    "include": ({"include": ["layers.0.*", "lm_head"]}, [EXPERTS[0], ATTENTION[0]]),
+    "exclude": ({"exclude": ["*.experts", "layers.0.attention"]}, ATTENTION[1:]),
+    "large": ({"min_features": 65}, []),
+    "last blocks": ({"keep_last_blocks": 1}, [EXPERTS[0], ATTENTION[0]]),
+    "all blocks": ({"keep_last_blocks": 0}, EXPERTS + ATTENTION),
+}
+
+
+@pytest.mark.parametrize(("given", "names"), SELECTED.values(), ids=SELECTED)
+def test_what_options_select(given, names):
+    model = Model()
+    config, selection = options.parse("fp8", {**given, "out_dtype": "bfloat16", "fuse": True})
+    assert config == BlockwiseFP8TrainingConfig(out_dtype=torch.bfloat16) and selection.fuse
+    assert sorted(accepted(selection.filter_for(model, config), model)) == sorted(names)
+
+
+WRONG_OPTIONS = {
+    "name": (
+        {"exlude": ["*"]},
+        ValueError,
+        "fp8: options are backend, exclude, .*; got 'exlude'; did you mean 'exclude'",
+    ),
+    "masters": ({"master_weights": False}, ValueError, "got 'master_weights'; leave it out"),
+    "string": ({"include": "layers.0.*"}, TypeError, "include: must be a list of patterns, got 'layers"),
+    "pattern": (
+        {"exclude": ["layers.9.*"]},
+        ValueError,
+        "'layers.9.*' matches no linear layer and no experts .* 'lm_head'",
+    ),
+    "value": ({"out_dtype": "bfloat61"}, ValueError, "out_dtype must be"),
+}
+
+
+@pytest.mark.parametrize(("given", "error", "message"), WRONG_OPTIONS.values(), ids=WRONG_OPTIONS)
+def test_wrong_options(given, error, message):
+    with pytest.raises(error, match=message):
+        config, selection = options.parse("fp8", given)
+        selection.filter_for(Model(), config)
+    with pytest.raises(ValueError, match=r"format must be one of \['fp8', 'nvfp4'\], got 'fp4'; did you mean 'nvfp4'"):
+        options.parse("fp4", given)
 
 
 def test_a_model_with_nothing_to_convert():

@@ -13,18 +13,14 @@ import titan_checks
 from helpers import selected_cases
 from ranks import spawn
 
-MISSPELT = "fp8: options are backend, exclude"
+# Options are tested in test_recipes.py.
 # (check, arguments.., keywords as a tuple), by one rank and by two: in the default tier, and slow.
 ALONE = (
     ("trains_as_by_hand", "llama3", "fp8", ()),
     ("trains_as_by_hand", "deepseek_v3", "fp8", ()),
     ("converter_gives_the_same", "llama3", "fp8", ()),
     ("saves_products", "llama3", "fp8", ()),
-    ("refuses", "llama3", "fp8", (("exlude", ("*",)),), MISSPELT, ()),
-    ("refuses", "llama3", "fp8", (("exclude", ("layers.9.*",)),), "'layers.9.*' matches no linear layer", ()),
-    ("refuses", "llama3", "fp8", (("include", "layers.0.*"),), "include: must be a list of patterns, got 'layers", ()),
     ("refuses", "llama3", "fp8", (("min_features", 9999),), "no layer was converted, of", ()),
-    ("refuses", "llama3", "fp8", (("master_weights", False),), "got 'master_weights'; leave it out", ()),
 )
 ALONE_SLOW = (
     ("trains_as_by_hand", "qwen3", "fp8", ()),
