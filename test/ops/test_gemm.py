@@ -188,7 +188,7 @@ def test_tiles_of_all_heights(pair, tokens_a_group, device):
 def test_programs_write_nothing_of_each_other(along, pair, device, monkeypatch):
     """Bits do not depend on the order of programs: here the last one comes first."""
     if device == "cuda":
-        pytest.skip("a GPU takes an order of its own")
+        pytest.skip("a GPU takes another order")
     case = Case(along, pair, ROUTINGS["ragged_and_a_tail"], device)
     expected = case.run(backend="triton")
     interpreter = importlib.import_module("triton.runtime.interpreter").interpreter_builder

@@ -46,7 +46,7 @@ def _label(*words, **options) -> str:
     return " ".join([*map(str, words), *(f"{k}{v}" for k, v in options.items() if v)])
 
 
-# What is built of each kind: (M, N, K), groups, dtype, and other options. Of token counts that change, one build.
+# The builds of each kind: (M, N, K), groups, dtype, and other options. Of token counts that change, one build.
 PLAIN = [((m, 512, 1024), {}) for m in (16, 64, 512, 528, 531)] + [((528, 512, k), {}) for k in (1000, 1003)]
 PLAIN += [((300, 500, 500), {}), ((512, 512, 1024), {"dtype": "float32", "bias": True})]
 ALONG_M = [((m, 512, 1024), {}) for m in (128, 512, 4096, 4112, 4099)]

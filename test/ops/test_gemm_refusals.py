@@ -1,4 +1,4 @@
-"""What ops.matmul and ops.grouped_matmul refuse, and with which words."""
+"""The refusals of ops.matmul and ops.grouped_matmul, and their words."""
 
 from __future__ import annotations
 

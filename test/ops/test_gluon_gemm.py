@@ -86,12 +86,30 @@ def outputs():
 
 @pytest.mark.parametrize(("kind", "n", "k", "dtype"), cases_of(outputs()))
 def test_output_by_the_copy_engine_and_by_stores(simulated, kind, n, k, dtype):
-    """Rows of 16 bits that fill 16 bytes are copied out, but for what ends inside a wave; others are stored."""
+    """Rows of 16 bits that fill 16 bytes are copied out, except where one ends inside a wave; others are stored."""
     of = case(kind, "ragged_and_a_tail", n, k)
     for build in ("256x128", "64x64"):
         out = product(of, dtype, build)
         assert out.dtype is dtype
         assert_close_to_each_group(of, out, "gluon")
+
+
+@pytest.mark.parametrize("kind", ("k", "decoded_k"))
+def test_rows_behind_a_gradient_are_the_next_groups(simulated, kind):
+    """A tile that runs on into the next group's rows is stored, in whatever order programs come."""
+    of = case(kind, ((30, 20, 40), 0), 72, 136)
+    for simulated.seed in range(4):
+        assert_close_to_each_group(of, product(of, torch.bfloat16, "64x64"), "gluon")
+
+
+@pytest.mark.parametrize("kind", ("decoded_m", "decoded_k"))
+def test_each_group_may_have_a_tensor_scale(simulated, kind):
+    of = Case(*KINDS[kind], ((30, 0, 40), 5), "cpu")
+    right, factors = product(of), torch.tensor([2.0, 4.0, 0.5])
+    of.a = of.a._replace(global_scale=of.a.global_scale * factors)
+    right[: 30 if of.along == "m" else 1] *= 2.0
+    right[30 if of.along == "m" else 2 :] *= 0.5
+    assert torch.equal(product(of), right)
 
 
 @pytest.mark.parametrize("build", BUILDS)

@@ -18,7 +18,7 @@ MODULES = {"pipeline": pipeline, "order": order, "decoded": decoded}
 
 
 class Trial(NamedTuple):
-    """What a fault is looked for in."""
+    """The GEMMs, builds and orders in which a fault is looked for."""
 
     module: str  # that has the fault
     kinds: tuple[str, ...] = ("m", "k")

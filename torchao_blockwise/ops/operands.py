@@ -75,7 +75,7 @@ def check_options(op: str, options: CastOptions) -> None:
 
 
 def new_copies(x: torch.Tensor, shape: tuple[int, ...], options: CastOptions, groups: Groups | None = None) -> Copies:
-    """Uninitialized copies of a tensor [.., rows, columns] beside `x`, those that are asked for.
+    """Uninitialized copies of a tensor [.., rows, columns] on the device of `x`, those that are asked for.
 
     groups: of rows in groups, each of which the columnwise copy pads to whole blocks.
     """
@@ -100,19 +100,19 @@ def new_output(
 
 
 def width_of(tokens: int, options: CastOptions) -> int:
-    """How wide the columnwise copy of so many tokens is, if it is not padded: of a transform in whole chunks."""
+    """The width of the columnwise copy of this number of tokens, not padded: of a transform in whole chunks."""
     return -(-tokens // HADAMARD_SIZE) * HADAMARD_SIZE if options.hadamard else tokens
 
 
 def as_asked(copies: Copies, tokens: int, options: CastOptions, groups: Groups | None) -> Copies:
-    """What a kernel made of so many tokens, which pads the columnwise copy in any case."""
+    """Copies of this number of tokens from a kernel, which pads the columnwise one in any case, as the options ask."""
     if options.padded or groups is not None or copies.columnwise is None:
         return copies
     return copies._replace(columnwise=without_padding(copies.columnwise, width_of(tokens, options)))
 
 
 def why_no_tiles(options: CastOptions, *inputs: torch.Tensor) -> str | None:
-    """Why kernels of gluon_tiles.py cannot make these copies of what is computed from `inputs`, or None if they can."""
+    """Why kernels of gluon_tiles.py cannot make these copies from `inputs`, or None if they can."""
     if not options.columnwise:
         return "the kernels make columnwise copies, with or without the rowwise one"
     if options.fmt.name != FP8_1X128.name:
@@ -131,6 +131,6 @@ def _gluon_tiles() -> ModuleType:
 
 
 def pointers(copies: Copies) -> list[Any]:
-    """What kernels take for (rowwise qdata, scale, columnwise qdata, scale): bytes as uint8, None for what is not."""
+    """Arguments of kernels: rowwise qdata, scale, columnwise qdata, scale; bytes as uint8, None for a missing copy."""
     parts = [part for copy in copies for part in ((None, None) if copy is None else (copy.qdata, copy.scale))]
     return [None if t is None else (t, torch.uint8) if t.itemsize == 1 else t for t in parts]

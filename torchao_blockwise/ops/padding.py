@@ -37,7 +37,7 @@ def without_padding(copy: Operand, tokens: int) -> Operand:
     entries = fmt.element.packed(tokens)
     if entries != qdata.shape[-1]:
         qdata = qdata.narrow(-1, 0, entries).contiguous()
-    # Of blocks of 16 the padding may hold one alone, of blocks of 128 never.
+    # Of blocks of 16 the padding may hold one, of blocks of 128 never.
     blocks = fmt.grid(1, tokens)[1]
     if not fmt.transposed_scales and blocks != scale.shape[-1]:
         scale = scale.narrow(-1, 0, blocks).contiguous()

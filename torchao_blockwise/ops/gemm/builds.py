@@ -1,4 +1,4 @@
-"""What builds of the Hopper kernels there are, and which of them a product takes."""
+"""The builds of the Hopper kernel, and the choice of one for a GEMM."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SCHEDULE_FIELDS = 4
 
 @dataclass(frozen=True)
 class Build:
-    """What a build of the kernel is specialized on."""
+    """The constants of a build of the kernel, most of them chosen by the launcher."""
 
     tile_n: int  # columns of a multiprocessor
     consumers: int  # warpgroups that multiply
@@ -90,10 +90,10 @@ class Build:
 BUILDS = (
     Build(tile_n=128, consumers=2, waves=2, stages=3, group=4),
     Build(tile_n=128, consumers=2, waves=1, stages=5, group=8),
-    # Few rows: bound by reading b from memory, so many stages in flight and many programs.
+    # Few rows: bound by reading b from memory, which takes many stages in flight and many programs.
     Build(tile_n=64, consumers=1, waves=1, stages=8, group=1),
 )
-# What a second launch takes, in bytes that a multiprocessor would read in that time: 4 µs.
+# The cost of a second launch, 4 µs, in bytes that a multiprocessor reads in that time.
 _SPLIT_BYTES = 200_000
 
 

@@ -19,8 +19,9 @@ from torchao_blockwise.ops.padding import aligned_rows
 _PAIR = (FP8_1X128.name, FP8_128X128.name)
 # The copy engine's rows begin on 16 bytes: of fp8, and of bf16.
 _K_MULTIPLE, _N_MULTIPLE = 16, 8
-# AUTO takes it from so many multiplications and such sides on. It is 4-10 % faster there, and holds the host 0.1-0.4 ms
-# longer: as long as a step of smaller layers takes. With 1024 rows or columns it can take three times as long.
+# AUTO takes it from this number of multiplications and these sides on. It is 4-10 % faster there, and holds the host
+# 0.1-0.4 ms longer: as long as a step of smaller layers takes. With 1024 rows or columns it can take three times as
+# long.
 _MIN_PRODUCTS, _MIN_SIDE = 2**38, 2048
 
 

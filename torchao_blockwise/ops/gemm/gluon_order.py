@@ -73,7 +73,7 @@ def _tiles_of_entry(M, N, B: gl.constexpr):
 
 @gluon.jit
 def load_entry(turn, entries, groups, M, N, B: gl.constexpr):
-    """What the schedule says of a tile; where there is no such tile, of another.
+    """The schedule's entry of a tile; of another one where the tile does not exist.
 
     "m"   an entry for each row of tiles: group, the group's first row of tiles, its first token, its end
     "k"   an entry for each group, the longest first: group, its first block, its last block and one, 0

@@ -11,7 +11,7 @@ An e4m3 product is accumulated in some 14 bits inside wgmma, so a partial sum en
 to fp32. A wave is 64 rows, the height of a wgmma. Two waves a consumer share the registers of one partial, which leaves
 room for 256×128 accumulators: the bytes that a product reads from the L2 cache fall with the tile.
 
-Ragged M, N and K: the copy engine reads zeros beside a tensor and writes nothing there.
+Ragged M, N and K: the copy engine reads zeros outside of a tensor and writes nothing there.
 
 Operands that were decoded to bf16 (B.decoded) take the same way without scales: see `gluon_decoded.py`.
 
@@ -150,7 +150,7 @@ def _write(
     elif row >= start and row + _WAVE <= end:
         _copy_out(acc, staging, out, row, column, B)
     elif row < end:
-        # The copy engine ends where the tensor does; beside this group's rows lie others'.
+        # The copy engine ends where the tensor does; next to this group's rows lie others'.
         _store_out(acc, MMA, groups[1], base, row, start, end, column, N, B)
 
 

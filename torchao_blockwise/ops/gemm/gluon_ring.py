@@ -103,7 +103,7 @@ def _run(ASM: gl.constexpr, args, outputs: gl.constexpr, inputs: gl.constexpr):
 
 @gluon.jit
 def make_barriers(STAGES: gl.constexpr, arrivals: gl.constexpr):
-    """Declare the barriers of a ring, each of which completes a phase with so many arrivals. Before all else."""
+    """Declare the barriers of a ring, each of which completes a phase with this number of arrivals. Before all else."""
     _run(_DECLARE, [], 1, 0)
     for stage in gl.static_range(STAGES):
         _run(_init(), [gl.to_tensor(stage), gl.to_tensor(arrivals)], 1, 2)
@@ -117,7 +117,7 @@ def free_stage(stage):
 
 @gluon.jit
 def free_stage_after(values, per_thread: gl.constexpr, stage, zero):
-    """`free_stage`, but not before loads of these f32 `values` have come, so many a thread.
+    """`free_stage`, but not before loads of these f32 `values` have come, `per_thread` of them a thread.
 
     zero: an int32 that is 0, which the compiler must not know.
     """

@@ -8,7 +8,7 @@
 
                     a [N, P]    ·    b [K, P]ᵀ       =    out [E, N, K]      out[g] = a[:, group g] @ b[:, group g].T
 
-Where groups end is known on the device alone: shapes and launches depend on the number of tokens and of experts.
+Only the device knows where groups end: shapes and launches depend on the number of tokens and of experts.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def grouped_matmul(
     """out[m] = a[m] @ b[g].T for the rows m of each group g (along "m"), or out[g] = a[:, g] @ b[:, g].T (along "k").
 
     Sums and scales as in `matmul`, with one-row blocks in a.
-    groups: a result of `make_groups` for M and the format of a, or the ends alone, [E] int32, cumulative, on the
+    groups: a result of `make_groups` for M and the format of a, or only the ends, [E] int32, cumulative, on the
         operands' device: group g is tokens [ends[g-1], ends[g]), and tokens after the last group belong to none. Any
         sizes. On a CPU the values are checked; on a GPU they are never read by the host, and clamped to max over i <= g
         of clamp(ends[i], 0, M). Along "k", M is the number of tokens before they were padded.
@@ -144,7 +144,7 @@ def _check_groups(op: str, a: Operand, b: Operand, groups: Groups, along: str) -
 def _preferred(a: Operand, b: Operand, *_: object) -> Backend | None:
     """The backend that AUTO asks before those above it in the table.
 
-    In NVFP4 on Hopper Triton, which reads 4 bits an element, where too little is multiplied by what is decoded: along
+    In NVFP4 on Hopper Triton, which reads 4 bits an element, where decoded elements are multiplied too seldom: along
     "m" with about as few tokens an expert as `_DECODED_WORK`, along "k" with as few features. How many tokens an expert
     has, the host knows on average.
     """
@@ -168,7 +168,7 @@ _TABLE = [
 ]
 
 
-# Sizes of groups are on the device: in FLOPs each row of a, along "k" each padded token, counts as one of a group.
+# Sizes of groups are on the device: in FLOPs each row of a, along "k" each padded token, counts as a group's.
 grouped_matmul_op = Operation(
     f"grouped_matmul({operand('a')}, {operand('b')}, {groups()}, str along, ScalarType out_dtype, str backend)"
     " -> Tensor",

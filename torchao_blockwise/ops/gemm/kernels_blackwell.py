@@ -1,4 +1,4 @@
-"""What PyTorch's NVFP4 products on Blackwell need around them, in Triton: swizzled block scales, and zeros.
+"""Swizzled block scales, and zeros, which PyTorch's NVFP4 products on Blackwell need around them, in Triton.
 
 FP4 tensor cores read block scales in tiles of 128 rows × 4 scales:
 
@@ -84,9 +84,9 @@ def swizzled_scales(x: Operand) -> torch.Tensor:
 
 
 def swizzled_scales_of_groups(x: Operand, ends: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The scales of `x` [M, K], rows in groups, each group's in tiles of its own; and ends that lead out of no memory.
+    """The scales of `x` [M, K], rows in groups, each group's in separate tiles; and ends that lead out of no memory.
 
-    The device alone knows where a group's tiles begin, so each program finds the group of its tiles.
+    Only the device knows where a group's tiles begin, so each program finds the group of its tiles.
     x: not empty. ends: int32 [E], cumulative. Scales of rows of no group are left out.
     Returns e4m3 [padded_tokens(M, E, 128), ⌈columns/4⌉ · 4], of which only the order of bytes counts, zeros behind the
     last group; and int32 [E], max over i <= g of clamp(ends[i], 0, M).
@@ -138,7 +138,7 @@ def _zero_tail_kernel(
 def zero_tail_(out: torch.Tensor, ends: torch.Tensor) -> None:
     """Rows of `out` [M, N] from the last of `ends` on become zeros. ends: int32 [E], in [0, M].
 
-    The device alone knows where they begin. Programs of rows before that return at once.
+    Only the device knows where they begin. Programs of rows before that return at once.
     """
     (M, N), groups = out.shape, ends.shape[0]
     launch(

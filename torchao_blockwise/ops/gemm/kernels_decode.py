@@ -3,7 +3,7 @@
     a, b  4 bits ──decode──▶ bf16, exact ──cuBLAS──▶ Σ in fp32 ──· both tensor scales, + bias──▶ output, rounded once
 
 An element times its block scale has six significant bits, so bf16 holds it. The decoded operands and the fp32 sums
-live for this product alone. Decoding within the product costs fewer bytes and reaches a quarter of the arithmetic.
+live only for this product. Decoding within the product costs fewer bytes and reaches a quarter of the arithmetic.
 """
 
 from __future__ import annotations

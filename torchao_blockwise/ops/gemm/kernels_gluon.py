@@ -4,16 +4,16 @@
     along "m"   a [M, K]   b [E·N, K]   out [M, N]      tiles of rows that begin where groups do
     along "k"   a [N, P]   b [K, P]     out [E·N, K]    tiles of out[g], whose contraction is the tokens of group g
 
-A tile's rows may run on into the next group, along "m" at the end of each group, along "k" where N is no multiple of
-the tile. Whole waves leave by the copy engine, what such a tile has beyond them by masked stores: decided as a wave
-ends, because only the device knows. Columns from N on are beside the output for both.
+A tile's rows may run on into the next group, along "m" at the end of each group, along "k" where N is not a multiple
+of the tile. Whole waves leave by the copy engine, what such a tile has beyond them by masked stores: decided as a wave
+ends, because only the device knows. Columns from N on are outside of the output for both.
 
 Hopper has no FP4 tensor cores, so NVFP4 operands of groups are decoded to bf16 first, then multiplied in bf16:
 
     a, b  4 bits ──decode──▶ bf16, exact ──Gluon, by groups──▶ Σ in fp32 · both tensor scales ──▶ out, rounded once
 
 An element times its block scale has six significant bits, so bf16 holds it. Both operands in bf16, 2 bytes an element,
-live for this product alone: for weights of experts as much as a copy of them in high precision. PyTorch's grouped
+live only for this product: for weights of experts as much as a copy of them in high precision. PyTorch's grouped
 product in bf16 would not do: it rounds before the tensor scales could be applied.
 """
 
@@ -43,7 +43,7 @@ def multiprocessors(device: torch.device) -> int:
 def matmul(
     a: Operand, b: Operand, out_dtype: torch.dtype, bias: torch.Tensor | None, build: Build | None = None
 ) -> torch.Tensor:
-    """[M, N] product of what the table admits. Arguments as in the op; build: the default is `choose_build`'s."""
+    """The [M, N] product, where the table admits it. Arguments as in the op; build: the default is `choose_build`'s."""
     out = new_output(a, b, out_dtype)
     _launch(out, a, b, bias=bias, build=build)
     return out
@@ -134,7 +134,7 @@ def _launch(
 
 @functools.cache
 def _tiles_of(build: Build) -> tuple[Tile | None, ...]:
-    """The tiles in which the copy engine moves a, a's scales, b, b's scales and `out`; None for what it does not."""
+    """The copy engine's tiles of a, a's scales, b, b's scales and `out`; None for those that it does not move."""
 
     def tile(rows: int, columns: int, itemsize: int) -> Tile:
         # Rows of a tile that fill a swizzle are swizzled; rows of scales are read as they lie.

@@ -1,13 +1,13 @@
 """NT GEMMs of block-scaled operands in Triton, plain and grouped: fp32 accumulation, output rounded once.
 
     plain       tiles of out [M, N] = a @ b.T                        along "k"   tiles of out[g], for each group g
-    along "m"   tiles of rows: each group in tiles of its own
+    along "m"   tiles of rows: each group in separate tiles
                    N                                                              columns of b: K
               ┌────┬────┐                                                    ┌────┬────┐
               │    │    │  group 0: 2 tiles of rows, ragged                  │    │    │  rows of a: N
               ├────┼────┤                                                    ├────┼────┤
               └────┴────┘                                                    └────┴────┘
-              ┌────┬────┐  group 2 (1 is empty)                              a loop over the tokens of group g alone,
+              ┌────┬────┐  group 2 (1 is empty)                              a loop over the tokens of group g,
               └────┴────┘                                                    none where it is empty: zeros
               ┌────┬────┐  tokens after the last group: zeros
               └────┴────┘
@@ -15,9 +15,9 @@
 How many tiles there are along "m", only the device knows. Launched is what the number of tokens and groups allows at
 most, less than one tile a group too much; the programs that are left over return at once.
 
-What a tile sums is in `triton_sums.py`. `M` counts tokens in two of a layer's three products and is never specialized.
-`K` counts them in the third: payload rows that do not fill 16 bytes are padded, so that all are copied 16 bytes at a
-time, by one build for every count.
+The sums of a tile are in `triton_sums.py`. `M` counts tokens in two of a layer's three products and is never
+specialized. `K` counts them in the third: payload rows that do not fill 16 bytes are padded, so that all are copied 16
+bytes at a time, by one build for every count.
 """
 
 from typing import NamedTuple
@@ -78,7 +78,7 @@ _NVFP4_REGISTER_CONFIGS = (
 
 # Tile rows of the output whose tiles are computed side by side, so that they find b's tiles in the L2 cache.
 GROUP = 8
-# What a tile must know of its group takes registers, so tiles are smaller there: blocks of K of NVFP4 that are decoded
+# Where a tile's group lies takes registers, so tiles of groups are smaller: blocks of K of NVFP4 that are decoded
 # at once; and columns in FP8, where a thread has a row of them (from sm_100 on) and one-row blocks give each its scale.
 _GROUPED_BLOCKS_K, _GROUPED_TILE_N = 4, 64
 
@@ -321,7 +321,7 @@ def _launch(
     decode = decodes(a_fmt, out.device)
     # The host knows the mean of the groups' sizes, not the sizes. A tile that is taller than a group multiplies rows
     # that are not there: half its work for 64 tokens an expert in tiles of 128. A group of more than a tile reads its
-    # matrix again, but from the L2 cache, where the tile beside it has left it.
+    # matrix again, but from the L2 cache, where the tile next to it has left it.
     config = _config_for(a_fmt, ceil_div(M, experts) if along == "m" else M, out.device)
     is_fp4 = a_fmt.element is E2M1
     if ends is not None and is_fp4 and decode:

@@ -21,9 +21,9 @@ from torchao_blockwise.ops.operands import check_operand, new_output
 from torchao_blockwise.ops.registry import Operation, operand
 from torchao_blockwise.ops.sharding import Rules, placements_of
 
-# Up to so many tokens AUTO takes Gluon for `grad_weight`.
+# Up to this number of tokens AUTO takes Gluon for `grad_weight`.
 _GLUON_TOKENS = 256
-# Up to so many rows AUTO takes Triton for NVFP4 where there are no FP4 tensor cores.
+# Up to this number of rows AUTO takes Triton for NVFP4 where there are no FP4 tensor cores.
 _DECODED_ROWS = 64
 
 
