@@ -35,11 +35,6 @@ NAMES_IN_COMPAT = (
     "torch._C._distributed_c10d.Backend.Options._timeout",
     "torch.distributed.fsdp.FSDPModule._get_fsdp_state",
     "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam._sharded_local_tensor",
-    "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam._capture_grad_dtype_policy",
-    "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam._init_extensions",
-    "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam._setattr_on_modules",
-    "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam.reset_sharded_param",
-    "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam.to_sharded_dtensor",
     "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup._to_sharded",
     "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup.is_unsharded",
     "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._lazy_init",
@@ -84,10 +79,6 @@ NAMES_IN_COMPAT = (
 SINCE = {
     "torch.distributed.tensor.DTensor._stable_hash_for_caching": (2, 12),
     "torch.Tensor._has_grad_dtype_override": (2, 15),
-    "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam._capture_grad_dtype_policy": (2, 15),
-    "_has_sharded_grad_dtype_override": (2, 15),
-    "_sharding_spec_by_dtype": (2, 15),
-    "sharded_grad_dtype": (2, 15),
 }
 # What only instances of these classes have: their sources assign it.
 FSDP = "torch.distributed.fsdp._fully_shard"
@@ -103,10 +94,6 @@ ATTRIBUTES_IN_COMPAT = {
         "mp_policy",
         "offload_to_cpu",
         "sharded_param",
-        "sharded_grad_dtype",
-        "_has_sharded_grad_dtype_override",
-        "_sharding_spec",
-        "_sharding_spec_by_dtype",
     ),
     "torch._inductor.cudagraph_trees.CUDAGraphTreeManager": ("stream",),
     "triton.backends.nvidia.driver.CudaLauncher": (

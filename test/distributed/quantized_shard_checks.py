@@ -210,7 +210,7 @@ def refuses(mesh, config):
 
     message = message_of(linear, shard_placement_fn=lambda p: Shard(1))
     assert "is quantized itself, and Shard(1) would cut its rows; shard dim 0" in message, message
-    message = message_of(linear, offload_policy=CPUOffloadPolicy(pin_memory=False))
+    message = message_of(adamw, linear(offload_policy=CPUOffloadPolicy(pin_memory=False)))
     assert "leave CPUOffloadPolicy out, or convert with master_weights=True" in message, message
     model = blocks(config)
     optimizer = adamw(model)

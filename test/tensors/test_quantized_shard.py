@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from helpers import FP8, both_formats, replace, saved_and_loaded, weight
@@ -9,8 +11,6 @@ from torch import nn
 from torchao.quantization import quantize_
 
 from torchao_blockwise import BlockwiseFP8Tensor, NVFP4Tensor
-from torchao_blockwise._compat import torch_fsdp
-from torchao_blockwise.distributed.fsdp import split_rows
 from torchao_blockwise.tensors import QuantizedShard
 from torchao_blockwise.testing import assert_bitwise_equal
 
@@ -24,11 +24,17 @@ def converted(config, rows: int, columns: int = 33, dtype=torch.float32) -> nn.P
     return layer.weight
 
 
-def rows_of(whole: torch.Tensor, rank: int, ranks: int, dtype=torch.float32, **changes) -> QuantizedShard:
-    """What `fully_shard` gives a rank of `whole`."""
-    none = dict.fromkeys(torch_fsdp.FsdpParameter._fields)
-    given = {"name": "weight", "shape": tuple(whole.shape), "dim": 0, "rank": rank, "ranks": ranks, "dtype": dtype}
-    return split_rows(whole, torch_fsdp.FsdpParameter(**{**none, **given, **changes}))
+def rows_of(whole: torch.Tensor, rank: int, ranks: int, dtype=torch.float32) -> QuantizedShard:
+    """What `fully_shard` gives a rank of `whole`, with the calls that it makes."""
+    chunks = torch.chunk(whole, ranks, dim=0)
+    with torch.no_grad():
+        padded = whole.new_zeros(chunks[0].shape)
+        length = chunks[rank].shape[0]
+        if length:
+            padded.narrow(0, 0, length).copy_(chunks[rank])
+        shard = padded.narrow(0, 0, length)
+    shard.part = dataclasses.replace(shard.part, dtype=dtype)
+    return shard
 
 
 @both_formats
@@ -64,7 +70,7 @@ def test_what_is_sent_makes_the_whole(config, rows, ranks):
 @both_formats
 def test_experts_are_split_by_the_expert(config):
     kind = NVFP4Tensor if config.weight_format.has_global_scale else BlockwiseFP8Tensor
-    whole = kind.from_hp(weight(6, 150, 40), config=config)
+    whole = nn.Parameter(kind.from_hp(weight(6, 150, 40), config=config))
     shards = [rows_of(whole, rank, 4) for rank in range(4)]
     assert [x.shape[0] for x in shards] == [2, 2, 2, 0]
     assert_bitwise_equal(torch.cat([x.dequantize() for x in shards]), whole.dequantize())
@@ -126,17 +132,18 @@ def test_refuses_what_rows_are_not():
         lambda: x.t(),
         lambda: x[:4],
         lambda: x + 1,
-        lambda: x.view(-1),
         lambda: nn.functional.linear(x, x),
     ):
         with pytest.raises(NotImplementedError, match=r"convert with master_weights=True|quantized"):
             refused()
-    for changes, message in (
-        ({"dim": 1}, r"Shard\(1\) would cut its rows; shard dim 0"),
-        ({"offloaded": True}, "leave CPUOffloadPolicy out"),
-    ):
-        with pytest.raises(ValueError, match=r"fully_shard: weight \[40, 33\] is quantized itself, and .*" + message):
-            rows_of(whole, 0, 2, **changes)
-    no_config = type(whole.detach()).from_hp(weight(40, 33))
-    with pytest.raises(ValueError, match="has no config to train by"):
-        rows_of(no_config, 0, 2)
+    with pytest.raises(ValueError, match=r"fully_shard: .*weight \[40, 33\] is quantized itself, and Shard\(1\) would"):
+        torch.chunk(whole, 2, dim=1)
+
+
+@both_formats
+def test_memory_of_its_own_and_views_of_other_tensors(config):
+    whole = converted(config, 256)
+    x = rows_of(whole, 1, 2)
+    assert x.qdata.untyped_storage().nbytes() == x.qdata.nbytes and x.scale.data_ptr() != whole.scale.data_ptr()
+    assert type(torch.chunk(whole.detach(), 2)[0]) is type(whole.chunk(2)[0]) is not QuantizedShard
+    assert type(whole.new_zeros(3)) is torch.Tensor

@@ -1,23 +1,20 @@
 """Names of FSDP2 that PyTorch does not promise to keep: each is used here and nowhere else.
 
-An import wraps nothing: rooms say what they need (`at_install`), and it is done where a model is converted (`install`).
+An import wraps nothing: that is done where a model is converted (`install`).
 """
 
 from __future__ import annotations
 
 import functools
-import inspect
 import pkgutil
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 
-from torchao_blockwise import _compat
-
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
-    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ParamModuleInfo
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
     from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
@@ -25,30 +22,20 @@ if TYPE_CHECKING:
 _NEEDED = (
     "torch.distributed.fsdp.FSDPModule._get_fsdp_state",
     "torch.distributed.fsdp.FSDPModule.unshard",
-    "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam._init_extensions",
-    "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam._setattr_on_modules",
-    "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam.reset_sharded_param",
-    "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam.to_sharded_dtensor",
     "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._lazy_init",
     "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._root_pre_forward",
 )
 # FSDP2's state of a module that `fully_shard` was called on.
 State: TypeAlias = "FSDPState"
-_to_install: list[Callable[[], None]] = []
 _installed = False
-
-
-def at_install(wrap: Callable[..., None], *args: Any) -> None:
-    """Have `install` call wrap(*args)."""
-    _to_install.append(functools.partial(wrap, *args))
+_before_gathers: Callable[[State], None] = lambda state: None  # noqa: E731
 
 
 def install() -> None:
     """Wrap what must be wrapped of FSDP2, once a process; nothing where it lacks a name: gathers are refused then."""
     global _installed
     if not _installed and torch.distributed.is_available() and why_unknown() is None:
-        for wrap in _to_install:
-            wrap()
+        _watch()
         _installed = True
 
 
@@ -58,7 +45,7 @@ def why_not_installed() -> str | None:
         return None
     return why_unknown() or (
         "what it calls for such weights is installed where a model is converted, and none was in this process; call "
-        "torchao_blockwise.distributed.sync_weight_scales(model) on all ranks, before fully_shard if they are quantized"
+        "torchao_blockwise.distributed.sync_weight_scales(model) on all ranks"
     )
 
 
@@ -162,12 +149,13 @@ def parameters_of(states: Iterable[FSDPState], names: Mapping[torch.Tensor, str]
 
     names: of parameters, where FSDP2 does not know them yet.
     """
-    found = []
+    return [_described(p, names) for group in _groups_of(states) for p in group.fsdp_params]
+
+
+def lazy_init(states: Iterable[FSDPState]) -> None:
+    """Have FSDP2 take what its parameters hold now; it may put new tensors in the place of those that it made."""
     for group in _groups_of(states):
-        # Idempotent; it may put new tensors in the place of those that `fully_shard` made.
         group.lazy_init()
-        found += [_described(p, names) for p in group.fsdp_params]
-    return found
 
 
 def _described(p: FSDPParam, names: Mapping[torch.Tensor, str]) -> FsdpParameter:
@@ -224,8 +212,14 @@ def _groups_of(states: Iterable[FSDPState]) -> list[FSDPParamGroup]:
     return [group for group in groups if group is not None]
 
 
-def watch(before_gathers: Callable[[FSDPState], None]) -> None:
-    """Have FSDP2 call `before_gathers(state)` where a pass begins.
+def before_gathers(call: Callable[[FSDPState], None]) -> None:
+    """Have `call(state)` called where a pass of FSDP2 begins, once it is installed."""
+    global _before_gathers
+    _before_gathers = call
+
+
+def _watch() -> None:
+    """Have FSDP2 call what `before_gathers` was given where a pass begins.
 
     That is a forward pass of a root, by whatever method it is entered, or `unshard()` by hand outside of one. FSDP2 has
     no hook there: module hooks come after its own, which gather, or are left out by `register_fsdp_forward_method`.
@@ -240,14 +234,14 @@ def watch(before_gathers: Callable[[FSDPState], None]) -> None:
         # What the method itself begins with: it decides which state is the root.
         self._lazy_init()
         if self._state_ctx.iter_forward_root is None:
-            before_gathers(self)
+            _before_gathers(self)
         return root_pre_forward(self, *args, **kwargs)
 
     @functools.wraps(unshard)
     def watched_unshard(self: FSDPModule, *args: Any, **kwargs: Any) -> Any:
         state = self._get_fsdp_state()
         if state._state_ctx.iter_forward_root is None:
-            before_gathers(state)
+            _before_gathers(state)
         return unshard(self, *args, **kwargs)
 
     FSDPState._root_pre_forward = watched_root_pre_forward  # type: ignore[method-assign]
@@ -268,66 +262,3 @@ def check_not_flattened(x: torch.Tensor, layer: str) -> None:
                 "layer would train in high precision; use torch.distributed.fsdp.fully_shard (FSDP2), or leave the "
                 "layer unconverted"
             )
-
-
-def shard_parameters(kind: type[torch.Tensor], shard_of: Callable[[torch.Tensor, FsdpParameter], torch.Tensor]) -> None:
-    """Have FSDP2 hold `shard_of(parameter, FsdpParameter)`, with its dtype and rows' shape, of parameters of `kind`.
-
-    By itself it would slice and pad them, which has no meaning where a slice cuts blocks.
-    """
-    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
-
-    init: Callable[..., None] = FSDPParam.__init__
-    reset: Callable[[FSDPParam], None] = FSDPParam.reset_sharded_param
-    signature = inspect.signature(init)
-
-    @functools.wraps(init)
-    def watched_init(
-        self: FSDPParam, param: torch.nn.Parameter, module_info: ParamModuleInfo, *args: Any, **kwargs: Any
-    ) -> None:
-        if not isinstance(_compat.local_of(param), kind):
-            return init(self, param, module_info, *args, **kwargs)
-        if _compat.local_of(param) is not param:
-            raise ValueError(
-                f"fully_shard: {module_info.param_name} is quantized and split by tensor parallelism; convert with "
-                "master_weights=True to have both"
-            )
-        # FSDP2 slices what takes no memory, and is then given the shard.
-        stand_in = torch.nn.Parameter(
-            torch.empty(param.shape, dtype=param.dtype, device="meta"), requires_grad=param.requires_grad
-        )
-        # By which FSDP2 finds parameters that two groups share.
-        vars(stand_in).update({k: v for k, v in vars(param).items() if k.startswith("_fsdp")})
-        _compat.carry_grad_dtype(param, stand_in)
-        given = signature.bind(self, stand_in, module_info, *args, **kwargs)
-        place = given.arguments.get("shard_placement_fn")
-        if place is not None:
-            given.arguments["shard_placement_fn"] = lambda _: place(param)
-        init(*given.args, **given.kwargs)
-        vars(param).update({k: v for k, v in vars(stand_in).items() if k.startswith("_fsdp")})
-        with torch.no_grad():
-            local = self.to_sharded_dtensor(shard_of(param, _described(self, {})))
-        sharded = torch.nn.Parameter(local, requires_grad=param.requires_grad)
-        _compat.carry_grad_dtype(self.sharded_param, sharded)
-        self.sharded_param = sharded
-        self._setattr_on_modules(self.sharded_param)
-        self._init_extensions()
-
-    @functools.wraps(reset)
-    def watched_reset(self: Any) -> None:
-        param = getattr(self._module_info.module, self._module_info.param_name)
-        if not isinstance(_compat.local_of(param), kind):
-            return reset(self)
-        # All that FSDP2 does there, except to renew the padding, which is not there.
-        if hasattr(self, "_capture_grad_dtype_policy"):  # since torch 2.15
-            for known in (self.sharded_param, param):
-                self._capture_grad_dtype_policy(known)
-            if self._has_sharded_grad_dtype_override:
-                param.grad_dtype = self.sharded_grad_dtype
-            else:
-                self.sharded_grad_dtype = param.dtype
-            self._sharding_spec_by_dtype.clear()
-        self.sharded_param, self._sharding_spec = param, param._spec
-
-    FSDPParam.__init__ = watched_init  # type: ignore[method-assign]
-    FSDPParam.reset_sharded_param = watched_reset  # type: ignore[method-assign]

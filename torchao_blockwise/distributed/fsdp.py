@@ -25,10 +25,9 @@ from torchao_blockwise._compat import torch_fsdp
 from torchao_blockwise._compat.torch_fsdp import FsdpParameter
 from torchao_blockwise.distributed.cast import Part, cast_parts, shard_part
 from torchao_blockwise.distributed.rank_consistency import check_same
-from torchao_blockwise.tensors import MasterWeightTensor, QuantizedShard, QuantizedTensor
+from torchao_blockwise.tensors import MasterWeightTensor, QuantizedShard
 from torchao_blockwise.tensors.config import TrainingConfig
 from torchao_blockwise.tensors.fsdp import ShardLayout, attach, is_current
-from torchao_blockwise.tensors.rounding import carry_key
 from torchao_blockwise.tensors.unchanged import Scope, scopes_of
 
 _KINDS = (MasterWeightTensor, QuantizedShard)
@@ -47,14 +46,18 @@ def sync_weight_scales(model: nn.Module) -> None:
     the rank and the weight.
     """
     torch_fsdp.install()
-    found = dict.fromkeys(map(torch_fsdp.state_of, model.modules()))
-    states = [state for state in found if state is not None]
+    states = _states_of(model)
     # Before the first forward pass no state knows its root: those go together.
     fresh = tuple(state for state in states if torch_fsdp.scope_of(state) is None)
     scopes = [torch_fsdp.scope_of(state) or (fresh[0], fresh) for state in states]
     names: dict[torch.Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     for owner, below in dict.fromkeys(scopes):
         _root_of(owner, below, names).sync()
+
+
+def _states_of(model: nn.Module) -> list[torch_fsdp.State]:
+    found = dict.fromkeys(map(torch_fsdp.state_of, model.modules()))
+    return [state for state in found if state is not None]
 
 
 def _before_gathers(state: torch_fsdp.State) -> None:
@@ -72,7 +75,9 @@ class _Root:
     def __init__(self, states: tuple[torch_fsdp.State, ...], names: Mapping[torch.Tensor, str]):
         self.states = states
         self.scopes: list[Scope] = []
+        torch_fsdp.lazy_init(states)
         self.parameters = [p for p in torch_fsdp.parameters_of(states, names) if isinstance(p.local, _KINDS)]
+        lay_out_shards(self.parameters)
         self._kinds = list(map(_kind_of, self.parameters))
         self.masters = [(p, _shard_of_master(p)) for p in self.parameters if isinstance(p.local, MasterWeightTensor)]
         _reshard_wholly(states)
@@ -220,38 +225,21 @@ def _part_of_loaded(p: FsdpParameter) -> Part:
     return shard_part(shard, values.to(shard.device))
 
 
-def split_rows(weight: QuantizedTensor, parameter: FsdpParameter) -> QuantizedShard:
-    """What the rank holds of `weight`; memory of its own, so that the whole is freed.
-
-    Raises ValueError for another dim than rows, for offloading, or where an optimizer has the weight's master.
-    """
-    refusal = _why_not_sharded(weight, parameter)
-    if refusal is not None:
-        raise ValueError(f"fully_shard: {parameter.name} {list(weight.shape)} is quantized itself, and {refusal}")
-    assert weight.config is not None
-    layout = _layout_of(parameter, weight.config)
-    rows = slice(layout.start, layout.start + layout.local_shape[0])
-    global_scale = None if weight.global_scale is None else weight.global_scale.clone()
-    shard = QuantizedShard(weight.qdata[rows].clone(), weight.scale.clone(), layout, weight.dtype, global_scale)
-    carry_key(weight, shard)
-    values = None if weight.pending_master is None else weight.pending_master.hp
-    if values is not None:
-        # Scales are of this rank's values; of all ranks' parts they are with the first cast.
-        shard.take_values(values.detach()[rows])
-    return shard
+def lay_out_shards_of(model: nn.Module, names: Mapping[torch.Tensor, str]) -> None:
+    """`lay_out_shards`, where an optimizer casts them before a first forward pass."""
+    lay_out_shards(torch_fsdp.parameters_of(_states_of(model), names))
 
 
-def _why_not_sharded(weight: QuantizedTensor, parameter: FsdpParameter) -> str | None:
-    """Why a weight cannot be sharded so, with the remedy, or None."""
-    if parameter.dim:
-        return f"Shard({parameter.dim}) would cut its rows; shard dim 0, or convert with master_weights=True"
-    if parameter.offloaded:
-        return "is cast on its device; leave CPUOffloadPolicy out, or convert with master_weights=True"
-    if weight.config is None or weight.fmt is not weight.config.weight_format:
-        return "has no config to train by; make it with quantize_(model, config)"
-    if weight.pending_master is not None and weight.pending_master.is_owned:
-        return "has its master in an optimizer already; make MasterWeightOptimizer after fully_shard"
-    return None
+def lay_out_shards(parameters: Iterable[FsdpParameter]) -> None:
+    """Tell shards what `fully_shard` did not: their names, their ranks, and what FSDP2 rounds their values to."""
+    for p in parameters:
+        if isinstance(p.local, QuantizedShard):
+            if p.offloaded:
+                raise ValueError(
+                    f"fully_shard: {p.name} {list(p.shape)} is quantized itself, and is cast on its device; leave "
+                    "CPUOffloadPolicy out, or convert with master_weights=True"
+                )
+            p.local.part = _layout_of(p, p.local.part.config)
 
 
 # --- what ranks compare -----------------------------------------------------------------------------------------------
@@ -285,5 +273,4 @@ def _digest(tensors: Iterable[torch.Tensor]) -> str:
     return hashlib.blake2b(data, digest_size=4).hexdigest()
 
 
-torch_fsdp.at_install(torch_fsdp.shard_parameters, QuantizedTensor, split_rows)
-torch_fsdp.at_install(torch_fsdp.watch, _before_gathers)
+torch_fsdp.before_gathers(_before_gathers)

@@ -17,13 +17,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from torchao_blockwise import _compat, ops
-from torchao_blockwise._compat.torch_types import Args, Kwargs, Operation, Types
+from torchao_blockwise._compat.torch_types import Args, Function, Kwargs, Operation, Types
 from torchao_blockwise.formats import BlockFormat, Operand
 from torchao_blockwise.tensors import fsdp
+from torchao_blockwise.tensors.blockwise_fp8 import BlockwiseFP8Tensor
 from torchao_blockwise.tensors.consistency import check_attributes, check_parts
 from torchao_blockwise.tensors.fsdp import Gather, ShardLayout
+from torchao_blockwise.tensors.nvfp4 import NVFP4Tensor
 from torchao_blockwise.tensors.pending_master import PendingMaster
 from torchao_blockwise.tensors.quantized import QuantizedTensor
+from torchao_blockwise.tensors.rounding import carry_key
 from torchao_blockwise.tensors.state_values import same_bits
 
 if TYPE_CHECKING:
@@ -74,6 +77,8 @@ class QuantizedShard(QuantizedTensor):
     pending_master: PendingMaster
     ready: torch.cuda.Event | None = None
     version: int | None = None
+    # While `fully_shard` runs: those of all ranks, or the one that it has chosen.
+    chunks: list[QuantizedShard] | None = None
 
     @staticmethod
     def __new__(
@@ -190,9 +195,11 @@ class QuantizedShard(QuantizedTensor):
     ) -> Any:
         if func is aten.copy_.default:
             return _copy_(*args, **(kwargs or {}))
-        if func is aten.view.default and list(args[1]) == list(args[0].shape):
-            # How a DTensor gives what it holds.
+        if func is aten.view.default and list(args[1]) in ([-1], list(args[0].shape)):
+            # How a DTensor gives what it holds; flat, it is what FSDP2 keeps and does not ask for.
             func, args = aten.alias.default, args[:1]
+        if func is aten.slice.Tensor and args[0].chunks is not None:
+            return _narrow(*args)
         if func not in _ROW_BY_ROW:
             raise NotImplementedError(
                 f"{func}: not exact on the rows of a quantized weight that FSDP2 shards, so it is not done; copy "
@@ -219,6 +226,11 @@ def _copy_(x: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) -> to
             pending.hp, pending.awaits_cast = None, True
         else:
             x.take_values(src.to(x.device))
+        return x
+    if x.chunks is not None and isinstance(src, QuantizedShard):
+        x.chunks[:] = [_with_own_memory(src)]
+        return x
+    if x.pending_master is getattr(src, "pending_master", None):
         return x
     if not isinstance(src, QuantizedShard) or src.part != x.part:
         raise ValueError(f"copy_: the target holds {x.part}, the source other rows; copy from source.dequantize()")
@@ -251,4 +263,80 @@ def _check_parts(
     check_parts(name, fmt, qdata, scale, global_scale, part.shape, part.local_shape[-1])
 
 
+# --- `fully_shard` of a quantized Parameter ---------------------------------------------------------------------------
+#
+# FSDP2 takes chunks = torch.chunk(p, ranks), padded = p.new_zeros(chunks[0].size()), copies this rank's chunk into
+# padded.narrow(0, 0, rows), and holds padded.narrow(0, 0, rows). Shards need no padding: they pad what they send.
+
+
+def _chunk(func: Function, types: Types, args: Args, kwargs: Kwargs) -> Any:
+    """`torch.chunk` of a Parameter by rows: a shard a rank, whatever blocks that cuts; of other tensors views."""
+    weight: Any
+    weight, ranks, dim = (*args, kwargs.get("dim", 0))[:3]
+    config = weight.config
+    is_parameter = getattr(weight, "_is_param", False)
+    if not is_parameter or config is None or weight.fmt is not config.weight_format:
+        with _compat.no_torch_function():
+            return func(*args, **kwargs)
+    pending = weight.pending_master
+    reason = f"Shard({dim}) would cut its rows; shard dim 0, or convert with master_weights=True" if dim else ""
+    if pending is not None and pending.is_owned:
+        reason = "has its master in an optimizer already; make MasterWeightOptimizer after fully_shard"
+    if reason:
+        name = weight.layer or "a weight"
+        raise ValueError(f"fully_shard: {name} {list(weight.shape)} is quantized itself, and {reason}")
+    chunks = []
+    for rank in range(ranks):
+        part = ShardLayout(weight.layer, tuple(weight.shape), weight.dtype, 0, rank, ranks, config)
+        rows = slice(part.start, part.start + part.local_shape[0])
+        shard = QuantizedShard(weight.qdata[rows], weight.scale, part, weight.dtype, weight.global_scale)
+        carry_key(weight, shard)
+        if pending is not None and pending.hp is not None:
+            # Scales are of this rank's values; of all ranks' parts they are with the first cast.
+            shard.pending_master.hp, shard.pending_master.awaits_cast = pending.hp.detach()[rows], True
+        chunks.append(shard)
+    weight.chunks = chunks
+    return tuple(chunks)
+
+
+def _new_zeros(func: Function, types: Types, args: Args, kwargs: Kwargs) -> Any:
+    """After `torch.chunk` what stands for the padded shard; else as of any tensor."""
+    x: Any = args[0]
+    chunks = [x] if isinstance(x, QuantizedShard) else vars(x).pop("chunks", None)
+    shapes = [tuple(chunk.part.padded_shape) for chunk in (chunks or ())[:1]]
+    if [args[1:]] != [(shape,) for shape in shapes] or kwargs:
+        with _compat.no_torch_function():
+            return func(*args, **kwargs)
+    padded: Any = chunks[0].detach()
+    padded.chunks = chunks
+    return padded
+
+
+def _narrow(padded: Any, dim: int, start: int, end: int) -> Any:
+    """The rank's chunk, once it is chosen; before, a chunk of that size, into which the chosen one is copied."""
+    assert dim == start == 0, "what FSDP2 asks for"
+    if len(padded.chunks) == 1:
+        return padded.chunks[0].detach()
+    chunk = next(x for x in padded.chunks if x.shape[0] == end)
+    if not end:
+        return _with_own_memory(chunk)
+    rows = chunk.detach()
+    rows.chunks = padded.chunks
+    return rows
+
+
+def _with_own_memory(chunk: QuantizedShard) -> QuantizedShard:
+    """So that the whole is freed."""
+    global_scale = None if chunk.global_scale is None else chunk.global_scale.clone()
+    shard = QuantizedShard(chunk.qdata.clone(), chunk.scale.clone(), chunk.part, chunk.dtype, global_scale)
+    carry_key(chunk, shard)
+    if chunk.awaits_cast:
+        shard.take_values(chunk.values())
+    return shard
+
+
+for _cls in (BlockwiseFP8Tensor, NVFP4Tensor):
+    _cls.implements_torch_function(torch.chunk)(_chunk)
+    _cls.implements_torch_function(torch.Tensor.new_zeros)(_new_zeros)
+QuantizedShard.implements_torch_function(torch.Tensor.new_zeros)(_new_zeros)
 torch.serialization.add_safe_globals([ShardLayout])

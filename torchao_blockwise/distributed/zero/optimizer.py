@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from torchao_blockwise import _compat
+from torchao_blockwise.distributed.fsdp import lay_out_shards_of
 from torchao_blockwise.distributed.zero.gradients import clip_gradients, reduce_gradients
 from torchao_blockwise.distributed.zero.groups import (
     as_groups,
@@ -80,6 +81,7 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         self._averaged = False
         self._model = model
         self._names: dict[torch.Tensor, str] = {p: name for name, p in model.named_parameters()}
+        lay_out_shards_of(model, self._names)
         self._weights: list[PrimaryWeight] = []
         self._of: dict[torch.Tensor, PrimaryWeight] = {}
         groups = as_groups(model.parameters() if params is None else params)
