@@ -147,7 +147,7 @@ def test_a_forward_pass_with_one_runs_and_is_checked_once(name, config, masters,
     with torch.no_grad():
         model.eval()(X)
     assert model[0].checked == {True, False}
-    monkeypatch.setattr("torchao_blockwise.nn.converted.multiplied_weights", None)
+    monkeypatch.setattr("torchao_blockwise.nn.converted.recorded_uses", None)
     model.train()(X)
     model.eval()(X)
 
@@ -239,9 +239,9 @@ def test_a_forward_pass_that_raises_leaves_nothing_behind():
     for _ in range(2):
         with pytest.raises(RuntimeError, match="must match"):
             model(X)
-    from torchao_blockwise.nn.observation import _multiplied
+    from torchao_blockwise.tensors.weight_uses import _records
 
-    assert _multiplied.records == [] and not model[0].checked
+    assert _records.stack == [] and not model[0].checked
 
 
 class Doubling(nn.Linear):
