@@ -40,8 +40,9 @@ def hadamard_transform(x: torch.Tensor, number: int) -> torch.Tensor:
     number: of `hadamard_number`. The last chunk is filled with zero rows. In fp32, butterflies of stride 1, 2, 4, 8.
     """
     chunks = F.pad(x.float(), (0, 0, 0, -x.shape[0] % HADAMARD_SIZE)).unflatten(0, (-1, HADAMARD_SIZE))
-    signs = [-1.0 if number >> i & 1 else 1.0 for i in range(HADAMARD_SIZE)]
-    y = chunks * torch.tensor(signs, device=x.device)[:, None]
+    negative = torch.tensor([bool(number >> i & 1) for i in range(HADAMARD_SIZE)], device=x.device)[:, None]
+    # Not multiplied by the sign: a zero would become -0, and where all signs are negative the sum of zeros too.
+    y = torch.where(negative, 0 - chunks, chunks)
     stride = 1
     while stride < HADAMARD_SIZE:
         low, high = y.unflatten(1, (-1, 2, stride)).unbind(2)
