@@ -39,16 +39,6 @@ def test_compiled_graphs_quantize_the_input_once(config, variant):
     assert_same(results, expected)
 
 
-def test_no_recompilation_when_token_counts_change():
-    model, counter = attention(FP8), CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(model, backend=counter, fullgraph=True)
-    for count in (300, 517, 1024):
-        x = tokens(count).requires_grad_()
-        torch._dynamo.mark_dynamic(x, 0)
-        compiled(x).sum().backward()
-    assert counter.frame_count == 1
-
-
 def test_layers_of_a_model_that_are_compiled_one_by_one_share_their_graph():
     counter = CompileCounterWithBackend("aot_eager")
     model = nn.Sequential(*(attention(FP8) for _ in range(10)))
