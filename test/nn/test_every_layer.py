@@ -1,4 +1,4 @@
-"""The promises of all layers: the same bits whatever the options, the order of passes, compilation and checkpointing."""
+"""The promises of all layers: the same bits whatever the options, the order of passes, compiled and checkpointed."""
 
 from __future__ import annotations
 
