@@ -65,7 +65,7 @@ def test_parts_of_a_weight():
 
 @pytest.mark.parametrize("master_weights", (True, False))
 def test_engines_get_no_file(master_weights, tmp_path):
-    with pytest.raises(ValueError, match="export: each expert of gate_up trains with a tensor scale of its own"):
+    with pytest.raises(ValueError, match="export: each expert of gate_up trains with a separate tensor scale"):
         checkpoint.export(module(master_weights=master_weights), tmp_path / "made", format="nvfp4_modelopt")
 
 

@@ -107,7 +107,7 @@ def why_no_triton(device: torch.device, min_capability: tuple[int, int] = (8, 0)
 
 def may_have_kernels(device: torch.device) -> bool:
     """False where `why_no_triton` has a reason that no GPU needs to be asked for: for code that may be traced."""
-    return device.type != "cpu" or os.environ.get("TRITON_INTERPRET", "0") == "1"
+    return device.type != "cpu" or interpreting()
 
 
 def why_no_gluon(device: torch.device) -> str | None:
