@@ -111,9 +111,7 @@ def test_a_forward_pass_without_a_gemm_is_refused(misuse, mode):
     # A compiler knows that a GEMM runs, and not with which weight.
     if misuse is not saved_for_later:
         torch.compiler.reset()
-        with pytest.raises(
-            Exception, match=rf"0: Own\.forward ran no low-.* with its converted weight in {mode}"
-        ):
+        with pytest.raises(Exception, match=rf"0: Own\.forward ran no low-.* with its converted weight in {mode}"):
             torch.compile(model, backend="eager")(X)
 
 

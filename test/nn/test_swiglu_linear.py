@@ -94,18 +94,13 @@ def test_autocast_casts_gate_and_up():
 
 
 WEIGHT = MasterWeightTensor(torch.ones(40, 48), FP8)
+made_of = SwiGLUMLP.from_modules
 ERRORS = {
     "shapes": (lambda: swiglu_linear(torch.ones(3, 48), torch.ones(4, 48), WEIGHT), "must agree in shape and dtype"),
     "dtypes": (lambda: swiglu_linear(torch.ones(3, 48), torch.ones(3, 48).half(), WEIGHT), "agree in shape and dtype"),
     "features": (lambda: swiglu_linear(torch.ones(3, 47), torch.ones(3, 47), WEIGHT), "must agree in K"),
-    "from": (
-        lambda: SwiGLUMLP.from_modules(nn.Linear(8, 9), nn.Linear(8, 8), nn.Linear(8, 8)),
-        "gate and up must agree",
-    ),
-    "down": (
-        lambda: SwiGLUMLP.from_modules(nn.Linear(8, 9), nn.Linear(8, 9), nn.Linear(8, 8)),
-        "down must take 9 feat",
-    ),
+    "from": (lambda: made_of(nn.Linear(8, 9), nn.Linear(8, 8), nn.Linear(8, 8)), "gate and up must agree"),
+    "down": (lambda: made_of(nn.Linear(8, 9), nn.Linear(8, 9), nn.Linear(8, 8)), "down must take 9 feat"),
 }
 
 

@@ -21,7 +21,7 @@ from torch import nn
 
 from torchao_blockwise import _compat
 from torchao_blockwise._compat import torch_fsdp
-from torchao_blockwise.nn.linear_layer import linear, local_linear
+from torchao_blockwise.nn.layer import linear, local_linear
 from torchao_blockwise.nn.shared_input import SharedInput
 from torchao_blockwise.nn.weights import WEIGHTS, config_of, is_low_precision
 from torchao_blockwise.tensors import MasterWeightTensor, QuantizedTensor

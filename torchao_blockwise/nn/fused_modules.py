@@ -156,5 +156,5 @@ def _class_of(base: Any) -> Any:
 
 
 def _rebuild(base: type) -> nn.Module:
-    cls = _class_of(base)  # type: ignore[arg-type]
+    cls = _class_of(base)
     return cls.__new__(cls)
