@@ -80,12 +80,23 @@ CONFIGS = {
 
 def make(name: str, config=None, dtype=torch.float32) -> nn.Module:
     make, then = MODELS[name]
+    torch.manual_seed(0)
     model = make().to(dtype)
     if config is not None:
         quantize_(model, config, filter_fn=linears_and_experts())
         if then is not None:
             then(model)
     return model
+
+
+class Run:
+    """A model as it is called, with the parameters of the model itself."""
+
+    def __init__(self, model: nn.Module, call):
+        self.call, self.parameters = call, model.parameters
+
+    def __call__(self, x):
+        return self.call(x)
 
 
 def tokens(name: str, count: int = 33) -> torch.Tensor:

@@ -6,12 +6,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import weight
+from named_results import tokens
 from products_by_hand import grouped_by_hand
 from torch import nn
 
 from torchao_blockwise import MasterWeightTensor
 from torchao_blockwise.nn import grouped_linear
-from torchao_blockwise.testing import assert_bitwise_equal, random_tensor
+from torchao_blockwise.testing import assert_bitwise_equal
 
 NAMES = ("output", "grad_input", "grad_weight")
 # Sizes of the groups, and tokens after the last one.
@@ -21,10 +22,6 @@ ROUTINGS = {
     "nothing_but_tail": ([0, 0, 0], 20), "no_tokens": ([0, 0, 0], 0), "one_token": ([0, 1, 0], 0),
 }  # fmt: skip
 every_routing = pytest.mark.parametrize("routing", ROUTINGS.values(), ids=ROUTINGS)
-
-
-def tokens(*shape: int, dtype=torch.float32, seed: int = 3, device="cpu") -> torch.Tensor:
-    return random_tensor(1, *shape, dtype=dtype, seed=seed, device=device)[0] / 64
 
 
 def ends_of(sizes, device="cpu") -> torch.Tensor:

@@ -52,6 +52,20 @@ def quantizations(run) -> int:
     return counter.quantized
 
 
+def counting_backend() -> tuple:
+    """(backend for torch.compile, list that gets a Counter of our operations, by name, for each graph)."""
+    from torch._dynamo.backends.common import aot_autograd
+
+    counts: list[collections.Counter] = []
+
+    def count(graph, inputs):
+        targets = [str(node.target).split(".") for node in graph.graph.nodes]
+        counts.append(collections.Counter(name[1] for name in targets if name[0] == "torchao_blockwise"))
+        return torch._functorch.aot_autograd.make_boxed_func(graph.forward)
+
+    return aot_autograd(fw_compiler=count), counts
+
+
 class Attention(nn.Module):
     """As attention reads its input; what it does with it is no matter."""
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from helpers import FP8, FP8_POW2, NVFP4
+from named_results import assert_same as assert_same
 from torch import nn
 
 from torchao_blockwise import BlockwiseFP8Tensor, MasterWeightTensor, NVFP4Tensor, ops
 from torchao_blockwise.nn import SwiGLUExperts, grouped_linear
-from torchao_blockwise.testing import assert_bitwise_equal, random_tensor
+from torchao_blockwise.testing import random_tensor
 
 RECIPES = {"fp8": FP8, "fp8_pow2": FP8_POW2, "nvfp4": NVFP4}
 recipes = pytest.mark.parametrize("config", RECIPES.values(), ids=RECIPES)
@@ -61,12 +62,6 @@ def results(module, x, dy, group_ends, run=None) -> dict[str, torch.Tensor]:
     out = (module if run is None else run)(x, group_ends)
     out.backward(dy.to(out.dtype))
     return {"out": out.detach(), "x": x.grad, **{name: p.grad for name, p in module.named_parameters()}}
-
-
-def assert_same(got: dict, expected: dict) -> None:
-    assert got.keys() == expected.keys()
-    for name in got:
-        assert_bitwise_equal(got[name], expected[name], name)
 
 
 class SwiGLU(torch.autograd.Function):

@@ -164,7 +164,7 @@ def is_copied_and_reported(mesh, config):
 
 
 def refuses_cut_blocks(mesh, config):
-    """By name, size and remedy, when the layer is parallelized; a plan of one's own, when it first runs."""
+    """By name, size and remedy, when the layer first runs; a quantized Parameter when it is split."""
     fmt, ranks = config.weight_format, mesh.size()
     size, block_size = fmt.block[0] * 5, fmt.block[0]
     per_rank = -(-size // ranks)
@@ -178,8 +178,10 @@ def refuses_cut_blocks(mesh, config):
         )
         model = nn.Sequential(nn.ModuleDict({"up": nn.Linear(64, size), "down": nn.Linear(size, 64)})).to(device())
         quantize_(model, config)
+        parallelize_module(model, mesh, {f"0.{name}": style()})
+        x = torch.ones(4, model[0][name].in_features, device=device())
         with raises(ValueError, f"0.{name}: {message}"):
-            parallelize_module(model, mesh, {f"0.{name}": style()})
+            model[0][name](distribute_tensor(x, mesh, [Replicate()]))
         by_hand = (nn.Linear(64, size) if what == "rows" else nn.Linear(size, 64)).to(device())
         quantize_(by_hand, config)
         by_hand.weight = nn.Parameter(distribute_tensor(by_hand.weight.detach(), mesh, [placement]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
 import pickle
@@ -12,11 +13,13 @@ import torch
 import torch.nn.functional as F
 from helpers import FP8, NVFP4, both_formats, replace
 from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 from torchao.quantization import FqnToConfig, quantize_
 
 from torchao_blockwise import MasterWeightTensor, NormLinear, experts, unconvert
 from torchao_blockwise.nn.converted import ConvertedLinear
+from torchao_blockwise.tensors import weight_uses
 from torchao_blockwise.testing import assert_bitwise_equal
 
 pytestmark = pytest.mark.usefixtures("no_interpreter")
@@ -102,29 +105,14 @@ def test_a_forward_pass_without_a_gemm_is_refused(misuse, mode):
     for _ in range(2):
         with refusal(mode), torch.set_grad_enabled(mode == "training"):
             model(X)
-
-
-@pytest.mark.parametrize("name", sorted(MISUSES.keys() - {"another_layer"}))
-def test_it_is_refused_where_a_compiler_traces_it(name):
-    """All but a GEMM with another weight: a compiler knows that one runs, and not with which weight."""
-    torch.compiler.reset()
-    model = torch.compile(layer_of(MISUSES[name]), backend="eager")
-    with pytest.raises(Exception, match=r"0: Own\.forward ran no low-precision GEMM with its converted weight in"):
-        model(X)
-
-
-def test_a_lookup_of_quantized_values_is_refused():
-    model = layer_of(MISUSES["kernel"], replace(FP8, master_weights=False))
-    with refusal():
-        model(X)
-
-
-def bare(use, model):
-    """What a converted layer whose class overrides nothing gives for the same forward pass."""
-    layer = nn.Linear(64, 64)
-    layer.load_state_dict({k: v for k, v in model[0].state_dict().items() if not k.startswith("other")})
-    quantize_(layer, model[0].weight.config)
-    return use(layer, X)
+    if misuse is MISUSES["kernel"]:
+        with refusal():
+            layer_of(misuse, replace(FP8, master_weights=False))(X)
+    # A compiler knows that a GEMM runs, and not with which weight.
+    if misuse is not saved_for_later:
+        torch.compiler.reset()
+        with pytest.raises(Exception, match=rf"0: Own\.forward ran no low-.* with its converted weight in {mode}"):
+            torch.compile(model, backend="eager")(X)
 
 
 # A quantized Parameter is not scaled, and has no rows.
@@ -137,11 +125,12 @@ USES_OF_BOTH = [(name, masters) for name in USES for masters in (True, False) if
 def test_a_forward_pass_with_one_runs_and_is_checked_once(name, config, masters, monkeypatch):
     use = USES[name]
     config = replace(config, master_weights=masters)
-    if config.stochastic_rounding:
-        config = replace(config, stochastic_rounding=False)
     model = layer_of(use, config)
     out = model(X)
-    assert_bitwise_equal(out, bare(use, model))
+    bare = nn.Linear(64, 64)
+    bare.load_state_dict({k: v for k, v in model[0].state_dict().items() if not k.startswith("other")})
+    quantize_(bare, config)
+    assert_bitwise_equal(out, use(bare, X))
     out.sum().backward()
     assert model[0].weight.grad is not None and model[0].checked == {True}
     with torch.no_grad():
@@ -155,21 +144,15 @@ def test_a_forward_pass_with_one_runs_and_is_checked_once(name, config, masters,
 @pytest.mark.parametrize("name", sorted(USES.keys() - {"reentrant"}))
 def test_a_compiled_one_is_one_graph_with_the_same_bits(name):
     torch.compiler.reset()
-    use = USES[name]
-    model, compiled = layer_of(use), layer_of(use)
-    graphs = []
-
-    def count(graph, inputs):
-        graphs.append(graph)
-        return graph.forward
-
-    run = torch.compile(compiled, backend=count, fullgraph=True)
+    model, compiled = (layer_of(USES[name]) for _ in range(2))
+    counter = CompileCounterWithBackend("eager")
+    run = torch.compile(compiled, backend=counter, fullgraph=True)
     for _ in range(2):
         assert_bitwise_equal(run(X).detach(), model(X).detach())
     # Eager calls in between do not compile again.
     compiled(X)
     run(X)
-    assert len(graphs) == 1
+    assert counter.frame_count == 1
 
 
 def test_products_by_operator_are_refused_where_they_run():
@@ -239,9 +222,7 @@ def test_a_forward_pass_that_raises_leaves_nothing_behind():
     for _ in range(2):
         with pytest.raises(RuntimeError, match="must match"):
             model(X)
-    from torchao_blockwise.tensors.weight_uses import _records
-
-    assert _records.stack == [] and not model[0].checked
+    assert weight_uses._records.stack == [] and not model[0].checked
 
 
 class Doubling(nn.Linear):
@@ -320,22 +301,28 @@ UNUSED = {
     "down_experts": lambda m, x: one_by_one(x, m.up),
     "all": lambda m, x: 2 * x,
 }
-
-
 # These read or cut values, which quantized Parameters refuse.
 OF_MASTERS = {"half", "half_cast", "lookup", "chunk_cast"}
-CASES = [(name, masters) for name in MIXTURES for masters in (True, False) if masters or name not in OF_MASTERS]
 
 
-@pytest.mark.parametrize(("name", "masters"), CASES)
-def test_experts(name, masters):
-    forward, missing = MIXTURES[name]
+def refusal_of(name: str):
+    return pytest.raises(NotImplementedError, match=rf"0: Mixture\.forward ran .* with its converted {name} in tr")
+
+
+def mixture(forward, masters: bool = True) -> nn.Sequential:
     model = nn.Sequential(Mixture(forward))
     quantize_(model, replace(FP8, master_weights=masters), filter_fn=experts())
-    if missing:
-        with pytest.raises(NotImplementedError, match=f"0: Mixture.forward ran .* with its converted {missing} in tr"):
-            model(X)
-    else:
+    return model
+
+
+@pytest.mark.parametrize("masters", (True, False))
+@pytest.mark.parametrize("name", MIXTURES)
+def test_experts(name, masters):
+    forward, missing = MIXTURES[name]
+    if name in OF_MASTERS and not masters:
+        return
+    model = mixture(forward, masters)
+    with refusal_of(missing) if missing else contextlib.nullcontext():
         model(X).sum().backward()
         assert model[0].checked == {True} and model[0].down.grad is not None
     unconvert(model)
@@ -346,14 +333,27 @@ def test_experts(name, masters):
 @pytest.mark.parametrize("name", UNUSED)
 def test_experts_that_are_not_used_are_not_refused(name, masters):
     """And are checked by the first call that uses them."""
-    model = nn.Sequential(Mixture(UNUSED[name]))
-    quantize_(model, replace(FP8, master_weights=masters), filter_fn=experts())
+    model = mixture(UNUSED[name], masters)
     model(X)
     assert model[0].checked == frozenset()
     if masters:
         model[0].run = MIXTURES["lookup"][0]
-        with pytest.raises(NotImplementedError, match="with its converted up in training"):
+        with refusal_of("up"):
             model(X)
+
+
+def test_a_matrix_of_no_layer_and_a_later_conversion():
+    model = nn.Sequential(Mixture(lambda m, x: x + m.head[IDS]))
+    quantize_(model, FqnToConfig({"0.head": FP8}), filter_fn=None)
+    with refusal_of("head"):
+        model(X)
+    model[0].run = lambda m, x: F.linear(x, m.head)
+    model(X).sum().backward()
+    assert isinstance(model[0].head, MasterWeightTensor) and model[0].head.grad is not None
+    model[0].run = lambda m, x: F.linear(x, m.head) + m.up.sum()
+    quantize_(model, FqnToConfig({"0.up": FP8}), filter_fn=None)
+    with refusal_of("up"):
+        model(X)
 
 
 def lookup(layer, x):
@@ -390,34 +390,8 @@ def test_a_plain_weight_in_its_place_is_warned_of():
         torch.func.functional_call(model, plain, (X,))
 
 
-def test_a_later_conversion_is_checked_again():
-    model = nn.Sequential(Mixture(lambda m, x: F.linear(x, m.head)))
-    quantize_(model, FqnToConfig({"0.head": FP8}), filter_fn=None)
-    model(X)
-    model[0].run = lambda m, x: F.linear(x, m.head) + m.up.sum()
-    quantize_(model, FqnToConfig({"0.up": FP8}), filter_fn=None)
-    with pytest.raises(NotImplementedError, match="with its converted up in training"):
-        model(X)
-
-
 def test_an_inner_module_without_tokens_leaves_the_outer_one_traced():
     torch.compiler.reset()
     model = layer_of(lambda layer, x: F.linear(x, layer.weight) + layer.inner(x[:0]).sum())
     model[0].inner = layer_of(lambda layer, x: F.linear(x, layer.weight) if len(x) else x)[0]
     torch.compile(model, backend="eager", fullgraph=True)(X)
-
-
-@pytest.mark.parametrize(
-    ("forward", "runs"),
-    ((lambda m, x: F.linear(x, m.head), True), (lambda m, x: x + m.head[IDS], False)),
-    ids=("linear", "lookup"),
-)
-def test_a_matrix_of_no_layer(forward, runs):
-    model = nn.Sequential(Mixture(forward))
-    quantize_(model, FqnToConfig({"0.head": FP8}), filter_fn=None)
-    if runs:
-        model(X).sum().backward()
-        assert isinstance(model[0].head, MasterWeightTensor) and model[0].head.grad is not None
-    else:
-        with pytest.raises(NotImplementedError, match=r"0: Mixture\.forward ran .* with its converted head in"):
-            model(X)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from every_layer import CONFIGS, every_model, make
 from every_layer import tokens as tokens_of
-from helpers import FP8, Tied, assert_same, both_formats, forward_backward, mlp, recipes_and_variants, replace
+from helpers import FP8, Tied, assert_same, both_formats, forward_backward, mlp
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torchao.quantization import quantize_
@@ -18,36 +18,9 @@ from torchao_blockwise.testing import assert_bitwise_equal, relative_error
 
 pytestmark = pytest.mark.usefixtures("no_interpreter", "fresh_dynamo")
 
-# More than 256, where kernels may take another path, ragged, and many blocks.
-COUNTS = (300, 517, 1024)
-
 
 def tokens(count: int, features: int = 64, dtype=torch.float32) -> torch.Tensor:
     return torch.randn(count, features, generator=torch.Generator().manual_seed(count)).to(dtype)
-
-
-def dynamic_tokens(count: int) -> torch.Tensor:
-    x = tokens(count).requires_grad_()
-    torch._dynamo.mark_dynamic(x, 0)
-    return x
-
-
-VARIANTS = {
-    "default": {},
-    "high_precision": {"save_activations": "high_precision"},
-    "quantised_weight": {"master_weights": False},
-    "bf16_out": {"out_dtype": torch.bfloat16},
-}
-
-
-@recipes_and_variants(VARIANTS)
-def test_aot_eager_gives_eagers_bits_in_one_graph(config, variant):
-    model, counter = mlp(replace(config, **variant)), CompileCounterWithBackend("aot_eager")
-    expected = forward_backward(model, tokens(33))
-    compiled = torch.compile(model, backend=counter, fullgraph=True)
-    for _ in range(2):
-        assert_same(forward_backward(compiled, tokens(33)), expected)
-    assert counter.frame_count == 1
 
 
 @both_formats
@@ -78,21 +51,6 @@ def test_inductor_trains_a_model():
             losses.append(loss.item())
     assert losses[3:] == losses[:3] and losses[2] < losses[0]
     assert_same((p.detach().hp for p in models[1].parameters()), (p.detach().hp for p in models[0].parameters()))
-
-
-@both_formats
-def test_token_counts_do_not_recompile(config):
-    model, counter = mlp(config), CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(model, backend=counter, fullgraph=True)
-    with torch._dynamo.config.patch(error_on_recompile=True):
-        for count in COUNTS:
-            x = dynamic_tokens(count)
-            out = compiled(x)
-            model.zero_grad()
-            out.backward(torch.ones_like(out))
-            got = (out.detach(), x.grad, *(p.grad for p in model.parameters()))
-            assert_same(got, forward_backward(model, tokens(count)))
-    assert counter.frame_count == 1
 
 
 @every_model
@@ -140,23 +98,6 @@ def test_compiled_optimizers_are_seen(make):
         assert_bitwise_equal(model(x).detach(), expected(x).detach())
 
 
-@both_formats
-def test_autocast(config):
-    model, x = mlp(config), tokens(33)
-
-    def run(x):
-        with torch.autocast("cpu", torch.bfloat16):
-            return model[2](model[0](x)).float()
-
-    expected = run(x)
-    expected.sum().backward()
-    grads = [p.grad.clone() for p in model.parameters()]
-    model.zero_grad()
-    got = torch.compile(run, backend="aot_eager", fullgraph=True)(x)
-    got.sum().backward()
-    assert_same((got.detach(), *(p.grad for p in model.parameters())), (expected.detach(), *grads))
-
-
 def test_the_function_and_a_tied_model():
     model = Tied()
     quantize_(model, FP8)
@@ -172,15 +113,6 @@ def test_the_function_and_a_tied_model():
     function = torch.compile(linear, backend="aot_eager", fullgraph=True)
     x = tokens(9)
     assert_bitwise_equal(function(x, model.lm_head.weight).detach(), model.lm_head(x).detach())
-
-
-@both_formats
-def test_no_grad_and_inference_mode(config):
-    model, x = mlp(config), tokens(33)
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    for mode in (torch.no_grad, torch.inference_mode):
-        with mode():
-            assert_bitwise_equal(compiled(x), model(x).detach())
 
 
 def test_converting_a_model_that_ran_compiled():

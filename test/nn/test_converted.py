@@ -42,7 +42,7 @@ def converted(layer, config=FP8):
 
 
 @every_recipe
-@pytest.mark.parametrize("master_weights", (True, False), ids=("master", "quantised"))
+@pytest.mark.parametrize("master_weights", (True, False), ids=("master", "quantized"))
 def test_the_layer_is_what_it_was_to_others(config, master_weights):
     plain = nn.Linear(64, 64)
     layer = converted(copy.deepcopy(plain), replace(config, master_weights=master_weights))

@@ -85,10 +85,13 @@ def check_steps(replayed: nn.Module, eager: nn.Module, gradients, call=None) -> 
     assert len(set(losses)) == STEPS
 
 
-def check_captured(kind, config, scope) -> None:
-    """`check_steps` of a graph of forward and backward that is captured in `scope(model)`."""
+@pytest.mark.parametrize("keep", (None, "both"))
+@every_model
+@every_config
+def test_forward_and_backward_in_a_graph(kind, config, keep):
+    """In a scope too copies are quantized in each replay: the optimizer changes the weights after it."""
     model, x = make(kind, config), batches()[0].clone()
-    with scope(model):
+    with weights_unchanged(model, keep=keep) if keep else contextlib.nullcontext():
         graph, loss = capture(lambda: gradients_of(model, model, x))
 
     def gradients(batch):
@@ -97,19 +100,6 @@ def check_captured(kind, config, scope) -> None:
         return loss
 
     check_steps(model, make(kind, config), gradients)
-
-
-@every_model
-@every_config
-def test_forward_and_backward_in_a_graph(kind, config):
-    check_captured(kind, config, lambda model: contextlib.nullcontext())
-
-
-@every_model
-@every_config
-def test_a_graph_captured_in_a_scope_quantizes_in_each_replay(kind, config):
-    """Copies were kept when it was captured; the optimizer changes the weights after the scope."""
-    check_captured(kind, config, lambda model: weights_unchanged(model, keep="both"))
 
 
 @every_model

@@ -8,10 +8,11 @@ import pickle
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import HADAMARD, mlp, replace, weight
+from every_layer import Run
+from helpers import HADAMARD, assert_same, forward_backward, mlp, replace, weight
 from torch.utils.checkpoint import checkpoint
 
-from torchao_blockwise import BlockwiseFP8TrainingConfig, MasterWeightTensor, NVFP4TrainingConfig, ops
+from torchao_blockwise import MasterWeightTensor, NVFP4TrainingConfig, ops
 from torchao_blockwise.formats import DEFAULT_SIGNS, NVFP4_1X16
 from torchao_blockwise.nn import grouped_linear, linear
 from torchao_blockwise.testing import assert_bitwise_equal
@@ -73,34 +74,14 @@ def test_experts_are_their_operations(as_stored):
     assert_bitwise_equal(grad_weight, wanted)
 
 
-def _results(model, run):
-    model.zero_grad()
-    x = weight(66, 64, seed=3).requires_grad_()
-    out = run(x)
-    out.square().sum().backward()
-    return out.detach(), x.grad, *(p.grad for p in model.parameters())
-
-
-def _assert_same(got, wanted):
-    for i, (a, b) in enumerate(zip(got, wanted, strict=True)):
-        assert_bitwise_equal(a, b, str(i))
-
-
 @pytest.mark.parametrize("save_activations", ("quantized", "high_precision"))
 def test_compiled_and_checkpointed_passes_have_the_same_bits(save_activations):
-    model = mlp(replace(ON_THE_REFERENCE, save_activations=save_activations))
-    wanted = _results(model, model)
-    _assert_same(_results(model, lambda x: checkpoint(model, x, use_reentrant=False)), wanted)
+    model, x = mlp(replace(ON_THE_REFERENCE, save_activations=save_activations)), weight(66, 64, seed=3)
+    wanted = forward_backward(model, x)
+    assert_same(forward_backward(Run(model, lambda x: checkpoint(model, x, use_reentrant=False)), x), wanted)
     torch._dynamo.reset()
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    _assert_same(_results(model, compiled), wanted)
-
-
-def test_configs_say_what_cannot_be():
-    with pytest.raises(ValueError, match="NVFP4TrainingConfig: hadamard must be True, False or 16 signs"):
-        NVFP4TrainingConfig(hadamard=(1, 2, 3))
-    with pytest.raises(TypeError, match="hadamard"):
-        BlockwiseFP8TrainingConfig(hadamard=True)
+    assert_same(forward_backward(compiled, x), wanted)
 
 
 def test_configs_are_values():

@@ -6,15 +6,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import FP8, FP8_POW2, NVFP4, linear_by_hand, replace
+from named_results import assert_same, results, tokens
 from torch import nn
-from torch._dynamo.testing import CompileCounterWithBackend
-from torch.utils.checkpoint import checkpoint
 from torchao.quantization import quantize_
 
-from torchao_blockwise import BlockwiseFP8Tensor, NormLinear, ops
+from torchao_blockwise import NormLinear, ops
 from torchao_blockwise.nn.activations import NormInput
-from torchao_blockwise.ops.padding import padded_size
-from torchao_blockwise.testing import assert_bitwise_equal, random_tensor, relative_error
+from torchao_blockwise.testing import relative_error
 
 pytestmark = pytest.mark.usefixtures("no_interpreter")
 
@@ -34,21 +32,6 @@ def layer_of(config, kind="rms", n=130, k=64, dtype=torch.float32, bias=True, de
     return layer
 
 
-def tokens(*shape, dtype=torch.float32, seed=3, device="cpu"):
-    return random_tensor(1, *shape, dtype=dtype, seed=seed, device=device)[0] / 64
-
-
-def results(layer, x, dy=None, run=None, dynamic=False):
-    """{name: tensor} of output and gradients of one pass."""
-    layer.zero_grad()
-    x = x.detach().requires_grad_()
-    if dynamic:
-        torch._dynamo.mark_dynamic(x, 0)
-    out = (layer if run is None else run)(x)
-    out.backward(torch.ones_like(out) if dy is None else dy)
-    return {"out": out.detach(), "x": x.grad, **{name: p.grad for name, p in layer.named_parameters()}}
-
-
 def by_hand(layer, x, dy, config, dtype=None):
     """The operations that the layer promises, one after the other."""
     norm, linear = layer.norm, layer.linear
@@ -63,12 +46,6 @@ def by_hand(layer, x, dy, config, dtype=None):
     named = {"out": out, "x": grads[0].view(x.shape), "norm.weight": grads[1], "norm.bias": grads[2]}
     named |= {"linear.weight": grad_weight, "linear.bias": grad_bias}
     return {name: t.detach() for name, t in named.items() if t is not None}
-
-
-def assert_same(got, expected) -> None:
-    assert got.keys() == expected.keys()
-    for name, t in got.items():
-        assert_bitwise_equal(t, expected[name], name)
 
 
 @recipes
@@ -145,134 +122,15 @@ def test_the_gradient_of_the_norm_is_pytorchs(dtype, kind, device):
             assert g.dtype == like.dtype and relative_error(g, leaf.grad) < 2 * torch.finfo(dtype).eps
 
 
-VARIANTS = {
-    "high_precision": {"save_activations": "high_precision"},
-    "reference": {"backend": "reference"},
-}
-
-
-@kinds
-@pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
-def test_options_do_not_change_bits(variant, kind):
-    x = tokens(130, 64)
-    assert_same(results(layer_of(replace(FP8, **variant), kind), x), results(layer_of(FP8, kind), x))
-
-
 def test_out_dtype():
     layer = layer_of(replace(FP8, out_dtype=torch.bfloat16))
     assert results(layer, tokens(9, 64))["out"].dtype == torch.bfloat16
 
 
-@kinds
-@pytest.mark.parametrize("needs", ("x", "norm.weight", "linear.weight", "linear.bias", "none"))
-def test_only_the_gradients_that_are_needed(needs, kind):
-    layer, x, dy = layer_of(FP8, kind, 40, 72), tokens(9, 72), tokens(9, 40, seed=7)
-    expected = by_hand(layer, x, dy, FP8)
-    parts = {"x": x, **dict(layer.named_parameters())}
-    for name, t in parts.items():
-        t.requires_grad_(name == needs)
-    out = layer(x)
-    assert_bitwise_equal(out.detach(), expected["out"])
-    assert out.requires_grad == (needs != "none")
-    if needs != "none":
-        out.backward(dy)
-    for name, t in parts.items():
-        assert (t.grad is not None) == (name == needs)
-        if name == needs:
-            assert_bitwise_equal(t.grad, expected[name], name)
-
-
-@pytest.mark.parametrize("requires_grad", (True, False), ids=("trained", "frozen"))
-def test_a_quantised_parameter_trains_like_a_master_weight(requires_grad):
-    layer, x = layer_of(FP8), tokens(33, 64)
-    expected = results(layer, x)
-    hp = layer.linear.weight.hp
-    layer.linear.weight = nn.Parameter(BlockwiseFP8Tensor.from_hp(hp, config=FP8), requires_grad=requires_grad)
-    got = results(layer, x)
-    for name, t in expected.items():
-        if name == "linear.weight" and not requires_grad:
-            assert got[name] is None
-        else:
-            assert_bitwise_equal(got[name], t, name)
-
-
 # --- memory -----------------------------------------------------------------------------------------------------------
 
 
-def saved_tensors(run):
-    saved = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        out = run()
-    del out
-    return list({id(t): t for t in saved}.values())
-
-
-def plain_bytes(saved, *known) -> int:
-    """Bytes of what was saved beside the tensors that live anyway."""
-    known = {t.data_ptr() for t in known}
-    plain = [t for t in saved if type(t) is torch.Tensor and t.data_ptr() not in known]
-    return sum(t.nbytes for t in {t.data_ptr(): t for t in plain}.values())
-
-
-@kinds
-def test_saved_are_x_the_statistics_and_one_byte_an_element(kind):
-    t, k = 300, 384
-    layer = layer_of(FP8, kind, 256, k, torch.bfloat16, bias=False)
-    x = torch.randn(t, k, dtype=torch.bfloat16, requires_grad=True)
-    saved = saved_tensors(lambda: layer(x))
-    assert any(s.data_ptr() == x.data_ptr() for s in saved if type(s) is torch.Tensor)
-    statistics = 4 * t * (2 if kind == "layer" else 1)
-    known = [x, *layer.norm.parameters()]
-    fmt = FP8.activation_format
-    assert plain_bytes(saved, *known) == fmt.nbytes(k, padded_size(t)) + statistics
-    high = layer_of(replace(FP8, save_activations="high_precision"), kind, 256, k, torch.bfloat16, bias=False)
-    assert plain_bytes(saved_tensors(lambda: high(x)), x, *high.norm.parameters()) == statistics
-    frozen = layer.requires_grad_(False)
-    assert plain_bytes(saved_tensors(lambda: frozen(x)), *known) == statistics
-
-
-def test_nothing_is_saved_without_gradients():
-    layer, x = layer_of(FP8).requires_grad_(False), tokens(9, 64)
-    assert saved_tensors(lambda: layer(x)) == []
-
-
 # --- checkpointing, compilation ---------------------------------------------------------------------------------------
-
-
-@kinds
-@pytest.mark.parametrize("use_reentrant", (False, True), ids=("non_reentrant", "reentrant"))
-def test_activation_checkpointing(use_reentrant, kind):
-    layer, x = layer_of(FP8, kind), tokens(130, 64)
-    got = results(layer, x, run=lambda x: checkpoint(layer, x, use_reentrant=use_reentrant))
-    assert_same(got, results(layer, x))
-
-
-@pytest.mark.usefixtures("fresh_dynamo")
-@kinds
-@pytest.mark.parametrize("autocast", (False, True), ids=("plain", "autocast"))
-def test_compiles_to_one_graph_with_the_same_bits(kind, autocast):
-    layer, counter = layer_of(FP8, kind), CompileCounterWithBackend("aot_eager")
-
-    def run(x):
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            return layer(x).float()
-
-    compiled = torch.compile(run, backend=counter, fullgraph=True)
-    for count in (300, 517, 1024):
-        x = tokens(count, 64)
-        assert_same(results(layer, x, run=compiled, dynamic=True), results(layer, x, run=run))
-    assert counter.frame_count == 1
-
-
-@pytest.mark.usefixtures("fresh_dynamo")
-@kinds
-def test_inductor(kind):
-    layer, x = layer_of(FP8, kind), tokens(300, 64)
-    got, expected = results(layer, x, run=torch.compile(layer, fullgraph=True)), results(layer, x)
-    assert_bitwise_equal(got["out"], expected["out"])
-    for name, t in got.items():
-        # Sums in another order.
-        assert relative_error(t, expected[name]) < 1e-5, name
 
 
 # --- made of modules --------------------------------------------------------------------------------------------------
@@ -305,32 +163,12 @@ def test_made_of_modules(norm):
     assert all(p.grad is not None for p in layer.parameters())
 
 
-def test_state_dicts_move_between_converted_and_plain_layers():
-    converted, plain = layer_of(FP8), layer_of(None)
-    state = converted.state_dict()
-    assert all(type(t) is torch.Tensor for t in state.values())
-    plain.load_state_dict(state)
-    converted.load_state_dict(plain.state_dict())
-    assert list(state) == ["norm.weight", "linear.weight", "linear.bias"]
-
-
+made_of = NormLinear.from_modules
 ERRORS = {
     "norm": (lambda: NormLinear(8, 8, norm="batch"), ValueError, "norm must be 'rms' or 'layer', got 'batch'"),
-    "module": (
-        lambda: NormLinear.from_modules(nn.GroupNorm(2, 8), nn.Linear(8, 8)),
-        TypeError,
-        "made of an nn.RMSNorm or nn.LayerNorm and an nn.Linear, got GroupNorm and Linear",
-    ),
-    "features": (
-        lambda: NormLinear.from_modules(nn.RMSNorm(9), nn.Linear(8, 8)),
-        ValueError,
-        r"over in_features=8, got normalized_shape=\(9,\)",
-    ),
-    "two_dims": (
-        lambda: NormLinear.from_modules(nn.LayerNorm((4, 8)), nn.Linear(8, 8)),
-        ValueError,
-        r"over in_features=8, got normalized_shape=\(4, 8\)",
-    ),
+    "module": (lambda: made_of(nn.GroupNorm(2, 8), nn.Linear(8, 8)), TypeError, "got GroupNorm and Linear"),
+    "features": (lambda: made_of(nn.RMSNorm(9), nn.Linear(8, 8)), ValueError, r"over in_features=8, got .*=\(9,\)"),
+    "two_dims": (lambda: made_of(nn.LayerNorm((4, 8)), nn.Linear(8, 8)), ValueError, r"in_features=8, .*=\(4, 8\)"),
     "x": (lambda: layer_of(FP8)(torch.ones(3, 65)), ValueError, "must agree in K"),
     "dtype": (lambda: layer_of(FP8)(torch.ones(3, 64).double()), TypeError, "bfloat16, float16 or float32"),
 }
@@ -340,20 +178,6 @@ ERRORS = {
 def test_wrong_use(call, error, message):
     with pytest.raises(error, match=message):
         call()
-
-
-def test_gradients_of_gradients_raise():
-    layer, x = layer_of(FP8), tokens(9, 64).requires_grad_()
-    with pytest.raises(NotImplementedError, match=r"NormLinear: backward through backward \(create_graph=True\)"):
-        torch.autograd.grad(layer(x).sum(), x, create_graph=True)
-
-
-def test_shapes_alone_on_meta():
-    with torch.device("meta"):
-        layer, x = NormLinear(64, 96), torch.empty(9, 64)
-    quantize_(layer, FP8)
-    got = results(layer, x)
-    assert got["out"].shape == (9, 96) and got["x"].shape == (9, 64) and got["x"].device.type == "meta"
 
 
 @pytest.mark.gpu

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
+from every_layer import every_model, make, tokens
 from helpers import FP8, both_formats, mlp, weight
-from shared_inputs import attention
-from swiglu_layers import experts_of
-from torchao.quantization import quantize_
 
-from torchao_blockwise import NormLinear, linear
-from torchao_blockwise.nn import SwiGLUMLP, grouped_linear, swiglu_linear
+from torchao_blockwise import linear
+from torchao_blockwise.nn import grouped_linear
 from torchao_blockwise.nn.observation import observe
 from torchao_blockwise.testing import assert_bitwise_equal
 
 pytestmark = pytest.mark.usefixtures("no_interpreter")
-
-TOKENS = 50
 
 
 class Seen:
@@ -43,65 +39,22 @@ class Seen:
         assert observe(None) is self
 
 
-def converted(module, config):
-    quantize_(module, config)
-    return module
-
-
-def run_linear(config):
-    model = mlp(config)
-    return model, lambda x: model(x), 64
-
-
-def run_shared(config):
-    model = attention(config)
-    return model, lambda x: model(x), 160
-
-
-def run_norm(config):
-    model = converted(NormLinear(64, 96, bias=True), config)
-    return model, lambda x: model(x), 64
-
-
-def run_swiglu_linear(config):
-    model = converted(torch.nn.Linear(32, 48), config)
-    return model, lambda x: swiglu_linear(*x.chunk(2, -1), model.weight, model.bias), 64
-
-
-def run_swiglu_mlp(config):
-    model = converted(SwiGLUMLP(64, 96), config)
-    return model, lambda x: model(x), 64
-
-
-ENDS = torch.tensor([7, 7, 31, 45], dtype=torch.int32)
-
-
-def run_experts(config):
-    model = experts_of(config, 4)
-    return model, lambda x: model(x, ENDS), 64
-
-
-RUNS = {"linear": run_linear, "shared": run_shared, "norm": run_norm, "swiglu_linear": run_swiglu_linear,
-        "swiglu_mlp": run_swiglu_mlp, "experts": run_experts}  # fmt: skip
-
-
-def gradients_of(model, run, x):
-    out = run(x)
+def gradients_of(model, x):
+    out = model(x)
     torch.manual_seed(1)
     out.backward(torch.randn_like(out))
     return {name: p.grad.clone() for name, p in model.named_parameters()}
 
 
 @both_formats
-@pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
-def test_gradients_follow_from_what_is_seen(config, run):
-    torch.manual_seed(0)
-    model, forward, features = run(config)
-    x = weight(TOKENS, features, seed=2).requires_grad_()
-    expected = gradients_of(model, forward, x)
+@every_model
+def test_gradients_follow_from_what_is_seen(config, model):
+    name, model = model, make(model, config)
+    x = tokens(name).requires_grad_()
+    expected = gradients_of(model, x)
     model.zero_grad()
     with Seen() as seen:
-        got = gradients_of(model, forward, x)
+        got = gradients_of(model, x)
     weights = {name: p for name, p in model.named_parameters() if p.dim() > 1}
     assert sorted(id(product[0]) for product in seen.products) == sorted(map(id, weights.values()))
     for name in expected:

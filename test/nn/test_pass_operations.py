@@ -7,6 +7,7 @@ import collections
 import pytest
 import torch
 from helpers import FP8, NVFP4
+from shared_inputs import counting_backend
 from torch import nn
 from torchao.quantization import quantize_
 
@@ -23,22 +24,10 @@ CHECKS = ("test_faketensor",)
 FORMATS = pytest.mark.parametrize("config", (FP8, NVFP4), ids=lambda config: config.activation_format.name)
 
 
-def operations(model: nn.Module, *args: torch.Tensor) -> list[collections.Counter]:
+def operations(model: nn.Module, x: torch.Tensor, *rest: torch.Tensor) -> list[collections.Counter]:
     """How often each of our operations stands in the forward graph, and in the backward graph."""
-    from torch._dynamo.backends.common import aot_autograd
-
-    counts = []
-
-    def count(graph, inputs):
-        names = [
-            str(n.target).split(".")[1] for n in graph.graph.nodes if str(n.target).startswith("torchao_blockwise")
-        ]
-        counts.append(collections.Counter(names))
-        return torch._functorch.aot_autograd.make_boxed_func(graph.forward)
-
-    x, *rest = args
-    compiled = torch.compile(model, backend=aot_autograd(fw_compiler=count), fullgraph=True)
-    compiled(x.requires_grad_(), *rest).sum().backward()
+    backend, counts = counting_backend()
+    torch.compile(model, backend=backend, fullgraph=True)(x.requires_grad_(), *rest).sum().backward()
     return counts
 
 

@@ -15,10 +15,8 @@ import torch
 from helpers import FP8, both_formats, every_recipe, forward_backward, replace
 from shared_inputs import FEATURES, OPS, VARIANTS, Attention, Counter, assert_same, attention, quantizations, tokens
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 from torchao.quantization import quantize_
 
-from torchao_blockwise import weights_unchanged
 from torchao_blockwise.nn.fused_modules import FusedModule, restore_module, why_not_shared
 from torchao_blockwise.testing import assert_bitwise_equal
 
@@ -50,71 +48,6 @@ def test_bits_are_those_of_layers_that_share_nothing(config, variant, dtypes):
 def test_any_number_of_tokens(config, leading):
     x = tokens(*leading)
     assert_same(forward_backward(attention(config), x), forward_backward(attention(config, fused=False), x))
-
-
-@both_formats
-@pytest.mark.parametrize("frozen", (("q",), ("q", "k", "v"), ("k", "v")), ids="".join)
-def test_frozen_layers(config, frozen):
-    results = []
-    for fused in (True, False):
-        model = attention(config, fused=fused)
-        for name in frozen:
-            getattr(model, name).requires_grad_(False)
-        results.append(forward_backward(model, tokens(33)))
-    assert_same(*results)
-
-
-@both_formats
-@pytest.mark.parametrize("enabled", (torch.no_grad, torch.inference_mode))
-def test_without_gradients_no_columnwise_copy_is_made(config, enabled):
-    model, plain = attention(config), attention(config, fused=False)
-    with enabled(), Counter() as counter:
-        out = model(tokens(33))
-        assert (counter.ran[OPS.quantize], counter.ran[OPS.quantize_both]) == (2, 0)
-        assert_bitwise_equal(out, plain(tokens(33)))
-
-
-@every_recipe
-@pytest.mark.parametrize("use_reentrant", (False, True), ids=("non_reentrant", "reentrant"))
-def test_checkpointing(config, use_reentrant):
-    model = attention(config)
-    expected = forward_backward(attention(config, fused=False), tokens(33))
-    parameters = [*model.parameters()]
-    x = tokens(33).requires_grad_()
-    out = checkpoint(model, x, use_reentrant=use_reentrant)
-    out.backward(torch.ones_like(out))
-    assert_same((out.detach(), x.grad, *(p.grad for p in parameters)), expected)
-
-
-def test_gradients_accumulate_and_graphs_are_kept():
-    results = []
-    for fused in (True, False):
-        model, x = attention(FP8, fused=fused), tokens(33).requires_grad_()
-        outs = [model(x) for _ in range(2)]
-        for out in (*outs, outs[0]):
-            out.sum().backward(retain_graph=True)
-        results.append((x.grad, *(p.grad for p in model.parameters())))
-    assert_same(*results)
-
-
-@both_formats
-def test_while_weights_stand_still(config):
-    model, plain = attention(config), attention(config, fused=False)
-    expected = forward_backward(plain, tokens(33))
-    with weights_unchanged(model):
-        for _ in range(2):
-            assert_same(forward_backward(model, tokens(33)), expected)
-
-
-def test_gradients_are_added_to_main_grads():
-    results = []
-    for fused in (True, False):
-        model = attention(FP8, fused=fused)
-        for layer in (model.q, model.k, model.v):
-            layer.weight.main_grad = torch.ones_like(layer.weight.hp)
-        out, grad_x, *_ = forward_backward(model, tokens(33))
-        results.append((out, grad_x, *(layer.weight.main_grad for layer in (model.q, model.k, model.v))))
-    assert_same(*results)
 
 
 # --- what it saves ----------------------------------------------------------------------------------------------------

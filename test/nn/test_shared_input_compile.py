@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from helpers import FP8, both_formats, forward_backward, recipes_and_variants, replace
-from shared_inputs import OPS, VARIANTS, Attention, assert_same, attention, tokens
+from shared_inputs import VARIANTS, Attention, assert_same, attention, counting_backend, tokens
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
@@ -15,17 +15,9 @@ pytestmark = pytest.mark.usefixtures("no_interpreter", "fresh_dynamo")
 
 def saved_by_graphs(model, x) -> tuple[int, int, list]:
     """(quantizations in the forward graph, in the backward graph, bits) of a compiled pass."""
-    from torch._dynamo.backends.common import aot_autograd
-
-    counts = []
-
-    def count(graph, inputs):
-        names = [node.target.overloadpacket for node in graph.graph.nodes if hasattr(node.target, "overloadpacket")]
-        counts.append(sum(names.count(op) for op in (OPS.quantize_both, OPS.quantize)))
-        return torch._functorch.aot_autograd.make_boxed_func(graph.forward)
-
-    results = forward_backward(torch.compile(model, backend=aot_autograd(fw_compiler=count), fullgraph=True), x)
-    forward, backward = counts
+    backend, counts = counting_backend()
+    results = forward_backward(torch.compile(model, backend=backend, fullgraph=True), x)
+    forward, backward = (count["quantize_both"] + count["quantize"] for count in counts)
     return forward, backward, results
 
 
@@ -37,16 +29,6 @@ def test_compiled_graphs_quantize_the_input_once(config, variant):
     # What was saved in high precision is quantized again, for the weight of each layer.
     assert (forward, backward) == (2, 8 if "save_activations" in variant else 4)
     assert_same(results, expected)
-
-
-def test_no_recompilation_when_token_counts_change():
-    model, counter = attention(FP8), CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(model, backend=counter, fullgraph=True)
-    for count in (300, 517, 1024):
-        x = tokens(count).requires_grad_()
-        torch._dynamo.mark_dynamic(x, 0)
-        compiled(x).sum().backward()
-    assert counter.frame_count == 1
 
 
 def test_layers_of_a_model_that_are_compiled_one_by_one_share_their_graph():

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import FP8, NVFP4, replace, weight_calls
+from gpu_steps import capture, no_syncs
+from helpers import FP8, NVFP4
 from swiglu_layers import (
     DIM,
     HIDDEN,
@@ -18,10 +19,11 @@ from swiglu_layers import (
     results,
     routings,
 )
-from torchao.quantization import quantize_
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
 
-from torchao_blockwise import NVFP4Tensor, experts
-from torchao_blockwise.nn import SwiGLUExperts, swiglu_experts
+from torchao_blockwise import NVFP4Tensor
+from torchao_blockwise.nn import permute, swiglu_experts, unpermute
 from torchao_blockwise.testing import assert_bitwise_equal, relative_error
 
 pytestmark = pytest.mark.usefixtures("no_interpreter")
@@ -63,93 +65,11 @@ def test_dtypes(dtype, weights):
     assert (got["out"].dtype, got["x"].dtype, got["down"].dtype) == (dtype, dtype, weights)
 
 
-VARIANTS = {
-    "high_precision": {"save_activations": "high_precision"},
-    "reference": {"backend": "reference"},
-    "no_master": {"master_weights": False},
-}
-
-
-@pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
-@pytest.mark.parametrize("base", (FP8, NVFP4), ids=("fp8", "nvfp4"))
-def test_options_do_not_change_bits(base, variant):
-    inputs = inputs_of(ROUTINGS["ragged"])
-    assert_same(results(experts_of(replace(base, **variant), 3), *inputs), results(experts_of(base, 3), *inputs))
-
-
 def test_each_weight_keeps_its_own_recipe():
     module = experts_of(FP8, 3)
     module.down = experts_of(NVFP4, 3).down
     inputs = inputs_of(ROUTINGS["ragged"])
     assert_same(results(module, *inputs), results(module, *inputs, composed(module)))
-
-
-@pytest.mark.parametrize("save", ("fp8", "high_precision"))
-@pytest.mark.parametrize("needs", ("x", "gate_up", "down", "none"))
-def test_only_the_gradients_that_are_needed(needs, save):
-    module = experts_of(replace(FP8, save_activations=save), 3)
-    x, dy, ends = inputs_of(ROUTINGS["ragged"])
-    expected = results(module, x, dy, ends)
-    parts = {"x": x, **dict(module.named_parameters())}
-    for name, t in parts.items():
-        t.grad = None
-        t.requires_grad_(name == needs)
-    out = module(x, ends)
-    assert out.requires_grad == (needs != "none")
-    if needs != "none":
-        out.backward(dy)
-    for name, t in parts.items():
-        assert (t.grad is not None) == (name == needs)
-        if name == needs:
-            assert_bitwise_equal(t.grad, expected[name], name)
-
-
-def test_autocast_computes_in_its_dtype():
-    module, (x, _, ends) = experts_of(FP8, 3), inputs_of(ROUTINGS["ragged"])
-    with torch.autocast("cpu", torch.bfloat16):
-        got = module(x, ends)
-    assert_bitwise_equal(got, module(x.bfloat16(), ends))
-
-
-def test_gradients_are_added_to_main_grad():
-    module, inputs = experts_of(FP8, 3), inputs_of(ROUTINGS["ragged"])
-    expected = results(module, *inputs)
-    for p in module.parameters():
-        p.main_grad = torch.ones(p.shape)
-    got = results(module, *inputs)
-    for name, p in module.named_parameters():
-        assert got[name] is None and p.grad_added_to_main_grad
-        torch.testing.assert_close(p.main_grad - 1, expected[name], atol=1e-6, rtol=1e-5)
-
-
-def test_weights_are_quantized_where_products_read_them():
-    module, inputs = experts_of(FP8, 3), inputs_of(ROUTINGS["ragged"])
-    with weight_calls() as calls:
-        results(module, *inputs)
-    assert (calls.quantize, calls.columnwise, calls.transpose) == (4, 2, 0)
-    with torch.no_grad():
-        module.down.mul_(2)
-    fresh = experts_of(FP8, 3)
-    fresh.load_state_dict(module.state_dict())
-    assert_same(results(module, *inputs), results(fresh, *inputs))
-
-
-@recipes
-@pytest.mark.parametrize("master_weights", (True, False), ids=("master", "quantised"))
-def test_quantize_converts_it(config, master_weights):
-    config = replace(config, master_weights=master_weights)
-    module, inputs = experts_of(None, 3), inputs_of(ROUTINGS["tail"])
-    plain = {name: t.clone() for name, t in module.state_dict().items()}
-    quantize_(module, config, filter_fn=experts())
-    assert_same(results(module, *inputs), results(experts_of(config, 3), *inputs))
-    saved = module.state_dict()
-    assert saved.keys() == plain.keys()
-    if master_weights:
-        assert all(type(t) is torch.Tensor and torch.equal(t, plain[name]) for name, t in saved.items())
-    fresh = SwiGLUExperts(3, DIM, HIDDEN)
-    quantize_(fresh, config, filter_fn=experts())
-    fresh.load_state_dict(saved)
-    assert_same(results(fresh, *inputs), results(module, *inputs))
 
 
 # --- in high precision ------------------------------------------------------------------------------------------------
@@ -196,6 +116,77 @@ def test_the_error_is_that_of_low_precision():
     got = results(module, x, dy, ends)
     for name, value in expected.items():
         assert relative_error(got[name], value) < 0.1, name
+
+
+# --- in a layer ------------------------------------------------------------------------------------------------------
+
+
+class Layer(nn.Module):
+    """A whole mixture: router, permute, experts, unpermute."""
+
+    def __init__(self, config, experts: int, top_k: int, dim: int = DIM, hidden: int = HIDDEN):
+        super().__init__()
+        self.top_k = top_k
+        self.experts = experts_of(config, experts, dim, hidden)
+        self.router = nn.Parameter(torch.randn(experts, dim))
+
+    def forward(self, x):
+        weights, chosen = F.linear(x, self.router).softmax(-1).topk(self.top_k, -1)
+        tokens, source, group_ends = permute(x, chosen, self.router.shape[0])
+        return unpermute(self.experts(tokens, group_ends), source, self.top_k, weights)
+
+
+def step(layer, x, run=None):
+    for p in layer.parameters():
+        p.grad = None
+    x = x.detach().requires_grad_()
+    torch._dynamo.maybe_mark_dynamic(x, 0)
+    out = (layer if run is None else run)(x)
+    out.square().sum().backward()
+    return [out.detach(), x.grad, *(p.grad for p in layer.parameters())]
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("config", (FP8, NVFP4, None), ids=("fp8", "nvfp4", "high_precision"))
+def test_a_layer_compiles_to_one_graph_for_every_routing(config):
+    # PyTorch traces its own product in bf16 alone.
+    dtype = torch.bfloat16 if config is None else torch.float32
+    layer, counter = Layer(config, 4, 2).to(dtype), CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(layer, backend=counter, fullgraph=True)
+    for count in (300, 300, 517, 1024):
+        x = torch.randn(count, DIM, dtype=dtype)
+        for got, expected in zip(step(layer, x, compiled), step(layer, x)):
+            assert_bitwise_equal(got, expected)
+    assert counter.frame_count == 1
+
+
+def test_a_layer_is_the_mixture_that_it_says():
+    """Against a loop over tokens and their experts, in fp64."""
+    layer, x = Layer(FP8, 4, 2), torch.randn(40, DIM)
+    weights, chosen = F.linear(x, layer.router).softmax(-1).topk(2, -1)
+    gate_up, down = (p.hp.double() for p in (layer.experts.gate_up, layer.experts.down))
+    expected = torch.zeros(40, DIM, dtype=torch.float64)
+    for t in range(40):
+        for weight, e in zip(weights[t].tolist(), chosen[t].tolist()):
+            gate, up = (gate_up[e] @ x[t].double()).chunk(2)
+            expected[t] += weight * (down[e] @ (F.silu(gate) * up))
+    assert relative_error(layer(x), expected) < 0.1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("config", (FP8, NVFP4), ids=("fp8", "nvfp4"))
+def test_a_layer_step_without_a_sync_and_in_a_cuda_graph(config):
+    layer, x = Layer(config, 8, 2, 256, 384).cuda(), torch.randn(1024, 256, device="cuda")
+    step(layer, x)
+    with no_syncs():
+        step(layer, x)
+    graph, captured = capture(lambda: step(layer, x))
+    for seed in range(2):
+        x.copy_(torch.randn(1024, 256, generator=torch.Generator().manual_seed(seed)))
+        graph.replay()
+        got = [t.clone() for t in captured]
+        for a, b in zip(got, step(layer, x)):
+            assert_bitwise_equal(a, b)
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------------

@@ -5,16 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import FP8, FP8_POW2, NVFP4, linear_by_hand, replace
+from helpers import FP8, FP8_POW2, NVFP4, linear_by_hand
+from named_results import assert_same, results, tokens
 from torch import nn
-from torch._dynamo.testing import CompileCounterWithBackend
-from torch.utils.checkpoint import checkpoint
 from torchao.quantization import quantize_
 
 from torchao_blockwise import BlockwiseFP8Tensor, MasterWeightTensor, ops
 from torchao_blockwise.nn import SwiGLUMLP, swiglu_linear
-from torchao_blockwise.ops.padding import padded_size
-from torchao_blockwise.testing import assert_bitwise_equal, random_tensor, relative_error
+from torchao_blockwise.testing import assert_bitwise_equal, relative_error
 
 pytestmark = pytest.mark.usefixtures("no_interpreter")
 
@@ -23,32 +21,12 @@ SHAPES = [(48,), (5, 48), (2, 3, 48), (0, 48), (300, 64), (129, 200), (33, 65)]
 shapes = pytest.mark.parametrize("shape", SHAPES, ids=lambda s: "x".join(map(str, s)))
 
 
-def tokens(*shape, dtype=torch.float32, seed=3, device="cpu"):
-    return random_tensor(1, *shape, dtype=dtype, seed=seed, device=device)[0] / 64
-
-
 def mlp_of(config, dim=64, hidden=96, dtype=torch.float32, bias=False, device="cpu") -> SwiGLUMLP:
     torch.manual_seed(0)
     mlp = SwiGLUMLP(dim, hidden, bias=bias, dtype=dtype, device=device)
     if config is not None:
         quantize_(mlp, config)
     return mlp
-
-
-def results(mlp, x, dy=None, run=None, dynamic=False):
-    mlp.zero_grad()
-    x = x.detach().requires_grad_()
-    if dynamic:
-        torch._dynamo.mark_dynamic(x, 0)
-    out = (mlp if run is None else run)(x)
-    out.backward(torch.ones_like(out) if dy is None else dy)
-    return {"out": out.detach(), "x": x.grad, **{name: p.grad for name, p in mlp.named_parameters()}}
-
-
-def assert_same(got, expected) -> None:
-    assert got.keys() == expected.keys()
-    for name, t in got.items():
-        assert_bitwise_equal(t, expected[name], name)
 
 
 def mlp_by_hand(mlp, x, dy, config):
@@ -101,27 +79,6 @@ def test_halves_of_one_projection(dtype):
     assert_bitwise_equal(projection.grad, torch.cat(expected[1:3], 1))
 
 
-@pytest.mark.parametrize("needs", ("gate", "up", "weight", "bias"))
-def test_only_the_gradients_that_are_needed(needs):
-    parts = {"gate": tokens(9, 48), "up": tokens(9, 48, seed=4), "bias": torch.ones(40)}
-    parts["weight"] = nn.Parameter(MasterWeightTensor(tokens(40, 48), FP8))
-    expected = dict(
-        zip(
-            ("gate", "up", "weight"),
-            function_results(*(parts[n] for n in ("gate", "up", "weight", "bias")), torch.ones(9, 40))[1:],
-        )
-    )
-    expected["bias"] = torch.full((40,), 9.0)
-    parts["weight"].grad = None
-    for name, t in parts.items():
-        t.requires_grad_(name == needs)
-    swiglu_linear(**parts).sum().backward()
-    for name, t in parts.items():
-        assert (t.grad is not None) == (name == needs)
-        if name == needs:
-            assert_bitwise_equal(t.grad, expected[name], name)
-
-
 def test_other_weights_run_pytorchs_operations():
     gate, up, w = tokens(9, 48), tokens(9, 48, seed=4), tokens(40, 48)
     assert torch.equal(swiglu_linear(gate, up, w), F.linear(F.silu(gate) * up, w))
@@ -137,18 +94,13 @@ def test_autocast_casts_gate_and_up():
 
 
 WEIGHT = MasterWeightTensor(torch.ones(40, 48), FP8)
+made_of = SwiGLUMLP.from_modules
 ERRORS = {
     "shapes": (lambda: swiglu_linear(torch.ones(3, 48), torch.ones(4, 48), WEIGHT), "must agree in shape and dtype"),
     "dtypes": (lambda: swiglu_linear(torch.ones(3, 48), torch.ones(3, 48).half(), WEIGHT), "agree in shape and dtype"),
     "features": (lambda: swiglu_linear(torch.ones(3, 47), torch.ones(3, 47), WEIGHT), "must agree in K"),
-    "from": (
-        lambda: SwiGLUMLP.from_modules(nn.Linear(8, 9), nn.Linear(8, 8), nn.Linear(8, 8)),
-        "gate and up must agree",
-    ),
-    "down": (
-        lambda: SwiGLUMLP.from_modules(nn.Linear(8, 9), nn.Linear(8, 9), nn.Linear(8, 8)),
-        "down must take 9 feat",
-    ),
+    "from": (lambda: made_of(nn.Linear(8, 9), nn.Linear(8, 8), nn.Linear(8, 8)), "gate and up must agree"),
+    "down": (lambda: made_of(nn.Linear(8, 9), nn.Linear(8, 9), nn.Linear(8, 8)), "down must take 9 feat"),
 }
 
 
@@ -189,43 +141,6 @@ def test_a_bias_of_down_stays_fused_and_one_of_gate_up_does_not(monkeypatch):
     assert all(t is not None for t in got.values())
 
 
-def test_fused_or_not_the_bits_are_the_same():
-    """Without a bias: one function, or the linear and swiglu_linear."""
-    mlp, x = mlp_of(FP8), tokens(130, 64)
-    parts = results(mlp, x, run=lambda x: swiglu_linear(*mlp.gate_up(x).chunk(2, -1), mlp.down.weight))
-    assert_same(results(mlp, x), parts)
-
-
-VARIANTS = {
-    "high_precision": {"save_activations": "high_precision"},
-    "reference": {"backend": "reference"},
-    "quantised_weight": {"master_weights": False},
-}
-
-
-@pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
-def test_options_do_not_change_bits(variant):
-    x = tokens(130, 64)
-    assert_same(results(mlp_of(replace(FP8, **variant)), x), results(mlp_of(FP8), x))
-
-
-@pytest.mark.parametrize("needs", ("x", "gate_up.weight", "down.weight", "none"))
-def test_only_the_gradients_that_are_needed_in_the_mlp(needs):
-    mlp, x, dy = mlp_of(FP8), tokens(9, 64), tokens(9, 64, seed=7)
-    expected = mlp_by_hand(mlp, x, dy, FP8)
-    parts = {"x": x, **dict(mlp.named_parameters())}
-    for name, t in parts.items():
-        t.requires_grad_(name == needs)
-    out = mlp(x)
-    assert out.requires_grad == (needs != "none")
-    if needs != "none":
-        out.backward(dy)
-    for name, t in parts.items():
-        assert (t.grad is not None) == (name == needs)
-        if name == needs:
-            assert_bitwise_equal(t.grad, expected[name], name)
-
-
 @pytest.mark.parametrize("config", (None, NVFP4), ids=("high_precision", "nvfp4"))
 def test_unfused_it_is_the_modules(config):
     mlp, x = mlp_of(config), tokens(130, 64)
@@ -245,55 +160,10 @@ def test_made_of_three_linears():
     assert list(mlp.state_dict()) == ["gate_up.weight", "down.weight", "down.bias"]
     quantize_(mlp, FP8)
     assert 0 < relative_error(mlp(x), expected) < 0.1
-    quantised = BlockwiseFP8Tensor.from_hp(gate.weight.detach())
-    gate.weight = up.weight = nn.Parameter(quantised)
+    quantized = BlockwiseFP8Tensor.from_hp(gate.weight.detach())
+    gate.weight = up.weight = nn.Parameter(quantized)
     with pytest.raises(TypeError, match=r"must hold plain Parameters, got \['BlockwiseFP8Tensor'\]"):
         SwiGLUMLP.from_modules(gate, up, down)
-
-
-@pytest.mark.parametrize("save", ("fp8", "high_precision"))
-def test_saved_are_gate_up_and_one_byte_an_element_of_x_and_h(save):
-    t, dim, hidden = 300, 128, 256
-    mlp = mlp_of(replace(FP8, save_activations=save), dim, hidden, torch.bfloat16)
-    x, saved = torch.randn(t, dim, dtype=torch.bfloat16, requires_grad=True), []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        out = mlp(x)
-    plain = {t.data_ptr(): t for t in saved if type(t) is torch.Tensor and t.data_ptr() != x.data_ptr()}
-    fmt = FP8.activation_format
-    expected = 2 * t * 2 * hidden
-    if save == "fp8":
-        expected += fmt.nbytes(dim, padded_size(t)) + fmt.nbytes(hidden, padded_size(t))
-    assert sum(t.nbytes for t in plain.values()) == expected
-    del out
-
-
-@pytest.mark.parametrize("use_reentrant", (False, True), ids=("non_reentrant", "reentrant"))
-def test_activation_checkpointing(use_reentrant):
-    mlp, x = mlp_of(FP8), tokens(130, 64)
-    got = results(mlp, x, run=lambda x: checkpoint(mlp, x, use_reentrant=use_reentrant))
-    assert_same(got, results(mlp, x))
-
-
-@pytest.mark.usefixtures("fresh_dynamo")
-@pytest.mark.parametrize("autocast", (False, True), ids=("plain", "autocast"))
-def test_compiles_to_one_graph_with_the_same_bits(autocast):
-    mlp, counter = mlp_of(FP8), CompileCounterWithBackend("aot_eager")
-
-    def run(x):
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            return mlp(x).float()
-
-    compiled = torch.compile(run, backend=counter, fullgraph=True)
-    for count in (300, 517, 1024):
-        x = tokens(count, 64)
-        assert_same(results(mlp, x, run=compiled, dynamic=True), results(mlp, x, run=run))
-    assert counter.frame_count == 1
-
-
-@pytest.mark.usefixtures("fresh_dynamo")
-def test_inductor():
-    mlp, x = mlp_of(FP8), tokens(300, 64)
-    assert_same(results(mlp, x, run=torch.compile(mlp, fullgraph=True)), results(mlp, x))
 
 
 def test_the_error_of_the_gradients_is_that_of_two_layers():
@@ -306,12 +176,3 @@ def test_the_error_of_the_gradients_is_that_of_two_layers():
     out.backward(dy.double())
     for name, exact in (("out", out), ("x", x64.grad), ("gate_up.weight", w1.grad), ("down.weight", w2.grad)):
         assert relative_error(got[name], exact.detach()) < 0.1, name
-
-
-def test_gradients_of_gradients_raise():
-    mlp, x = mlp_of(FP8), tokens(9, 64).requires_grad_()
-    with pytest.raises(NotImplementedError, match="SwiGLUMLP: backward through backward"):
-        torch.autograd.grad(mlp(x).sum(), x, create_graph=True)
-    gate = tokens(9, 96).requires_grad_()
-    with pytest.raises(NotImplementedError, match="swiglu_linear: backward through backward"):
-        torch.autograd.grad(swiglu_linear(gate, gate, mlp.down.weight).sum(), gate, create_graph=True)

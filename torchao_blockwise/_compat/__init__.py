@@ -254,10 +254,6 @@ def with_local(x: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     return DTensor(local, spec, requires_grad=False)
 
 
-# What `torch.distributed.tensor.distribute_module` sets on a module when it is done with it.
-DISTRIBUTED_MARK = "_distribute_module_applied"
-
-
 def wait_for(work: torch.ScriptObject) -> None:
     """Wait for a collective by the handle that its operation returned, which is an empty one where there is no need.
 

@@ -15,7 +15,6 @@ from torchao_blockwise import _compat
 from torchao_blockwise.conversion.report import aligned
 from torchao_blockwise.nn.fused_modules import (
     FusedModule,
-    FusedSwiGLU,
     fuse_class,
     restore_module,
     why_not_shared,
@@ -128,7 +127,7 @@ def fusion_report(model: nn.Module) -> FusionReport:
             readers, why = module.fusion.readers, why_not_shared(module)
             what = why or ""
             status = FUSED if why is None else UNFUSED
-            if isinstance(module, FusedSwiGLU) and why is None:
+            if module.fusion.down and why is None:
                 unfused = why_not_swiglu(module)
                 what = f"SwiGLU in {module.fusion.down}" if unfused is None else f"no SwiGLU: {unfused}"
             if any(_is_shard(getattr(module, name)) for name in readers):

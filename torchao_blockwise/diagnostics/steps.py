@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
@@ -16,7 +17,6 @@ from torchao_blockwise import _compat
 from torchao_blockwise._compat import fakes
 from torchao_blockwise._compat.modes import is_traceable_wrapper_subclass, storage_of
 from torchao_blockwise.diagnostics.live_memory import LiveMemory, plain_tensors
-from torchao_blockwise.nn.converted import high_precision_meant
 from torchao_blockwise.tensors import QuantizedTensor
 
 Loss = Callable[[Any], torch.Tensor]
@@ -84,10 +84,12 @@ def run_step(model: nn.Module, inputs: Inputs, loss: Loss | None) -> Step:
         return nbytes, torch.autograd.grad(total, edges, allow_unused=True)
 
     named = {f"model.{name}": x for name, x in inputs.tensors.items()}
-    contexts = torch.compiler.set_stance("force_eager"), torch.enable_grad(), high_precision_meant(), inputs.mode
+    contexts = torch.compiler.set_stance("force_eager"), torch.enable_grad(), warnings.catch_warnings(), inputs.mode
     with contextlib.ExitStack() as stack:
         for context in contexts:
             stack.enter_context(context)
+        # Plain tensors are in the places of converted weights on purpose.
+        warnings.filterwarnings("ignore", ".* was converted to low precision, but its weight was replaced")
         memory = stack.enter_context(LiveMemory())
         saved_bytes, gradients = torch.func.functional_call(_Within(model), named, (forward_backward, inputs.batch))
     main_grads = [x for p in weights if isinstance(x := getattr(p, "main_grad", None), torch.Tensor)]

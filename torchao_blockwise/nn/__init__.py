@@ -2,7 +2,7 @@
 
 from torchao_blockwise.nn.expert_layer import SwiGLUExperts, swiglu_experts
 from torchao_blockwise.nn.grouped_layer import grouped_linear
-from torchao_blockwise.nn.linear_layer import linear
+from torchao_blockwise.nn.layer import linear
 from torchao_blockwise.nn.norm_linear import NormLinear
 from torchao_blockwise.nn.permutation import permute, unpermute
 from torchao_blockwise.nn.selective_checkpoints import sac_save_list

@@ -64,12 +64,6 @@ class Input:
         return (grad,)
 
 
-class GroupedInput(Input):
-    """Tokens x [M, K], sorted by expert."""
-
-    weight_first = False
-
-
 class NormInput(Input):
     """norm(x) of inputs x, weight, bias, kind ("rms" or "layer") and eps."""
 

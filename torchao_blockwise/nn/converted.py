@@ -11,10 +11,9 @@ module is checked when it is traced, where one GEMM with any weight is enough.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,8 +21,7 @@ from torch import nn
 
 from torchao_blockwise import _compat
 from torchao_blockwise._compat import torch_fsdp
-from torchao_blockwise.nn.linear_layer import linear, local_linear
-from torchao_blockwise.nn.sharded_linear import why_shards_cut_blocks
+from torchao_blockwise.nn.layer import linear, local_linear
 from torchao_blockwise.nn.shared_input import SharedInput
 from torchao_blockwise.nn.weights import WEIGHTS, config_of, is_low_precision
 from torchao_blockwise.tensors import MasterWeightTensor, QuantizedTensor
@@ -40,13 +38,6 @@ class ConvertedModule(nn.Module):
     fqn = ""
     converted_from: type = nn.Module
     checked: frozenset[bool] = frozenset()
-    said_replaced = False
-
-    def _say_replaced(self) -> None:
-        """Warn once that plain weights are in the places of converted ones, unless that is meant."""
-        if not (self.said_replaced or _meant):
-            self.said_replaced = True
-            _warn_replaced(self.fqn)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
         """`module.bfloat16()`, `.to(..)` and the like: each weight stays the object that it is and takes other data.
@@ -94,7 +85,7 @@ def _set_data(weight: nn.Parameter, new: torch.Tensor, fn: Callable[[torch.Tenso
 
 
 class ConvertedLinear(ConvertedModule, nn.Linear):
-    """Base of those of linear layers: the forward pass, and a check of shards when the layer is parallelized.
+    """Base of those of linear layers: the forward pass.
 
     shared_input: what it shares with other layers that read the same activation; see fused_modules.py.
     """
@@ -109,10 +100,7 @@ class ConvertedLinear(ConvertedModule, nn.Linear):
         if is_low_precision(weight):
             return (linear if shared is None else shared.linear)(input, weight, self.bias)
         torch_fsdp.check_not_flattened(weight, self.fqn or "a converted layer")
-        if torch.compiler.is_compiling():
-            _warn_replaced(self.fqn)
-        else:
-            self._say_replaced()
+        _warn_replaced(self.fqn)
         return super().forward(input)
 
     def extra_repr(self) -> str:
@@ -121,42 +109,13 @@ class ConvertedLinear(ConvertedModule, nn.Linear):
             return super().extra_repr()
         return f"{super().extra_repr()}, weight in {config_of(_compat.local_of(weight)).weight_format.name}"
 
-    def _mark_distributed(self, value: Any) -> None:
-        """`distribute_module` has put its DTensors in place: the moment to refuse shards that cut blocks."""
-        if is_low_precision(self.weight):
-            reason = why_shards_cut_blocks(self.weight)
-            if reason is not None:
-                raise ValueError(f"{self.fqn or 'linear'}: {reason}")
-        self.__dict__[_compat.DISTRIBUTED_MARK] = value
-
-
-setattr(
-    ConvertedLinear,
-    _compat.DISTRIBUTED_MARK,
-    property(
-        lambda module: module.__dict__.get(_compat.DISTRIBUTED_MARK, False),
-        ConvertedLinear._mark_distributed,
-    ),
-)
-
-
-_meant = False
-
-
-@contextlib.contextmanager
-def high_precision_meant() -> Iterator[None]:
-    """A context in which plain tensors take the places of converted weights on purpose, and nothing warns of it."""
-    global _meant
-    before, _meant = _meant, True
-    try:
-        yield
-    finally:
-        _meant = before
-
 
 @torch.compiler.assume_constant_result
 def _warn_replaced(fqn: str) -> None:
-    """Say that a layer computes with a plain weight; in a compiled one while it is traced."""
+    """Say that a layer computes with a plain weight; in a compiled one while it is traced.
+
+    Python shows a warning once for each layer, as the text begins with its name.
+    """
     warnings.warn(
         f"{fqn or 'a converted layer'} was converted to low precision, but its weight was replaced by a plain tensor "
         "(by functional_call, pruning, a dispatcher or an assignment, say): it computes in high precision; convert "
@@ -234,7 +193,7 @@ def _checked_forward(base: Any) -> Callable[..., Any]:
         weights = _weights_of(self)
         if not weights:
             _check_not_flattened(self)
-            self._say_replaced()
+            _warn_replaced(self.fqn)
         if self.training in self.checked:
             return base.forward(self, *args, **kwargs)
         for name, weight in weights.items():

@@ -44,6 +44,7 @@ class Fusion(NamedTuple):
 class FusedModule(nn.Module):
     """What `fuse_class` adds to a module: layers inside share the input of its forward pass.
 
+    An MLP, down(silu(gate(x)) · up(x)), also quantizes h = silu(gate) · up in the pass that computes it.
     fused_from: the class that it had.
     """
 
@@ -57,9 +58,13 @@ class FusedModule(nn.Module):
         elif fusion.argument in kwargs:
             kwargs[fusion.argument] = self.offer(kwargs[fusion.argument])
         try:
-            return super().forward(*args, **kwargs)
+            if not fusion.down or len(args) != 1 or kwargs or why_not_swiglu(self) is not None:
+                return super().forward(*args, **kwargs)
+            gate, up = (getattr(self, name)(args[0]) for name in fusion.readers)
         finally:
             fusion.shared_input.withdraw()
+        down = getattr(self, fusion.down)
+        return swiglu_linear(gate, up, down.weight, down.bias)
 
     def offer(self, x: Any) -> Any:
         """What to hand the readers for `x`: they share copies of it until it is withdrawn, if that is right."""
@@ -72,27 +77,10 @@ class FusedModule(nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         reduced = super().__reduce_ex__(protocol)
-        kind = _kind_of(self)
         # A class that another wrapper derived from this one is its own affair.
-        if kind is None:
+        if type(self) is not _class_of(self.fused_from):
             return reduced
-        return _rebuild, (kind, self.fused_from), *reduced[2:]
-
-
-class FusedSwiGLU(FusedModule):
-    """An MLP, down(silu(gate(x)) · up(x)), that quantizes h = silu(gate) · up in the pass that computes it."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if len(args) != 1 or kwargs or why_not_swiglu(self) is not None:
-            return super().forward(*args, **kwargs)
-        (x,), fusion = args, self.fusion
-        gate, up, down = (getattr(self, name) for name in (*fusion.readers, fusion.down))
-        x = self.offer(x)
-        try:
-            gate, up = gate(x), up(x)
-        finally:
-            fusion.shared_input.withdraw()
-        return swiglu_linear(gate, up, down.weight, down.bias)
+        return _rebuild, (self.fused_from,), *reduced[2:]
 
 
 def why_not_shared(module: FusedModule) -> str | None:
@@ -111,7 +99,7 @@ def why_not_shared(module: FusedModule) -> str | None:
     return None
 
 
-def why_not_swiglu(module: FusedSwiGLU) -> str | None:
+def why_not_swiglu(module: FusedModule) -> str | None:
     """Why `module` runs its activation and `down` one after the other as it is now, or None if it does not."""
     fusion = module.fusion
     down, act = getattr(module, fusion.down), getattr(module, fusion.act) if fusion.act else None
@@ -137,7 +125,7 @@ def fuse_class(module: nn.Module, readers: tuple[str, ...], *, down: str = "", a
     down, act: of an MLP with SwiGLU, to be quantized as it is computed.
     """
     own: Any = type(module)
-    module.__class__ = _class_of(FusedSwiGLU if down else FusedModule, own)
+    module.__class__ = _class_of(own)
     fusion = Fusion(readers, list(inspect.signature(own.forward).parameters)[1], SharedInput(), down, act)
     module.fusion = fusion  # type: ignore[assignment]
     for name in readers:
@@ -145,8 +133,8 @@ def fuse_class(module: nn.Module, readers: tuple[str, ...], *, down: str = "", a
 
 
 def restore_module(module: FusedModule) -> None:
-    """Give `module` the class back that it had before `fuse_class`; one that others derived is left alone."""
-    if _kind_of(module) is None:
+    """Give `module` the class back that it had before `fuse_class`; one that others derived stays as it is."""
+    if type(module) is not _class_of(module.fused_from):
         return
     for layer in module.modules():
         # One that was wrapped since is further inside.
@@ -156,25 +144,17 @@ def restore_module(module: FusedModule) -> None:
     module.__class__ = module.fused_from
 
 
-def _kind_of(module: FusedModule) -> type | None:
-    """What `fuse_class` has added to the class of `module`, or None if others derived from that class."""
-    for kind in (FusedModule, FusedSwiGLU):
-        if type(module) is _class_of(kind, module.fused_from):
-            return kind
-    return None
-
-
 @functools.cache
-def _class_of(kind: type[FusedModule], base: Any) -> Any:
+def _class_of(base: Any) -> Any:
     # Code of its own: compilers count recompilations, of which they do a few, by that.
-    code, closure = kind.forward.__code__.replace(), kind.forward.__closure__
-    forward: Any = types.FunctionType(code, kind.forward.__globals__, closure=closure)
+    shared: Any = FusedModule.forward
+    forward: Any = types.FunctionType(shared.__code__.replace(), shared.__globals__, closure=shared.__closure__)
     # Who hands arguments on (torchtitan's sharding plans) reads there what they are called.
     forward.__signature__ = inspect.signature(base.forward)
     names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
-    return type(base.__name__, (kind, base), {**names, "forward": forward, "fused_from": base})
+    return type(base.__name__, (FusedModule, base), {**names, "forward": forward, "fused_from": base})
 
 
-def _rebuild(kind: type[FusedModule], base: type) -> nn.Module:
-    cls = _class_of(kind, base)  # type: ignore[arg-type]
+def _rebuild(base: type) -> nn.Module:
+    cls = _class_of(base)
     return cls.__new__(cls)

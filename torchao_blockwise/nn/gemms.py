@@ -201,11 +201,14 @@ def weight_comes_first(dy: torch.Tensor, spec: GemmSpec) -> bool:
 
     With grad_input first its result is there next to copies of all tokens, those of dy and the saved one of x; with
     grad_weight first that is there next to the columnwise copy of the weight: up to 23 % of a layer's peak with many
-    tokens (32768 of 4096 → 14336), up to 10 % the other way with few. A compiled graph has one order for any number of
+    tokens (32768 of 4096 → 14336), up to 10 % the other way with few. Of experts the weights
+    and their gradients are E matrices, so grad_input comes first. A compiled graph has one order for any number of
     tokens, and so have ranks that reduce amaxes together, whose parts may differ in size.
     """
+    if torch.compiler.is_compiling() or spec.groups is not None or spec.amax_groups != WHOLE:
+        return False
     tokens, features = dy.shape
-    return not torch.compiler.is_compiling() and spec.amax_groups == WHOLE and tokens > features
+    return tokens > features
 
 
 # --- operations of graphs ---------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from torchao_blockwise import _compat
-from torchao_blockwise.nn.activations import GroupedInput
+from torchao_blockwise.nn.activations import Input
 from torchao_blockwise.nn.gemms import GemmSpec
 from torchao_blockwise.nn.layer import Layer, cast_for_compute
 from torchao_blockwise.nn.weights import WEIGHTS, check_square_blocks, config_of, rounding_key_of
@@ -69,7 +69,7 @@ def _grouped_linear(
         spec = GemmSpec(None, config, x.dtype, out_dtype, transposed=not contracts_columns)
         key = rounding_key_of(stored)
         saves = torch.is_grad_enabled()
-        return Layer.apply("grouped_linear", GroupedInput, spec, weight, None, key, group_ends, None, saves, x)
+        return Layer.apply("grouped_linear", Input, spec, weight, None, key, group_ends, None, saves, x)
 
 
 def _check(x: torch.Tensor, weight: torch.Tensor, contracts_columns: bool) -> None:

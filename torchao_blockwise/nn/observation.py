@@ -7,7 +7,7 @@ gradient in backward. Where nobody looks that is one question a pass.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
@@ -20,12 +20,8 @@ if TYPE_CHECKING:
 SeesGradient: TypeAlias = Callable[[torch.Tensor], None]
 
 
-class Observer(Protocol):
-    """What `observe` takes."""
-
-    def __call__(self, weight: Any, x: torch.Tensor, spec: GemmSpec) -> SeesGradient | None:
-        """x: [T, K] as it is quantized for the product with `weight`, by `spec`."""
-
+# What `observe` takes: called with the weight, x [T, K] as it is quantized for the GEMM with it, and the GEMM's spec.
+Observer: TypeAlias = "Callable[[Any, torch.Tensor, GemmSpec], SeesGradient | None]"
 
 _observer: Observer | None = None
 

@@ -68,7 +68,7 @@ def sharded_linear(linear: Callable[..., Any], x: DTensor, weight: Any, bias: DT
     return DTensor.from_local(out, mesh, placements, run_check=False, shape=shape, stride=_strides(shape))
 
 
-def why_shards_cut_blocks(weight: Any) -> str | None:
+def _why_shards_cut_blocks(weight: Any) -> str | None:
     """Which blocks the shards of `weight`, a DTensor [N, K], cut, with the remedy, or None if they cut none."""
     block = _format_of(_compat.local_of(weight)).block
     for dim, what in enumerate(("rows", "columns")):
@@ -116,9 +116,9 @@ def _check(x: DTensor, weight: Any, bias: DTensor | None) -> None:
     if weight.dim() != 2 or x.dim() == 0 or x.shape[-1] != weight.shape[1]:
         got = f"{list(x.shape)} and {list(weight.shape)}"
         raise ValueError(f"linear: x [.., K] and weight [N, K] must agree in K, got {got}")
-    reason = why_shards_cut_blocks(weight)
+    reason = _why_shards_cut_blocks(weight)
     if reason is not None:
-        raise ValueError(f"linear: {reason}")
+        raise ValueError(f"{local.layer.rpartition('.')[0] or 'linear'}: {reason}")
 
 
 class _Plan(NamedTuple):

@@ -19,8 +19,7 @@ from torchao_blockwise import _compat
 from torchao_blockwise.formats import Copies
 from torchao_blockwise.nn.activations import Input, as_rows
 from torchao_blockwise.nn.gemms import GemmSpec, quantize
-from torchao_blockwise.nn.layer import Layer, cast_for_compute, profiled
-from torchao_blockwise.nn.linear_layer import linear
+from torchao_blockwise.nn.layer import Layer, cast_for_compute, linear, profiled
 from torchao_blockwise.nn.weights import Weight, check_linear, config_of, rounding_key_of
 from torchao_blockwise.tensors import TrainingConfig
 

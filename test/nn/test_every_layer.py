@@ -1,0 +1,276 @@
+"""The promises of all layers: the same bits whatever the options, the order of passes, compiled and checkpointed."""
+
+from __future__ import annotations
+
+import weakref
+
+import pytest
+import torch
+from every_layer import CONFIGS, Run, every_model, make, tokens
+from helpers import FP8, NVFP4, both_formats, forward_backward, replace, weight_calls
+from shared_inputs import OPS, Counter, assert_same
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.checkpoint import checkpoint
+
+from torchao_blockwise import MasterWeightTensor, weights_unchanged
+from torchao_blockwise.testing import assert_bitwise_equal, relative_error
+
+pytestmark = pytest.mark.usefixtures("no_interpreter", "fresh_dynamo")
+
+VARIANTS = {
+    "high_precision": {"save_activations": "high_precision"},
+    "reference": {"backend": "reference"},
+    "quantized_weight": {"master_weights": False},
+}
+
+
+def results(model, x, run=None):
+    return forward_backward(model if run is None else Run(model, run), x)
+
+
+def weights_of(model) -> dict[str, nn.Parameter]:
+    return {name: p for name, p in model.named_parameters() if isinstance(p, MasterWeightTensor)}
+
+
+@every_model
+@both_formats
+@pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
+def test_options_do_not_change_bits(model, config, variant):
+    x = tokens(model, 130)
+    assert_same(results(make(model, replace(config, **variant)), x), results(make(model, config), x))
+
+
+@every_model
+@pytest.mark.parametrize(
+    "config", (FP8, NVFP4, replace(FP8, **VARIANTS["high_precision"])), ids=("fp8", "nvfp4", "high_precision")
+)
+def test_only_the_gradients_that_are_needed(model, config):
+    layer, x = make(model, config), tokens(model).requires_grad_()
+    out = layer(x)
+    out.backward(torch.ones_like(out))
+    parts = {"x": x, **dict(layer.named_parameters())}
+    expected = {name: t.grad for name, t in parts.items()}
+    for needed in (*parts, "none"):
+        for name, t in parts.items():
+            t.grad = None
+            t.requires_grad_(name == needed)
+        got = layer(x)
+        assert_bitwise_equal(got.detach(), out.detach())
+        assert got.requires_grad == (needed != "none")
+        if needed != "none":
+            got.backward(torch.ones_like(got))
+            assert_bitwise_equal(parts[needed].grad, expected[needed], needed)
+        assert all((t.grad is None) == (name != needed) for name, t in parts.items())
+
+
+@every_model
+@both_formats
+@pytest.mark.parametrize("off", (torch.no_grad, torch.inference_mode))
+def test_without_gradients_only_rowwise_copies_are_made(model, config, off):
+    layer, x = make(model, config), tokens(model)
+    expected = layer(x).detach()
+    with off(), Counter() as counter:
+        assert_bitwise_equal(layer(x), expected)
+    assert counter.ran[OPS.quantize_both] == 0
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    with off():
+        assert_bitwise_equal(compiled(x), expected)
+
+
+@every_model
+@both_formats
+def test_passes_in_any_order(model, config):
+    """Several forward passes before backward, a graph that is kept, gradients that accumulate."""
+    layer, xs = make(model, config), [tokens(model).requires_grad_() for _ in range(2)]
+    (_, dx0, *first), (_, dx1, *second) = (results(layer, x) for x in xs)
+    layer.zero_grad()
+    outs = [layer(x) for x in xs]
+    for out in (outs[1], outs[0]):
+        out.backward(torch.ones_like(out), retain_graph=True)
+    assert_same((xs[0].grad, xs[1].grad), (dx0, dx1))
+    total = [a + b for a, b in zip(second, first)]
+    assert_same((p.grad for p in layer.parameters()), total)
+    outs[1].backward(torch.ones_like(outs[1]))
+    assert_same((p.grad for p in layer.parameters()), (a + b for a, b in zip(total, second)))
+    with pytest.raises(RuntimeError, match="second time"):
+        outs[1].sum().backward()
+
+
+@every_model
+@both_formats
+def test_weights_are_quantized_where_gemms_read_them_and_nothing_is_kept(model, config):
+    layer, x, refs = make(model, config), tokens(model).requires_grad_(), []
+    weights = weights_of(layer)
+    with weight_calls() as calls:
+        calls.on_columnwise = lambda copy: refs.extend(weakref.ref(t) for t in copy.tensors if t is not None)
+        layer(x).sum().backward()
+    assert (calls.quantize, calls.columnwise, calls.transpose) == (2 * len(weights), len(weights), 0)
+    assert refs and not any(ref() is not None for ref in refs)
+    assert {w.quantized_bytes for w in weights.values()} == {0}
+
+
+@every_model
+@both_formats
+def test_a_scope_of_unchanged_weights_changes_no_bits(model, config):
+    layer, x = make(model, config), tokens(model)
+    expected = results(layer, x)
+    with weights_unchanged(layer):
+        for _ in range(2):
+            assert_same(results(layer, x), expected)
+
+
+@every_model
+@both_formats
+def test_main_grad_takes_the_gradients_of_all_microbatches(model, config, device):
+    """Added in fp32, in place; `.grad` stays None, and that of other parameters does not change."""
+    layer, parts = make(model, config).to(device), [tokens(model).to(device) for _ in range(2)]
+    expected = [results(layer, x) for x in parts]
+    weights = weights_of(layer)
+    for w in weights.values():
+        w.main_grad = torch.full(w.shape, 0.5, device=device)
+    for x, (out, grad_x, *grads) in zip(parts, expected):
+        got, got_x, *got_grads = results(layer, x)
+        assert_same((got, got_x), (out, grad_x))
+        for (name, p), a, b in zip(layer.named_parameters(), got_grads, grads):
+            assert a is None and p.grad_added_to_main_grad if name in weights else torch.equal(a, b), name
+    for (name, p), a, b in zip(layer.named_parameters(), expected[0][2:], expected[1][2:]):
+        if name in weights:
+            torch.testing.assert_close(p.main_grad, 0.5 + a + b, rtol=1e-6, atol=1e-5)
+
+
+@every_model
+@both_formats
+@pytest.mark.parametrize("how", ("non_reentrant", "reentrant", "compiled"))
+@pytest.mark.parametrize("save", ("quantized", "high_precision"))
+def test_checkpointing(model, config, how, save):
+    layer, x = make(model, config if save == "quantized" else replace(config, save_activations=save)), tokens(model)
+    expected, count = results(layer, x), len(weights_of(layer))
+
+    def run(x):
+        return checkpoint(layer, x, use_reentrant=how == "reentrant")
+
+    with weight_calls() as calls:
+        compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
+        assert_same(results(layer, x, compiled if how == "compiled" else run), expected)
+    # In forward, in the recomputation and in backward; a compiler need not compute again.
+    assert calls.columnwise == count and (calls.quantize == 3 * count or how == "compiled")
+
+
+GRAPHS = CONFIGS | {"out_dtype": replace(FP8, out_dtype=torch.bfloat16)}
+
+
+@every_model
+@pytest.mark.parametrize("config", GRAPHS.values(), ids=GRAPHS)
+def test_one_graph_for_any_number_of_tokens(model, config):
+    layer, counter = make(model, config), CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(layer, backend=counter, fullgraph=True)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for count in (300, 517, 1024):
+            x = tokens(model, count).requires_grad_()
+            torch._dynamo.mark_dynamic(x, 0)
+            layer.zero_grad()
+            out = compiled(x)
+            out.backward(torch.ones_like(out))
+            assert_same((out.detach(), x.grad, *(p.grad for p in layer.parameters())), results(layer, x))
+    assert counter.frame_count == 1
+
+
+# By inductor: which results are bitwise those of eager, and how far the others may be, which are sums in another order.
+INDUCTOR = {"norm_linear": (1, 1e-5), "layer_norm_linear": (1, 1e-5), "swiglu_mlp": (4, 0.0)}
+
+
+@pytest.mark.parametrize(("model", "bitwise", "limit"), [(name, *row) for name, row in INDUCTOR.items()], ids=INDUCTOR)
+def test_inductor(model, bitwise, limit):
+    layer, x = make(model, FP8), tokens(model, 300)
+    got, expected = results(layer, x, torch.compile(layer, fullgraph=True)), results(layer, x)
+    assert_same(got[:bitwise], expected[:bitwise])
+    for a, b in zip(got[bitwise:], expected[bitwise:]):
+        assert relative_error(a, b) < limit
+
+
+@pytest.mark.parametrize("compiled", (False, True), ids=("eager", "compiled"))
+@pytest.mark.parametrize("model", ("linear", "two", "swiglu_mlp", "experts", "grouped"))
+@both_formats
+def test_autocast_is_a_cast_of_the_input(model, config, compiled):
+    """Of layers without a norm, which reads the input as it is, and whose gradients of the input are no sum."""
+    layer, x = make(model, config), tokens(model)
+    run = torch.compile(layer, backend="aot_eager", fullgraph=True) if compiled else layer
+
+    def autocast(x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return run(x)
+
+    out, grad_x, *grads = results(layer, x, autocast)
+    assert out.dtype == torch.bfloat16 and grad_x.dtype == torch.float32
+    want, want_x, *wanted = results(layer, x.bfloat16())
+    assert_same((out, grad_x, *grads), (want, want_x.float(), *wanted))
+    with torch.autocast("cpu", torch.bfloat16), torch.autocast("cpu", enabled=False):
+        assert_bitwise_equal(run(x).detach(), layer(x).detach())
+
+
+NAMES = {"linear": "linear", "norm_linear": "NormLinear", "swiglu_mlp": "SwiGLUMLP", "experts": "swiglu_experts",
+         "grouped": "grouped_linear", "fused_mlp": "swiglu_linear", "fused_attention": "linear"}  # fmt: skip
+
+
+@pytest.mark.parametrize(("model", "name"), NAMES.items(), ids=NAMES)
+@both_formats
+def test_gradients_of_gradients_raise(model, name, config):
+    """Also where grad_output is a constant, which would leave the second gradient out in silence."""
+    layer, x = make(model, config), tokens(model).requires_grad_()
+    name = name if config is FP8 else ""
+    for loss in (layer(x).sum(), layer(x).square().sum()):
+        with pytest.raises(
+            NotImplementedError, match=rf"{name}.*create_graph=True\) is not defined in low precision; keep the"
+        ):
+            torch.autograd.grad(loss, x, create_graph=True)
+
+
+@every_model
+@both_formats
+def test_shapes_on_meta(model, config):
+    with torch.device("meta"):
+        got = results(make(model, config), tokens(model))
+        assert all(t.device.type == "meta" for t in got)
+    expected = results(make(model), tokens(model))
+    assert [t.shape for t in got] == [t.shape for t in expected]
+
+
+@every_model
+@both_formats
+def test_state_dicts_move_between_converted_and_plain_models(model, config):
+    converted, plain, x = make(model, config), make(model), tokens(model)
+    before, state = converted(x).detach(), {name: t.clone() for name, t in converted.state_dict().items()}
+    assert {type(t) for t in converted.state_dict().values()} == {torch.Tensor}
+    assert list(state) == list(plain.state_dict())
+    with torch.no_grad():
+        for p in plain.parameters():
+            p.add_(0.25)
+    converted.load_state_dict(plain.state_dict())
+    assert not torch.equal(converted(x), before)
+    plain.load_state_dict(state)
+    converted.load_state_dict(plain.state_dict())
+    assert_bitwise_equal(converted(x).detach(), before)
+
+
+# Bytes that are saved for backward besides the input and the weights, where activations are saved in high precision:
+# statistics of a norm, (gate | up) of an MLP; of experts (gate | up) too.
+SAVED = {"linear": 0, "norm_linear": 4 * 33, "layer_norm_linear": 8 * 33, "swiglu_mlp": 2 * 33 * 320,
+         "experts": 2 * 33 * 192, "grouped": 0}  # fmt: skip
+
+
+@pytest.mark.parametrize(("model", "nbytes"), SAVED.items(), ids=SAVED)
+@pytest.mark.parametrize("frozen", (False, True), ids=("trained", "frozen"))
+def test_what_is_saved_with_activations_in_high_precision(model, nbytes, frozen):
+    """The input itself; nothing but what the gradient of the input needs of a frozen layer, and nothing without it."""
+    layer = make(model, replace(FP8, save_activations="high_precision"), torch.bfloat16).requires_grad_(not frozen)
+    x, saved = tokens(model).bfloat16().requires_grad_(), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        out = layer(x)
+        known = {t.data_ptr() for t in (x, *layer.parameters()) if type(t) in (torch.Tensor, nn.Parameter)}
+        plain = {t.data_ptr(): t for t in saved if type(t) is torch.Tensor}
+        assert sum(t.nbytes for at, t in plain.items() if at not in known and t.is_floating_point()) == nbytes
+        assert frozen or x.data_ptr() in plain
+        saved.clear()
+        layer.requires_grad_(False)(x.detach())
+    assert saved == [] and out.requires_grad
