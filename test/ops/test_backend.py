@@ -74,7 +74,7 @@ def test_of_several_rows_of_a_backend_the_first_that_can_is_taken():
     def chosen(backend):
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            return choose("op", table, get_backend(backend), (torch.empty(0),), expected=lambda x: Backend.TRITON).run
+            return choose("op", table, get_backend(backend), (torch.empty(0),), first=lambda x: Backend.TRITON).run
 
     assert (chosen("triton"), chosen("auto")) == ("first", "first")
     refuses["first"] = "another format"
@@ -109,14 +109,13 @@ def test_a_backend_without_an_implementation_raises():
 def test_auto_that_falls_short_warns_once_with_the_reason():
     reasons = {Backend.CUBLAS: "old driver", Backend.TRITON: None, Backend.REFERENCE: None}
     with pytest.warns(UserWarning, match="^op: auto uses triton instead of cublas: old driver$"):
-        pick("auto", reasons, expected=lambda x: Backend.CUBLAS)
+        pick("auto", reasons, first=lambda x: Backend.CUBLAS)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        pick("auto", reasons, expected=lambda x: Backend.CUBLAS)
+        pick("auto", reasons, first=lambda x: Backend.CUBLAS)
         # Another token count, another reason: a warning a step would drown everything else.
-        pick("auto", {**reasons, Backend.CUBLAS: "M=5"}, expected=lambda x: Backend.CUBLAS)
-        pick("auto", reasons, expected=lambda x: Backend.TRITON)
-        pick("triton", reasons, expected=lambda x: Backend.CUBLAS)
+        pick("auto", {**reasons, Backend.CUBLAS: "M=5"}, first=lambda x: Backend.CUBLAS)
+        pick("triton", reasons, first=lambda x: Backend.CUBLAS)
         pick("auto", reasons)
 
 
