@@ -168,14 +168,14 @@ def choose(
     table: Sequence[Implementation],
     backend: Backend,
     args: Sequence[Any],
-    first: Choice | None = None,
+    preferred_backend: Choice | None = None,
 ) -> Implementation:
     """The row of an operation's table that computes these arguments. A backend may have several rows.
 
-    AUTO takes the first row that can, and before all others that of the backend `first(*args)`, if it is not None.
+    AUTO takes the first row that can, those of the backend `preferred_backend(*args)`, if it is not None, first.
     Where that one, or else Triton on a GPU, cannot run, it warns with the reason, once for an operation: later reasons,
     such as a token count that changes each step, are not repeated. On a CPU, where kernels are not interpreted, neither
-    `first` nor kernels are asked.
+    `preferred_backend` nor kernels are asked.
     Raises ValueError where a named backend cannot run.
     """
     if backend is not Backend.AUTO:
@@ -192,7 +192,7 @@ def choose(
         for row in table:
             if row.on_cpu and (row.why_not is None or row.why_not(*args) is None):
                 return row
-    preferred = None if first is None else first(*args)
+    preferred = None if preferred_backend is None else preferred_backend(*args)
     passed: list[tuple[Backend, str]] = []
     for row in ranked(table, preferred):
         reason = None if row.why_not is None else row.why_not(*args)

@@ -176,7 +176,7 @@ grouped_matmul_op = Operation(
     table=_TABLE,
     fake=lambda a, b, groups, along, out_dtype: new_output(a, b, out_dtype, groups, along),
     check=lambda a, b, groups, along, out_dtype: _check_groups("grouped_matmul", a, b, groups, along),
-    first=_preferred,
+    preferred_backend=_preferred,
     flops=count_flops,
 )
 add_grouped_matmul_op = Operation(
@@ -184,6 +184,6 @@ add_grouped_matmul_op = Operation(
     takes=(None, Operand, Operand, Groups),
     table=adding_rows(_TABLE, "k", torch.float32),
     check=lambda out, a, b, groups: _check_groups("add_grouped_matmul_", a, b, groups, "k"),
-    first=lambda out, *ab: _preferred(*ab),
+    preferred_backend=lambda out, *ab: _preferred(*ab),
     flops=lambda out, *ab: count_flops(*ab),
 )

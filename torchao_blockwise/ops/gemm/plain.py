@@ -224,7 +224,7 @@ matmul_op = Operation(
     takes=(Operand, Operand, None, None),
     table=_TABLE,
     fake=lambda a, b, out_dtype, bias: new_output(a, b, out_dtype),
-    first=_preferred,
+    preferred_backend=_preferred,
     sharding=_sharding,
     flops=count_flops,
 )
@@ -232,6 +232,6 @@ add_matmul_op = Operation(
     f"add_matmul_(Tensor(a!) out, {operand('a')}, {operand('b')}, str backend) -> ()",
     takes=(None, Operand, Operand),
     table=adding_rows(_TABLE, torch.float32, None),
-    first=lambda out, *ab: _preferred(*ab),
+    preferred_backend=lambda out, *ab: _preferred(*ab),
     flops=lambda out, *ab: count_flops(*ab),
 )
