@@ -24,7 +24,7 @@ class Backend(str, Enum):
     REFERENCE: eager torch on any device, the bit oracle. TRITON: GPUs, and CPUs under TRITON_INTERPRET=1.
     CUBLAS: cuBLASLt block scaling through `torch.nn.functional.scaled_mm`. GLUON: kernels for Hopper alone.
     DEEP_GEMM: the library of that name, where it is installed: `output` and `grad_input` in FP8 on Hopper.
-    CUTLASS: kernels in PyTorch through `torch.nn.functional.scaled_grouped_mm`: the same products, but of experts, in
+    CUTLASS: kernels in PyTorch through `torch.nn.functional.scaled_grouped_mm`: the same GEMMs, but of experts, in
     NVFP4 and on Blackwell.
     """
 
@@ -74,7 +74,7 @@ def get_backend(backend: Backend | str | None) -> Backend:
 
 
 def casting_backend(backend: Backend | str | None) -> Backend:
-    """The backend that quantizes and transposes beside products on `backend`: most libraries only multiply."""
+    """The backend that quantizes and transposes next to GEMMs on `backend`: most libraries only multiply."""
     if type(backend) is not Backend:
         backend = get_backend(backend)
     return backend if backend is Backend.TRITON or backend is Backend.REFERENCE else Backend.AUTO
@@ -111,7 +111,7 @@ def may_have_kernels(device: torch.device) -> bool:
 
 
 def why_no_gluon(device: torch.device) -> str | None:
-    """Why the Gluon kernels of products cannot run on `device`, or None if they can, for products that they take."""
+    """Why the Gluon kernels of GEMMs cannot run on `device`, or None if they can, for GEMMs that they take."""
     capability = compute_capability(device)
     if capability != (9, 0):
         got = f"sm_{capability[0]}{capability[1]}" if device.type == "cuda" else device.type

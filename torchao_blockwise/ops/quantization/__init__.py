@@ -69,14 +69,14 @@ def quantize(
     power_of_2_scales: FP8 only; rounds the encode factor down to a power of two.
     hadamard: NVFP4_1X16 only; the columnwise copy is that of the random Hadamard transform along M, in chunks of 16
         rows, the last one filled with zeros: qdata [K, ⌈M/16⌉ · 16 / 2], with a separate tensor scale. True for
-        `formats.DEFAULT_SIGNS`, or 16 signs. A product of two such copies is that of the tensors themselves.
+        `formats.DEFAULT_SIGNS`, or 16 signs. A GEMM of two such copies is that of the tensors themselves.
     stochastic: NVFP4_1X16 only; round up or down by random bits, to the neighbor that is nearer the more often; see
         `StochasticRounding`. Both are for x [M, K].
     scale_per_group: NVFP4 only; each matrix [M, K] of `x`, or each group, has its own tensor scale: global_scale f32
         [..] or [E], 1 for an empty group.
     tensor_amax: NVFP4 only; the amax to derive the tensor scale from, where `x` is a part of the tensor. f32 scalar;
         with `scale_per_group` f32 [..] or [E]; with `hadamard` two, that of the tensor and that of its transform.
-    padded: the columnwise copy is that of `x` with zero rows behind, up to a multiple of 32: for products of two such
+    padded: the columnwise copy is that of `x` with zero rows behind, up to a multiple of 32: for GEMMs of two such
         copies, to which they add nothing. Without it, any other M costs a copy.
     groups: of tokens x [M, K] in formats of one-row blocks: a result of `make_groups` for M and `fmt`, or only
         the ends, int32 [E], cumulative, on x's device: group g is rows [ends[g-1], ends[g]). No block along the tokens
