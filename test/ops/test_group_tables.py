@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from grouped_copies import int32
 from grouped_products import ROUTINGS, ends_of
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -22,10 +23,6 @@ every_format = pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: fmt.name)
 implementations = pytest.mark.parametrize(
     "make", (reference.group_tables, kernels.group_tables), ids=("torch", "triton")
 )
-
-
-def int32(values) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int32)
 
 
 # --- by loops over the groups -----------------------------------------------------------------------------------------
