@@ -9,7 +9,7 @@ from product_budgets import accumulation_unit, assert_within_budget, pair_id
 from torchao_blockwise import ops
 from torchao_blockwise.formats import FP8_1X128, FP8_128X128, NVFP4_1X16, NVFP4_16X16
 from torchao_blockwise.ops.groups.ends import padded_tokens
-from torchao_blockwise.testing import random_tensor
+from torchao_blockwise.testing import assert_bitwise_equal, random_tensor
 
 PAIRS = {
     "": ((FP8_1X128, FP8_128X128), (FP8_1X128, FP8_1X128), (NVFP4_1X16, NVFP4_16X16), (NVFP4_1X16, NVFP4_1X16)),
@@ -108,6 +108,18 @@ class Case:
         if not self.along:
             return ops.add_matmul_(out, self.a, self.b, **options)
         return ops.add_grouped_matmul_(out, self.a, self.b, self.ends, **options)
+
+
+def assert_adds(case: Case, add, right: torch.Tensor, start_scale: float = 1.0) -> None:
+    """`add(out)` adds `right` to a gradient, and leaves that of empty groups as it is: -0 would lose its sign."""
+    empty = torch.zeros(len(right), dtype=torch.bool)
+    empty[[g for g, size in enumerate(case.sizes) if case.along and not size]] = True
+    start = start_scale * torch.randn_like(right)
+    start[empty] = -0.0
+    out = start.clone()
+    add(out)
+    assert_bitwise_equal(out[empty], start[empty], "empty groups")
+    torch.testing.assert_close(out[~empty], (start + right)[~empty], rtol=2.0**-20, atol=1e-6)
 
 
 def values(rows: int, columns: int, seed: int) -> torch.Tensor:

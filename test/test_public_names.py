@@ -102,8 +102,8 @@ ops.grouped_matmul(a, b, groups, along, out_dtype, backend)
 ops.make_groups(ends, tokens, fmt, backend)
 ops.norm_quantize(norm, options, backend)
 ops.swiglu_quantize(gate, up, options, groups, backend)
-ops.swiglu_backward_quantize(dh, gate, up, options, groups, draws, backend)
-ops.quantize_by(x, options, groups, tensor_amax, draws, backend)""",  # noqa: E501
+ops.swiglu_backward_quantize(dh, gate, up, options, groups, rounding_bits, backend)
+ops.quantize_by(x, options, groups, tensor_amax, rounding_bits, backend)""",  # noqa: E501
     )
 
 

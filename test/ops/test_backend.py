@@ -14,6 +14,7 @@ from torchao_blockwise.ops.backend import Backend, Implementation, choose, get_b
 
 CPU = torch.device("cpu")
 NO_GPU = "Triton kernels run on CUDA devices, got cpu (TRITON_INTERPRET=1 interprets them on a CPU)"
+NO_TRITON = "triton is not installed (pip install triton)"
 
 
 @pytest.fixture(autouse=True)
@@ -25,14 +26,8 @@ def forget_warnings(machine):
 def test_names():
     assert [b.value for b in Backend] == ["auto", "reference", "triton", "cublas", "gluon", "deep_gemm", "cutlass"]
     assert [f"{b}" for b in Backend] == [str(b) for b in Backend] == [b.value for b in Backend]
-
-
-@pytest.mark.parametrize("given", (*Backend, *(b.value for b in Backend)), ids=lambda g: f"{type(g).__name__}-{g}")
-def test_found_by_name_and_by_itself(given):
-    assert get_backend(given) is Backend(given)
-
-
-def test_none_is_auto():
+    for b in Backend:
+        assert get_backend(b) is get_backend(b.value) is b
     assert get_backend(None) is Backend.AUTO
 
 
@@ -51,19 +46,29 @@ def pick(backend, reasons, is_cuda=False, **rules):
     return choose("op", table, get_backend(backend), (types.SimpleNamespace(is_cuda=is_cuda),), **rules).backend
 
 
-def test_auto_takes_the_first_that_can():
-    reasons = {Backend.CUBLAS: "no GPU", Backend.TRITON: None, Backend.REFERENCE: None}
-    assert pick("auto", reasons) is Backend.TRITON
-    assert pick("auto", {**reasons, Backend.TRITON: "no"}) is Backend.REFERENCE
-    assert pick("auto", {**reasons, Backend.CUBLAS: None}) is Backend.CUBLAS
+CUBLAS, TRITON, REFERENCE = Backend.CUBLAS, Backend.TRITON, Backend.REFERENCE
+ALL = dict.fromkeys((CUBLAS, TRITON, REFERENCE))
+# what is shown: (backend asked for, why rows cannot run, the backend that is preferred, the one chosen)
+CHOICES = {
+    "the first that can": ("auto", {CUBLAS: "no GPU"}, None, TRITON),
+    "the second that can": ("auto", {CUBLAS: "no GPU", TRITON: "no"}, None, REFERENCE),
+    "the first": ("auto", {}, None, CUBLAS),
+    "the preferred": ("auto", {}, TRITON, TRITON),
+    # Even if a faster one can run.
+    "named": (TRITON, {}, None, TRITON),
+    "the last, named": (REFERENCE, {}, TRITON, REFERENCE),
+}
 
 
-def test_what_an_operation_puts_first_is_asked_first():
-    reasons = dict.fromkeys((Backend.CUBLAS, Backend.TRITON, Backend.REFERENCE))
-    assert pick("auto", reasons, first=lambda x: Backend.TRITON) is Backend.TRITON
-    assert pick("auto", reasons, first=lambda x: None) is Backend.CUBLAS
+@pytest.mark.parametrize(("asked", "reasons", "preferred", "chosen"), CHOICES.values(), ids=CHOICES)
+@pytest.mark.filterwarnings("error")
+def test_choice(asked, reasons, preferred, chosen):
+    assert pick(asked, ALL | reasons, preferred_backend=lambda x: preferred) is chosen
+
+
+def test_a_preferred_backend_that_cannot_run_warns():
     with pytest.warns(UserWarning, match="^op: auto uses cublas instead of triton: old$"):
-        assert pick("auto", {**reasons, Backend.TRITON: "old"}, first=lambda x: Backend.TRITON) is Backend.CUBLAS
+        assert pick("auto", ALL | {TRITON: "old"}, preferred_backend=lambda x: TRITON) is CUBLAS
 
 
 def test_of_several_rows_of_a_backend_the_first_that_can_is_taken():
@@ -74,7 +79,7 @@ def test_of_several_rows_of_a_backend_the_first_that_can_is_taken():
     def chosen(backend):
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            return choose("op", table, get_backend(backend), (torch.empty(0),), expected=lambda x: Backend.TRITON).run
+            return choose("op", table, get_backend(backend), (torch.empty(0),), lambda x: TRITON).run
 
     assert (chosen("triton"), chosen("auto")) == ("first", "first")
     refuses["first"] = "another format"
@@ -89,34 +94,29 @@ def test_of_several_rows_of_a_backend_the_first_that_can_is_taken():
         chosen("gluon")
 
 
-@pytest.mark.parametrize("backend", (Backend.TRITON, Backend.REFERENCE), ids=str)
-def test_a_named_backend_is_taken_even_if_a_faster_one_can_run(backend):
-    assert pick(backend, dict.fromkeys((Backend.CUBLAS, Backend.TRITON, Backend.REFERENCE))) is backend
-
-
-def test_a_named_backend_that_cannot_run_raises_and_never_falls_back():
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    (
+        ("triton", "backend triton cannot run: the moon is full; choose another, or auto"),
+        ("cublas", "backend cublas has no implementation; choose one of triton, reference, or auto"),
+    ),
+)
+def test_a_named_backend_raises_and_never_falls_back(asked, message):
     with pytest.raises(ValueError) as error:
-        pick("triton", {Backend.TRITON: "the moon is full", Backend.REFERENCE: None})
-    assert str(error.value) == "op: backend triton cannot run: the moon is full; choose another, or auto"
-
-
-def test_a_backend_without_an_implementation_raises():
-    with pytest.raises(ValueError) as error:
-        pick("cublas", {Backend.TRITON: None, Backend.REFERENCE: None})
-    assert str(error.value) == "op: backend cublas has no implementation; choose one of triton, reference, or auto"
+        pick(asked, {TRITON: "the moon is full", REFERENCE: None})
+    assert str(error.value) == f"op: {message}"
 
 
 def test_auto_that_falls_short_warns_once_with_the_reason():
-    reasons = {Backend.CUBLAS: "old driver", Backend.TRITON: None, Backend.REFERENCE: None}
+    reasons = ALL | {CUBLAS: "old driver"}
     with pytest.warns(UserWarning, match="^op: auto uses triton instead of cublas: old driver$"):
-        pick("auto", reasons, expected=lambda x: Backend.CUBLAS)
+        pick("auto", reasons, preferred_backend=lambda x: Backend.CUBLAS)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        pick("auto", reasons, expected=lambda x: Backend.CUBLAS)
+        pick("auto", reasons, preferred_backend=lambda x: Backend.CUBLAS)
         # Another token count, another reason: a warning a step would drown everything else.
-        pick("auto", {**reasons, Backend.CUBLAS: "M=5"}, expected=lambda x: Backend.CUBLAS)
-        pick("auto", reasons, expected=lambda x: Backend.TRITON)
-        pick("triton", reasons, expected=lambda x: Backend.CUBLAS)
+        pick("auto", {**reasons, Backend.CUBLAS: "M=5"}, preferred_backend=lambda x: Backend.CUBLAS)
+        pick("triton", reasons, preferred_backend=lambda x: Backend.CUBLAS)
         pick("auto", reasons)
 
 
@@ -129,20 +129,16 @@ def test_on_a_gpu_triton_is_expected():
         assert pick("auto", reasons, is_cuda=True) is Backend.REFERENCE
 
 
-def test_triton_on_a_cpu_needs_the_interpreter(monkeypatch, machine):
-    machine.has_triton()
-    monkeypatch.setenv("TRITON_INTERPRET", "0")
-    assert why_no_triton(CPU) == NO_GPU
-    monkeypatch.delenv("TRITON_INTERPRET")
-    assert why_no_triton(CPU) == NO_GPU
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    assert why_no_triton(CPU) is None
-
-
-def test_triton_must_be_installed(monkeypatch, machine):
-    machine.has_triton(False)
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    assert why_no_triton(CPU) == "triton is not installed (pip install triton)"
+@pytest.mark.parametrize(
+    ("interpret", "installed", "reason"),
+    (("0", True, NO_GPU), ("", True, NO_GPU), ("1", True, None), ("1", False, NO_TRITON)),
+)
+def test_triton_on_a_cpu_needs_the_interpreter_and_triton(interpret, installed, reason, monkeypatch, machine):
+    machine.has_triton(installed)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    if interpret:
+        monkeypatch.setenv("TRITON_INTERPRET", interpret)
+    assert why_no_triton(CPU) == reason
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """Kernels that quantize what they compute, built for the GPUs they are for, by kernel_builds.py: no GPU."""
 
 import functools
-from pathlib import Path
 
 import pytest
 
@@ -112,11 +111,6 @@ def cases(target: int):
     yield from swiglu(by, 512, 1024, BOTH, f16)
     for m in (1, 528, 531, 533):
         yield from norm(by, "rms", m, 1024, BOTH)
-
-
-@pytest.fixture(scope="module")
-def builds():
-    return kernel_builds.built_for([Path(__file__).stem], TARGETS)
 
 
 targets = pytest.mark.parametrize("target", TARGETS)

@@ -2,7 +2,6 @@
 
 import itertools
 import re
-from pathlib import Path
 
 import pytest
 
@@ -129,11 +128,6 @@ def cases(target: int):
     x, out, ends = kernel_builds.operand(NVFP4_1X16, 512, 1024), torch.zeros(512, 1024).bfloat16(), torch.zeros(8).int()
     yield "blackwell swizzle groups", lambda: kernels_blackwell.swizzled_scales_of_groups(x, ends)
     yield "blackwell zeros", lambda: kernels_blackwell.zero_tail_(out, ends)
-
-
-@pytest.fixture(scope="module")
-def builds():
-    return kernel_builds.built_for([Path(__file__).stem], TARGETS)
 
 
 targets = pytest.mark.parametrize("target", TARGETS)

@@ -38,7 +38,7 @@ def gpu(machine):
 
 
 def choose_by(op, *args, named=Backend.AUTO):
-    return choose(op.called, op.table, named, args, op.first, op.expected)
+    return choose(op.called, op.table, named, args, op.preferred_backend)
 
 
 def operands(pair, a_shape, b_shape):

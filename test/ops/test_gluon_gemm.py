@@ -22,13 +22,12 @@ from gluon_gemm import (
     simulate,
     tables,
 )
-from grouped_products import Case, assert_close_to_each_group, with_nan
+from grouped_products import Case, assert_adds, assert_close_to_each_group, with_nan
 from product_budgets import accumulation_unit, assert_within_budget
 
 from torchao_blockwise import ops
 from torchao_blockwise.ops.gemm.builds import choose_build
 from torchao_blockwise.ops.groups.ends import clamped_ends
-from torchao_blockwise.testing import assert_bitwise_equal
 
 
 @pytest.fixture
@@ -133,15 +132,7 @@ def sums():
 @pytest.mark.parametrize(("kind", "routing", "build"), cases_of(sums()))
 def test_adding_to_a_gradient(simulated, kind, routing, build):
     of = case(kind, routing)
-    right = product(of)
-    out = 100 * torch.randn_like(right)
-    full = [g for g, size in enumerate(of.sizes) if size] if of.along else slice(None)
-    empty = [g for g, size in enumerate(of.sizes) if not size] if of.along else []
-    out[empty] = torch.tensor(-0.0)
-    start = out.clone()
-    add_product(out, of, build)
-    assert_bitwise_equal(out[empty], start[empty], "empty groups")
-    torch.testing.assert_close(out[full], start[full] + right[full], rtol=2.0**-20, atol=1e-6)
+    assert_adds(of, lambda out: add_product(out, of, build), product(of), 100)
 
 
 @grouped_kinds
@@ -155,10 +146,7 @@ def test_tables_made_before(simulated, monkeypatch, routing, kind):
     for build, right in zip(GROUPED_BUILDS, wanted):
         assert torch.equal(product(of, build=build, ends=made), right)
         if of.along == "k":
-            out = torch.ones_like(right)
-            add_product(out, of, build, made)
-            full = [g for g, size in enumerate(of.sizes) if size]
-            torch.testing.assert_close(out[full], 1 + right[full], rtol=2.0**-20, atol=1e-6)
+            assert_adds(of, lambda out, build=build: add_product(out, of, build, made), right)
 
 
 @functools.cache

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from grouped_copies import int32
 from grouped_products import ROUTINGS, ends_of
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -22,10 +23,6 @@ every_format = pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: fmt.name)
 implementations = pytest.mark.parametrize(
     "make", (reference.group_tables, kernels.group_tables), ids=("torch", "triton")
 )
-
-
-def int32(values) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int32)
 
 
 # --- by loops over the groups -----------------------------------------------------------------------------------------
@@ -271,7 +268,8 @@ def tables_of(ends, tokens: int = TOKENS, fmt=FP8_1X128) -> torch.Tensor:
 WRONG = {
     "dtype": lambda: tables_of(ENDS).long(),
     "device": lambda: tables_of(ENDS).to("meta"),
-    "groups": lambda: tables_of(torch.cat((ENDS, ENDS[-1:]))),
+    # Two more: along "k" tokens are known within a block, so that tables of one more group may be as long.
+    "groups": lambda: tables_of(torch.cat((ENDS, ENDS[-1:], ENDS[-1:]))),
     "more tokens": lambda: tables_of(ENDS, 1000),
     "format": lambda: tables_of(ENDS, fmt=NVFP4_1X16),
     "dims": lambda: tables_of(ENDS).flatten(),

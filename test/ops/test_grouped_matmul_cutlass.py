@@ -106,7 +106,7 @@ REFUSED = {
     "they multiply e2m1 elements, got fp8_1x128 · fp8_128x128": {"pair": (FP8_1X128, FP8_128X128)},
     'they take groups of rows, along "m", got along "k"': {"along": "k", "shapes": ((64, 128), (256, 128))},
     "out_dtype must be bfloat16, got torch.float32": {"out_dtype": torch.float32},
-    "they have no empty products, got M=0, N=16, K=16": {"shapes": ((0, 16), (2, 16, 16))},
+    "they have no empty GEMMs, got M=0, N=16, K=16": {"shapes": ((0, 16), (2, 16, 16))},
     "N and the bytes of packed K must be multiples of 16, got N=24, K=16": {"shapes": ((4, 16), (2, 24, 16))},
     "N and the bytes of packed K must be multiples of 16, got N=32, K=8": {"shapes": ((4, 8), (2, 32, 8))},
     "they take 1024 groups at most, got 1025": {"shapes": ((4, 16), (1025, 16, 16))},

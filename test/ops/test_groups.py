@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from grouped_copies import int32
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -24,10 +25,6 @@ GROUPS = {
 }
 groups = pytest.mark.parametrize("ends, tokens", GROUPS.values(), ids=GROUPS)
 blocks = pytest.mark.parametrize("block", (16, 128))
-
-
-def int32(values) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int32)
 
 
 def check_padding(ends: list[int], tokens: int, block: int) -> None:

@@ -1,7 +1,5 @@
 """Every Triton kernel compiles for the GPUs it is for: no spills, the right instructions, few builds. Needs no GPU."""
 
-from pathlib import Path
-
 import pytest
 
 pytest.importorskip("triton")
@@ -165,11 +163,6 @@ def _shard_cases(target: int):
                     yield case(fmt, "whole_block_cast", alignment, master, dtype, 1)
         for count in (1, 2, 32):
             yield case(fmt, "block_scales", "aligned", *pairs[0], count)
-
-
-@pytest.fixture(scope="module")
-def builds():
-    return kernel_builds.built_for([Path(__file__).stem], TARGETS)
 
 
 @pytest.mark.parametrize("target", TARGETS)

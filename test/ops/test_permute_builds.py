@@ -1,7 +1,5 @@
 """The kernels of permute, built for the GPUs they are for, by kernel_builds.py: no GPU."""
 
-from pathlib import Path
-
 import pytest
 
 pytest.importorskip("triton")
@@ -10,7 +8,8 @@ import kernel_builds
 
 pytestmark = pytest.mark.slow
 
-targets = pytest.mark.parametrize("target", kernel_builds.TARGETS)
+TARGETS = kernel_builds.TARGETS
+targets = pytest.mark.parametrize("target", TARGETS)
 
 
 def cases(target: int):
@@ -48,11 +47,6 @@ def cases(target: int):
     # Token counts that change.
     for tokens in (528, 531, 1):
         yield from cases(tokens, 2048, 2)
-
-
-@pytest.fixture(scope="module")
-def builds():
-    return kernel_builds.built_for([Path(__file__).stem], kernel_builds.TARGETS)
 
 
 @targets

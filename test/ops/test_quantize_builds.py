@@ -1,7 +1,6 @@
 """Kernels that quantize tokens in groups, transforms and by random bits, built for the GPUs they are for: no GPU."""
 
 import functools
-from pathlib import Path
 
 import pytest
 
@@ -96,11 +95,6 @@ def cases(target: int):
         for m, k in (*SHAPES, (512, 1040)):
             yield from swiglu_cases(m, k, groups)
         yield from swiglu_cases(512, 1024, groups, f32)
-
-
-@pytest.fixture(scope="module")
-def builds():
-    return kernel_builds.built_for([Path(__file__).stem], TARGETS)
 
 
 QUANTIZERS = {

@@ -9,10 +9,11 @@ import functools
 
 import pytest
 import torch
+from grouped_copies import assert_copies_equal
 
 from torchao_blockwise import _compat, ops
 from torchao_blockwise.formats import FP8_1X128
-from torchao_blockwise.testing import assert_operands_equal, random_tensor, shape_id, with_special_values
+from torchao_blockwise.testing import random_tensor, shape_id, with_special_values
 
 pytest.importorskip("triton")
 if not _compat.has_gluon():
@@ -96,13 +97,6 @@ def bf16(*shape, device) -> torch.Tensor:
 def assert_same_memory(got, *expected) -> None:
     """Of the kernel's pointers, which may be None."""
     assert [t is not None and t.data_ptr() for t in got] == [t is not None and t.data_ptr() for t in expected]
-
-
-def assert_copies_equal(got, expected) -> None:
-    for copy, wanted in zip(got, expected, strict=True):
-        assert (copy is None) == (wanted is None)
-        if copy is not None:
-            assert_operands_equal(copy, wanted)
 
 
 @pytest.mark.parametrize("backend", ("auto", "gluon"))

@@ -109,13 +109,13 @@ def test_values_arrive_whole(arguments, kind, value, define, monkeypatch):
             Implementation(Backend.TRITON, note("run"), lambda *args: "the next row is asked too"),
             Implementation(Backend.REFERENCE, note("run"), note("why not")),
         ],
-        **{who: note(who) for who in ("first", "expected", "check", "fake")},
+        **{who: note(who) for who in ("preferred_backend", "check", "fake")},
         flops=lambda *args: note("flops")(*args) or 0,
     )
-    # Elsewhere nothing is preferred or expected on a CPU.
+    # Elsewhere nothing is preferred on a CPU.
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     op(X, value, X - 1, Backend.AUTO)
-    assert set(seen) == {"check", "first", "expected", "why not", "run"}
+    assert set(seen) == {"check", "preferred_backend", "why not", "run"}
     with torch.utils.flop_counter.FlopCounterMode(display=False):
         op(X, value, X - 1, Backend.AUTO)
     for args in seen.values():

@@ -4,25 +4,11 @@ import warnings
 
 import pytest
 import torch
-from defined_ops import (
-    ENDS,
-    LEAF,
-    OPERAND,
-    WITH_GLOBAL,
-    DispatchMode,
-    X,
-    assert_same,
-)
+from defined_ops import ENDS, LEAF, OPERAND, WITH_GLOBAL, DispatchMode, X, assert_same
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
-from torchao_blockwise.formats import (
-    FORMATS,
-    CastOptions,
-    Copies,
-    Groups,
-    Operand,
-)
+from torchao_blockwise.formats import FORMATS, CastOptions, Copies, Groups, Operand
 from torchao_blockwise.ops import registry
 from torchao_blockwise.ops.backend import Backend
 from torchao_blockwise.ops.operands import without_grad
@@ -66,16 +52,15 @@ class Subclass(torch.Tensor):
         return super().__torch_function__(func, types, args, kwargs or {})
 
 
-def test_a_dispatch_mode_sees_the_operation(double):
-    with DispatchMode() as mode:
-        double(X, X, 3)
-    assert mode.seen == [double.overload]
-
-
-def test_a_function_mode_sees_the_operation(double):
-    with FunctionMode() as mode:
-        double(X, X, 3)
-    assert mode.seen[0] is double.overload
+def test_modes_and_a_profiler_see_the_operation(double):
+    profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+    for observer in (DispatchMode(), FunctionMode(), profiler):
+        with observer:
+            double(X, X, 3)
+        if observer is profiler:
+            assert double.overload.name() in {event.key for event in profiler.key_averages()}
+        else:
+            assert observer.seen[0] is double.overload
 
 
 @pytest.mark.parametrize("position", (0, 1))
@@ -87,17 +72,8 @@ def test_a_subclass_sees_the_operation(position, double):
     assert double.overload in Subclass.seen
 
 
-def test_a_profiler_records_the_operation(double):
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        double(X, X, 3)
-    assert double.overload.name() in {event.key for event in profile.key_averages()}
-
-
-def test_meta_tensors_take_the_fake(double):
+def test_meta_and_fake_tensors_take_the_fake(double):
     assert double(X.to("meta"), None, 3).shape == X.shape
-
-
-def test_fake_tensors_take_the_fake(double):
     mode = FakeTensorMode()
     fake = mode.from_tensor(X)
     assert type(double(fake, None, 3)) is type(fake)

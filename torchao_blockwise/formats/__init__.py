@@ -10,8 +10,8 @@ from torchao_blockwise.formats.nvfp4 import (
     global_scale_of,
 )
 from torchao_blockwise.formats.random_bits import (
-    Draws,
     Place,
+    RoundingBits,
     StochasticRounding,
     block_bytes,
     key_of,
@@ -34,11 +34,11 @@ __all__ = [
     "BlockFormat",
     "CastOptions",
     "Copies",
-    "Draws",
     "Element",
     "Groups",
     "Operand",
     "Place",
+    "RoundingBits",
     "Scales",
     "StochasticRounding",
     "block_bytes",

@@ -53,7 +53,7 @@ class Place(NamedTuple):
     grid: int = -1
 
 
-class Draws(NamedTuple):
+class RoundingBits(NamedTuple):
     """The random bits of both copies of one cast. key: as `key_of` gives it."""
 
     key: torch.Tensor

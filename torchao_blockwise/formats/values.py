@@ -49,7 +49,7 @@ class CastOptions(NamedTuple):
 
     rowwise, columnwise: which of `Copies`.
     power_of_2_scales: FP8 only; rounds the encode factor down to a power of two.
-    padded: the columnwise copy is that of the tensor with zero rows behind, up to a multiple of 32: for products of two
+    padded: the columnwise copy is that of the tensor with zero rows behind, up to a multiple of 32: for GEMMs of two
         such copies, to which they add nothing. Without it, rows that are no such multiple cost a copy.
     hadamard: NVFP4 only; the columnwise copy is that of the transform which `formats.hadamard_number` gives the number
         of; 0 for none. It is whole chunks of 16 tokens wide, the last one filled with zeros, and so is not `padded`.

@@ -17,7 +17,7 @@ import torch
 
 from torchao_blockwise import ops
 from torchao_blockwise._compat import modes
-from torchao_blockwise.formats import CastOptions, Copies, Draws, Groups, Operand, Place
+from torchao_blockwise.formats import CastOptions, Copies, Groups, Operand, Place, RoundingBits
 from torchao_blockwise.ops.backend import Backend, Implementation
 from torchao_blockwise.ops.registry import OPTIONS, Operation, groups, operand
 from torchao_blockwise.tensors import MasterWeightTensor, TrainingConfig
@@ -84,11 +84,11 @@ def quantize(
     rowwise: bool,
     columnwise: bool,
     amax_groups: str = "",
-    draws: Draws | None = None,
+    rounding_bits: RoundingBits | None = None,
 ) -> Copies:
     """Copies of x [T, K], none where none are asked for.
 
-    amax_groups: the process groups over which `x` is split. draws: the random bits of stochastic rounding.
+    amax_groups: the process groups over which `x` is split. rounding_bits: the random bits of stochastic rounding.
     """
     if not (rowwise or columnwise):
         return Copies(None, None)
@@ -97,7 +97,7 @@ def quantize(
     if amax_groups:
         amax = amaxes_over(x, amax_groups, options.hadamard) if options.hadamard else amax_over(x, amax_groups)
     backend = ops.casting_backend(spec.config.backend)
-    return ops.quantize_by(x, options, spec.groups, tensor_amax=amax, draws=draws, backend=backend)
+    return ops.quantize_by(x, options, spec.groups, tensor_amax=amax, rounding_bits=rounding_bits, backend=backend)
 
 
 def weight_gemm(

@@ -47,7 +47,7 @@ class Layer(torch.autograd.Function):
 
     name: of the layer, in errors and profiles. kind: how its activation is made of `inputs`, whose last dims are cut
         off for the output's leading ones.
-    spec: without groups; they come from `group_ends`. rounding_key: see `ops.draws_for`.
+    spec: without groups; they come from `group_ends`. rounding_key: see `ops.next_rounding_bits`.
     copies: of the activation, where another layer made them. saves: whether backward may run; `torch.is_grad_enabled()`
         of the caller.
     """
@@ -127,10 +127,11 @@ class Layer(torch.autograd.Function):
             dy = as_rows(grad_output)
             if ctx.seen is not None:
                 ctx.seen(dy)
-            draws = ops.draws_for(rounding_key, grad_output, spec.places) if needs_inputs or needs_weight else None
+            copies = {"rowwise": needs_inputs, "columnwise": needs_weight}
+            bits = ops.next_rounding_bits(rounding_key, grad_output, spec.places) if any(copies.values()) else None
             over = spec.amax_groups.grad_output
             grad, grad_weight = gradients(
-                [*quantize(dy, spec, rowwise=needs_inputs, columnwise=needs_weight, amax_groups=over, draws=draws)],
+                [*quantize(dy, spec, **copies, amax_groups=over, rounding_bits=bits)],
                 x_columnwise,
                 dy.shape[0],
                 weight,

@@ -240,11 +240,11 @@ def _mlp_gradients(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | 
             return operand_of(h_saved, outer.config)
         return SwiGLUInput.quantize(halves, outer, False, True).columnwise
 
-    inner_draws, outer_draws = ops.draws_for(inner_key, dy), ops.draws_for(outer_key, dy)
+    inner_bits, outer_bits = ops.next_rounding_bits(inner_key, dy), ops.next_rounding_bits(outer_key, dy)
     tokens, bias_grad = dy.shape[0], grad_bias(dy, ctx.bias_dtype) if needs_bias else None
     needs_h = needs_x or needs_gate_up
     dh, grad_down = gradients(
-        [*quantize(dy, outer, rowwise=needs_h, columnwise=needs_down, draws=outer_draws)],
+        [*quantize(dy, outer, rowwise=needs_h, columnwise=needs_down, rounding_bits=outer_bits)],
         h_columnwise,
         tokens,
         down_weight,
@@ -256,7 +256,9 @@ def _mlp_gradients(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | 
     options, backend = cast_options(inner.config, needs_x, needs_gate_up), ops.casting_backend(inner.config.backend)
     gate, up = halves
     halves.clear()
-    made = ops.swiglu_backward_quantize(dh, gate, up, options, groups=inner.groups, draws=inner_draws, backend=backend)
+    made = ops.swiglu_backward_quantize(
+        dh, gate, up, options, groups=inner.groups, rounding_bits=inner_bits, backend=backend
+    )
     dgate_up = [*made]
     del dh, gate, up, made
     # The gradient of gate_up comes last, next to two copies in low precision: with dx last a columnwise copy of gate_up

@@ -17,7 +17,7 @@ from torchao_blockwise.ops.gemm.grouped import add_grouped_matmul_, grouped_matm
 from torchao_blockwise.ops.gemm.plain import add_matmul_, matmul
 from torchao_blockwise.ops.groups.permutation import permute, unpermute, unpermute_backward
 from torchao_blockwise.ops.groups.tables import make_groups
-from torchao_blockwise.ops.quantization import draws_for, quantize, quantize_by
+from torchao_blockwise.ops.quantization import next_rounding_bits, quantize, quantize_by
 from torchao_blockwise.ops.shards import merge_shards_
 from torchao_blockwise.ops.shards.flat import shard_entries
 from torchao_blockwise.ops.transposition import transpose
@@ -30,12 +30,12 @@ __all__ = [
     "add_matmul_",
     "casting_backend",
     "dequantize",
-    "draws_for",
     "get_backend",
     "grouped_matmul",
     "make_groups",
     "matmul",
     "merge_shards_",
+    "next_rounding_bits",
     "norm_quantize",
     "norm_statistics",
     "normalize",

@@ -24,7 +24,7 @@ class Backend(str, Enum):
     REFERENCE: eager torch on any device, the bit oracle. TRITON: GPUs, and CPUs under TRITON_INTERPRET=1.
     CUBLAS: cuBLASLt block scaling through `torch.nn.functional.scaled_mm`. GLUON: kernels for Hopper alone.
     DEEP_GEMM: the library of that name, where it is installed: `output` and `grad_input` in FP8 on Hopper.
-    CUTLASS: kernels in PyTorch through `torch.nn.functional.scaled_grouped_mm`: the same products, but of experts, in
+    CUTLASS: kernels in PyTorch through `torch.nn.functional.scaled_grouped_mm`: the same GEMMs, but of experts, in
     NVFP4 and on Blackwell.
     """
 
@@ -74,7 +74,7 @@ def get_backend(backend: Backend | str | None) -> Backend:
 
 
 def casting_backend(backend: Backend | str | None) -> Backend:
-    """The backend that quantizes and transposes beside products on `backend`: most libraries only multiply."""
+    """The backend that quantizes and transposes next to GEMMs on `backend`: most libraries only multiply."""
     if type(backend) is not Backend:
         backend = get_backend(backend)
     return backend if backend is Backend.TRITON or backend is Backend.REFERENCE else Backend.AUTO
@@ -111,7 +111,7 @@ def may_have_kernels(device: torch.device) -> bool:
 
 
 def why_no_gluon(device: torch.device) -> str | None:
-    """Why the Gluon kernels of products cannot run on `device`, or None if they can, for products that they take."""
+    """Why the Gluon kernels of GEMMs cannot run on `device`, or None if they can, for GEMMs that they take."""
     capability = compute_capability(device)
     if capability != (9, 0):
         got = f"sm_{capability[0]}{capability[1]}" if device.type == "cuda" else device.type
@@ -168,15 +168,14 @@ def choose(
     table: Sequence[Implementation],
     backend: Backend,
     args: Sequence[Any],
-    first: Choice | None = None,
-    expected: Choice | None = None,
+    preferred_backend: Choice | None = None,
 ) -> Implementation:
     """The row of an operation's table that computes these arguments. A backend may have several rows.
 
-    AUTO takes the first row that can, and before all others that of the backend `first(*args)`, if it is not None.
-    Falling short of `expected(*args)`, by default Triton on a GPU, warns with the reason, once for an operation: later
-    reasons, a token count that changes each step for one, are left unsaid. On a CPU, where kernels are not interpreted,
-    neither is asked, nor are kernels.
+    AUTO takes the first row that can, those of the backend `preferred_backend(*args)`, if it is not None, first.
+    Where that one, or else Triton on a GPU, cannot run, it warns with the reason, once for an operation: later reasons,
+    such as a token count that changes each step, are not repeated. On a CPU, where kernels are not interpreted, neither
+    `preferred_backend` nor kernels are asked.
     Raises ValueError where a named backend cannot run.
     """
     if backend is not Backend.AUTO:
@@ -188,14 +187,12 @@ def choose(
             if (reason := row.reason(args)) is None:
                 return row
         raise ValueError(f"{op}: backend {backend} cannot run: {reason}; choose another, or auto")
-    x = args
-    while isinstance(x, (tuple, list)) and x:
-        x = x[0]
+    x = first_tensor(args)
     if isinstance(x, torch.Tensor) and not may_have_kernels(x.device):
         for row in table:
             if row.on_cpu and (row.why_not is None or row.why_not(*args) is None):
                 return row
-    preferred = None if first is None else first(*args)
+    preferred = None if preferred_backend is None else preferred_backend(*args)
     passed: list[tuple[Backend, str]] = []
     for row in ranked(table, preferred):
         reason = None if row.why_not is None else row.why_not(*args)
@@ -205,35 +202,23 @@ def choose(
     else:
         raise ValueError(f"{op}: no backend can run: " + "; ".join(f"{name}: {why}" for name, why in passed))
     if passed:
-        wanted = preferred or (_kernels_on_gpus(*args) if expected is None else expected(*args))
-        if wanted is not row.backend:
-            _warn_fallback(op, row.backend, wanted, passed)
+        wanted = preferred or (Backend.TRITON if getattr(x, "is_cuda", False) else None)
+        reason = next((why for name, why in passed if name is wanted), None)
+        if reason is not None and wanted is not row.backend and (op, row.backend, wanted) not in _warned:
+            _warned.add((op, row.backend, wanted))
+            warnings.warn(f"{op}: auto uses {row.backend} instead of {wanted}: {reason}", stacklevel=2)
     return row
 
 
-def ranked(table: Sequence[Implementation], preferred: Backend | None) -> Sequence[Implementation]:
-    """The rows in the order in which AUTO asks them: first those of `preferred`."""
-    if preferred is None or table[0].backend is preferred:
-        return table
-    first = [row for row in table if row.backend is preferred]
-    return [*first, *(row for row in table if row.backend is not preferred)]
-
-
-def _warn_fallback(op: str, used: Backend, wanted: Backend | None, passed: Sequence[tuple[Backend, str]]) -> None:
-    """Warn once that an operation runs on `used` instead of on `wanted`, if that is among those that cannot run."""
-    reason = next((why for name, why in passed if name is wanted), None)
-    if reason is not None and (op, used, wanted) not in _warned:
-        _warned.add((op, used, wanted))
-        warnings.warn(f"{op}: auto uses {used} instead of {wanted}: {reason}", stacklevel=3)
-
-
+# (operation, backend used, backend wanted) of the warnings given.
 _warned: set[tuple[str, Backend, Backend | None]] = set()
 
 
-def _kernels_on_gpus(*args: Any) -> Backend | None:
-    """Triton where an operation's arguments are on a GPU."""
-    x = first_tensor(args)
-    return Backend.TRITON if x is not None and x.is_cuda else None
+def ranked(table: Sequence[Implementation], preferred: Backend | None) -> Sequence[Implementation]:
+    """The rows in the order in which AUTO asks them: those of `preferred` first."""
+    if preferred is None or table[0].backend is preferred:
+        return table
+    return sorted(table, key=lambda row: row.backend is not preferred)
 
 
 def why_no_kernels(*args: Any) -> str | None:

@@ -1,8 +1,8 @@
-"""Columnwise copies whose rows are whole runs of bytes, for products that contract over tokens.
+"""Columnwise copies whose rows are whole runs of bytes, for GEMMs that contract over tokens.
 
 A row of a columnwise copy is as long as there are tokens, which may be any number. Kernels store it 16 bytes at a time
-and products read it so; where tokens do not fill the last run, zero tokens are quantized behind them. They add nothing
-to a product, whose other operand ends in zeros as well. Rows apart by strides instead would make a payload contiguous
+and GEMMs read it so; where tokens do not fill the last run, zero tokens are quantized behind them. They add nothing
+to a GEMM, whose other operand ends in zeros as well. Rows apart by strides instead would make a payload contiguous
 or not by the number of tokens, and so two compiled graphs; and nothing would say that zeros lie between them.
 """
 
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from torchao_blockwise.formats import Operand
 
-# The widest load and store of a thread, and the grain of the copy engine: rows of products' operands are whole ones.
+# The widest load and store of a thread, and the grain of the copy engine: rows of GEMMs' operands are whole ones.
 ROW_BYTES = 16
 # Of FP8 a sector of memory: one that two rows share has to be merged (4097 tokens took 13 % longer on an H200). Of
 # NVFP4, two a byte, 16 bytes.

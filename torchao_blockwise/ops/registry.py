@@ -88,7 +88,7 @@ class Operation:
     fake: allocates what the operation returns, for compilers and meta tensors; None where it writes in place.
     takes: for each value in order a NamedTuple, `BlockFormat`, `Backend`, or None for an argument as it is; by default
         all are as they are. An `Operand` or `Groups` may be None.
-    first, expected: (values) -> a backend, or None; see `choose`.
+    preferred_backend: (values) -> a backend, or None; see `choose`.
     check: (values) -> raises; for what can be checked only where there are values. Fakes are checked too.
     sharding: DTensor rule: (specs in the places of tensors) -> [(placements of results, of tensor arguments)].
     flops: (values) -> floating point operations of its GEMMs, from shapes, for `FlopCounterMode`, which does not see
@@ -103,8 +103,7 @@ class Operation:
     table: list[Implementation]
     fake: Callable[..., Any] | None = None
     takes: tuple[Any, ...] | None = None
-    first: Choice | None = None
-    expected: Choice | None = None
+    preferred_backend: Choice | None = None
     check: Callable[..., None] | None = None
     sharding: Callable[..., Any] | None = None
     flops: Callable[..., int] | None = None
@@ -163,7 +162,7 @@ class Operation:
             backend = get_backend(backend)
         if self.check is not None:
             self.check(*values)
-        row = choose(self.called, self.table, backend, values, self.first, self.expected)
+        row = choose(self.called, self.table, backend, values, self.preferred_backend)
         result = (row.run if callable(row.run) else row.function)(*values)
         return result if isinstance(result, torch.Tensor) else self._flat(result)
 
@@ -233,4 +232,4 @@ class Operation:
 
     def ranked(self, *values: Any) -> Sequence[Implementation]:
         """The rows of the table in the order in which AUTO asks them for these values."""
-        return ranked(self.table, None if self.first is None else self.first(*values))
+        return ranked(self.table, None if self.preferred_backend is None else self.preferred_backend(*values))

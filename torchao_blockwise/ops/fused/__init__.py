@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torchao_blockwise.formats import FP8_1X128, CastOptions, Copies, Draws, Groups
+from torchao_blockwise.formats import FP8_1X128, CastOptions, Copies, Groups, RoundingBits
 from torchao_blockwise.ops.backend import Backend, Implementation, kernels, why_no_encoders
 from torchao_blockwise.ops.fused import reference
 from torchao_blockwise.ops.groups.ends import as_groups
@@ -130,19 +130,19 @@ def swiglu_backward_quantize(
     options: CastOptions,
     *,
     groups: Groups | torch.Tensor | None = None,
-    draws: Draws | None = None,
+    rounding_bits: RoundingBits | None = None,
     backend: Backend | str | None = None,
 ) -> Copies:
     """The copies that `swiglu_quantize` gives, of the merged gradient [M, 2H] = (dgate | dup), in one pass.
 
     Where H is not a multiple of 128, one block holds parts of both. Where it is not one of 16 either, rows of the
-    second half start off 16 bytes, and this runs as two operations. draws: the random bits of copies in NVFP4.
+    second half start off 16 bytes, and this runs as two operations. rounding_bits: the random bits of copies in NVFP4.
     Raises TypeError for a dtype, ValueError for shapes, ends or a format, option or backend that does not exist.
     """
     groups = as_groups(groups)
     if options.fmt is not FP8_1X128 or gate.shape[1] % _ALIGNMENT:
         gradient = torch.cat(swiglu_backward(dh, gate, up, backend=backend), 1)
-        return quantize_by(gradient, options, groups, draws=draws, backend=backend)
+        return quantize_by(gradient, options, groups, rounding_bits=rounding_bits, backend=backend)
     return copies_of(swiglu_backward_quantize_op(*without_grad(dh, gate, up), options, groups, backend), options)
 
 

@@ -28,7 +28,7 @@ class Build:
     stages: int
     group: int  # rows of tiles whose programs run side by side and share tiles of b in the L2 cache
     block: int = 0  # of K: where groups begin along "k", and what FP8 is scaled by
-    splits: int = 1  # of K; their products are added afterwards
+    splits: int = 1  # of K; their results are added afterwards
     along: str = ""  # where groups of tokens lie: "m" for rows of a, "k" for the contraction, "" for no groups
     decoded: bool = False  # bf16 that needs no scales but those of whole tensors, instead of FP8
     per_group: bool = False  # of decoded operands: each group has a scale
@@ -102,9 +102,9 @@ def choose_build(m: int, n: int, k: int, block: int, multiprocessors: int, along
     """The build whose programs should read the fewest bytes, one after the other, from the L2 cache.
 
     A tile reads (tile_m + tile_n) · K bytes; programs take tiles in rounds. Splitting K fills rounds that few tiles
-    leave empty, and costs a launch and a write and a read of each split's fp32 product.
+    leave empty, and costs a launch and a write and a read of each split's fp32 result.
 
-    m, n, k: of the product; along "m" m counts the tokens of all groups, along "k" k is a group's mean. The host knows
+    m, n, k: of the GEMM; along "m" m counts the tokens of all groups, along "k" k is a group's mean. The host knows
     how long groups are on average, and no more. Along "m" the last tile of a group is half empty on average, and read
     whole: what decides against high tiles where groups are short.
     """

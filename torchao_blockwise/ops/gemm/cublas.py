@@ -38,7 +38,7 @@ def _decodes(a: Operand) -> bool:
 
 
 def why_not(a: Operand, b: Operand, out_dtype: torch.dtype, bias: torch.Tensor | None) -> str | None:
-    """Why cuBLASLt cannot compute this product, or None if it can."""
+    """Why cuBLASLt cannot compute this GEMM, or None if it can."""
     device, (m, k), n = a.qdata.device, a.qdata.shape, b.qdata.shape[0]
     decodes, a_fmt = _decodes(a), a.format
     if not decodes:
@@ -46,7 +46,7 @@ def why_not(a: Operand, b: Operand, out_dtype: torch.dtype, bias: torch.Tensor |
         if why is not None:
             return why
     if 0 in (m, n, k):
-        return f"it has no empty products, got M={m}, N={n}, K={k}"
+        return f"it has no empty GEMMs, got M={m}, N={n}, K={k}"
     if n % _ALIGNMENT and not decodes:
         # M and K may be anything: rows are padded.
         return f"N must be a multiple of {_ALIGNMENT}, got N={n}"
@@ -63,7 +63,7 @@ def _why_never(
     b_fmt: BlockFormat,
     out_dtype: torch.dtype,
 ) -> str | None:
-    """Why it can compute no product of these, whatever its shape; worked out once, not in every product (3 µs)."""
+    """Why it can compute no GEMM of these, whatever its shape; worked out once, not in every GEMM (3 µs)."""
     if device != "cuda":
         return f"it needs a CUDA device, got {device}"
     is_fp4 = a_fmt.element is E2M1
@@ -74,14 +74,14 @@ def _why_never(
     if cuda < (12, 9):
         return f"block scaling needs CUDA 12.9 or newer, got {version}"
     if (a_fmt.name, b_fmt.name) not in KERNEL_PAIRS:
-        return f"it has no product {a_fmt.name} · {b_fmt.name}"
+        return f"it has no GEMM of {a_fmt.name} · {b_fmt.name}"
     if out_dtype not in (torch.bfloat16, torch.float32):
         return f"out_dtype must be bfloat16 or float32, got {out_dtype}"
     return None
 
 
 def matmul(a: Operand, b: Operand, out_dtype: torch.dtype, bias: torch.Tensor | None) -> torch.Tensor:
-    """[M, N] product, within what `why_not` admits. Arguments as in the op."""
+    """[M, N] result of the GEMM, within what `why_not` admits. Arguments as in the op."""
     if _decodes(a):
         from torchao_blockwise.ops.gemm import kernels_decode
 
@@ -112,12 +112,12 @@ def matmul(a: Operand, b: Operand, out_dtype: torch.dtype, bias: torch.Tensor | 
     out = F.scaled_mm(qa, qb.t(), *scaled, output_dtype=product_dtype)
     if a_fmt.element is not E2M1:
         out = out[:m]
-    # The bias comes before the only rounding, so the product waits for it in fp32.
+    # The bias comes before the only rounding, so the result waits for it in fp32.
     return out if bias is None else out.add_(bias).to(out_dtype)
 
 
 def add_matmul(out: torch.Tensor, a: Operand, b: Operand) -> None:
-    """out f32 += the product."""
+    """out f32 += a · bᵀ."""
     if _decodes(a):
         from torchao_blockwise.ops.gemm import kernels_decode
 

@@ -1,4 +1,4 @@
-"""Grouped NVFP4 products on Blackwell (sm_100): CUTLASS's kernels, by `torch.nn.functional.scaled_grouped_mm`.
+"""Grouped NVFP4 GEMMs on Blackwell (sm_100): CUTLASS's kernels, by `torch.nn.functional.scaled_grouped_mm`.
 
     a [M, K]       payload as it lies: a group may begin at any row
     its scales     swizzled (kernels_blackwell.py), each group padded to tiles of 128 rows
@@ -7,7 +7,7 @@
     out [M, N]     bf16; rows of no group are not written by them, but zeroed here
 
 Only along "m". Along "k" the copy engine would have to begin a group on 16 bytes, 32 tokens, and ours begin on a block
-of 16: both operands would have to be copied. Those products are bf16 too, where gradients are added up in fp32, and
+of 16: both operands would have to be copied. Those GEMMs are bf16 too, where gradients are added up in fp32, and
 what belongs to an expert without tokens is not written.
 
 Not run on Blackwell hardware yet. A test decodes what is handed over by the documented layouts.
@@ -32,7 +32,7 @@ _MAX_GROUPS = 1024
 
 
 def why_not(a: Operand, b: Operand, groups: Groups, along: str, out_dtype: torch.dtype) -> str | None:
-    """Why these kernels cannot compute this product, or None if they can. Arguments as in the op."""
+    """Why these kernels cannot compute this GEMM, or None if they can. Arguments as in the op."""
     device = a.qdata.device
     capability = compute_capability(device)
     if capability[0] != _BLACKWELL:
@@ -46,7 +46,7 @@ def why_not(a: Operand, b: Operand, groups: Groups, along: str, out_dtype: torch
         return f"out_dtype must be bfloat16, got {out_dtype}"
     (m, k), (experts, n, _) = a.qdata.shape, b.qdata.shape
     if 0 in (m, n, k):
-        return f"they have no empty products, got M={m}, N={n}, K={k}"
+        return f"they have no empty GEMMs, got M={m}, N={n}, K={k}"
     if n % _ALIGNMENT or k % _ALIGNMENT:
         return f"N and the bytes of packed K must be multiples of {_ALIGNMENT}, got N={n}, K={k}"
     if experts > _MAX_GROUPS:
@@ -56,7 +56,7 @@ def why_not(a: Operand, b: Operand, groups: Groups, along: str, out_dtype: torch
 
 @functools.cache
 def _why_not_built(device: torch.device) -> str | None:
-    """Why this build of PyTorch has no such kernels: it is asked for a product of no rows, for which none runs."""
+    """Why this build of PyTorch has no such kernels: it is asked for a GEMM of no rows, for which none runs."""
     one, ends = torch.ones(1, device=device), torch.zeros(1, dtype=torch.int32, device=device)
     a, b, a_scale, b_scale = (
         torch.zeros(shape, dtype=torch.uint8, device=device) for shape in ((0, 16), (1, 16, 16), (0, 4), (1, 512))
@@ -90,7 +90,7 @@ def _scaled_grouped_mm(
 
 
 def grouped_matmul(a: Operand, b: Operand, groups: Groups, along: str, out_dtype: torch.dtype) -> torch.Tensor:
-    """[M, N] product, within what `why_not` admits. Arguments as in the op."""
+    """[M, N] result of the GEMM, within what `why_not` admits. Arguments as in the op."""
     from torchao_blockwise.ops.gemm.kernels_blackwell import (
         swizzled_scales,
         swizzled_scales_of_groups,

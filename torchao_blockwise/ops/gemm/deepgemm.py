@@ -3,7 +3,7 @@
     a's scales [K/128, M] are passed as [M, K/128] with strides (1, M), as they lie at rest; M padded to a multiple of 4
     b's scales [N/128, K/128] as they lie
 
-It promotes partial sums to fp32 every 128 of K, as our kernels do. It writes bf16 and adds nothing, so a product with a
+It promotes partial sums to fp32 every 128 of K, as our kernels do. It writes bf16 and adds nothing, so a GEMM with a
 bias, which must be rounded once, is not its. Nor is `grad_weight`: that kernel adds into fp32 in memory and is slower.
 """
 
@@ -26,7 +26,7 @@ _MIN_PRODUCTS, _MIN_SIDE = 2**38, 2048
 
 
 def why_not(a: Operand, b: Operand, out_dtype: torch.dtype, bias: torch.Tensor | None) -> str | None:
-    """Why DeepGEMM cannot compute this product, or None if it can."""
+    """Why DeepGEMM cannot compute this GEMM, or None if it can."""
     device = a.qdata.device
     if compute_capability(device) != (9, 0):
         major, minor = compute_capability(device)
@@ -44,7 +44,7 @@ def why_not(a: Operand, b: Operand, out_dtype: torch.dtype, bias: torch.Tensor |
 
 
 def pays(a: Operand, b: Operand, out_dtype: torch.dtype | None, bias: torch.Tensor | None) -> bool:
-    """Whether AUTO takes it before Gluon: it can, and the product is so large that the host need not wait."""
+    """Whether AUTO takes it before Gluon: it can, and the GEMM is so large that the host need not wait."""
     (m, k), n = a.qdata.shape, b.qdata.shape[0]
     return (
         out_dtype == torch.bfloat16
@@ -56,7 +56,7 @@ def pays(a: Operand, b: Operand, out_dtype: torch.dtype | None, bias: torch.Tens
 
 
 def matmul(a: Operand, b: Operand, out_dtype: torch.dtype, bias: torch.Tensor | None) -> torch.Tensor:
-    """[M, N] product, within what `why_not` admits. Arguments as in the op."""
+    """[M, N] result of the GEMM, within what `why_not` admits. Arguments as in the op."""
     out = a.qdata.new_empty((a.qdata.shape[0], b.qdata.shape[0]), dtype=out_dtype)
     scale = aligned_rows(a.scale)
     # In one view. Its strides are those of a lone row too, where a transpose's may be anything.

@@ -111,7 +111,7 @@ def locate_tile(tile, entry, M, N, K, B: gl.constexpr):
     first_m = band * B.group
     column, tile_row = _divided(in_band, gl.minimum(tiles_m - first_m, B.group), B)
     if B.along == "m":
-        # The tokens of no group, -1, have no products.
+        # The tokens of no group, -1, have no GEMM.
         first, last = 0, gl.where(part < 0, 0, blocks)
     elif B.along == "":
         share = gl.cdiv(blocks, B.splits)

@@ -9,7 +9,7 @@ consumer warpgroups multiply and promote:
 
 An e4m3 product is accumulated in some 14 bits inside wgmma, so a partial sum ends with its block of K and is promoted
 to fp32. A wave is 64 rows, the height of a wgmma. Two waves a consumer share the registers of one partial, which leaves
-room for 256×128 accumulators: the bytes that a product reads from the L2 cache fall with the tile.
+room for 256×128 accumulators: the bytes that a GEMM reads from the L2 cache fall with the tile.
 
 Ragged M, N and K: the copy engine reads zeros outside of a tensor and writes nothing there.
 

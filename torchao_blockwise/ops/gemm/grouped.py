@@ -1,4 +1,4 @@
-"""Grouped matmul: a product of two block-scaled operands for each expert, in one launch, accumulated in fp32.
+"""Grouped matmul: a GEMM of two block-scaled operands for each expert, in one launch, accumulated in fp32.
 
     along "m"   output, grad_input    rows of a belong to experts, each of which has a matrix in b
 
@@ -37,7 +37,7 @@ _GLUON_PAIRS = {
     "m": {(FP8_1X128.name, FP8_128X128.name)} | NVFP4_PAIRS,
     "k": {(FP8_1X128.name, FP8_1X128.name)} | NVFP4_PAIRS,
 }
-# In NVFP4 on Hopper AUTO decodes before the product where each decoded element is multiplied so often: decoding moves 4
+# In NVFP4 on Hopper AUTO decodes before the GEMM where each decoded element is multiplied so often: decoding moves 4
 # bytes an element more, written and read again in bf16. On an H100, rows along "m": at 118 (128 tokens an expert) it
 # took 1.2 times as long as decoding in the kernel, above 200 (256 tokens) 0.7 times.
 _DECODED_WORK = 150
@@ -86,7 +86,7 @@ def add_grouped_matmul_(
 
     out: [E, N, K] f32, contiguous, changed in place and returned; that of an empty group is neither read nor written.
     a, b, groups: as in `grouped_matmul` along "k".
-    Gluon and Triton kernels read and write `out` once, where a tile ends; other backends make the product first.
+    Gluon and Triton kernels read and write `out` once, where a tile ends; other backends compute the GEMM first.
     Raises TypeError and ValueError like `grouped_matmul`, and for another `out`.
     """
     _check("add_grouped_matmul_", a, b, "k", torch.float32)
@@ -176,7 +176,7 @@ grouped_matmul_op = Operation(
     table=_TABLE,
     fake=lambda a, b, groups, along, out_dtype: new_output(a, b, out_dtype, groups, along),
     check=lambda a, b, groups, along, out_dtype: _check_groups("grouped_matmul", a, b, groups, along),
-    first=_preferred,
+    preferred_backend=_preferred,
     flops=count_flops,
 )
 add_grouped_matmul_op = Operation(
@@ -184,6 +184,6 @@ add_grouped_matmul_op = Operation(
     takes=(None, Operand, Operand, Groups),
     table=adding_rows(_TABLE, "k", torch.float32),
     check=lambda out, a, b, groups: _check_groups("add_grouped_matmul_", a, b, groups, "k"),
-    first=lambda out, *ab: _preferred(*ab),
+    preferred_backend=lambda out, *ab: _preferred(*ab),
     flops=lambda out, *ab: count_flops(*ab),
 )

@@ -1,4 +1,4 @@
-"""Swizzled block scales, and zeros, which PyTorch's NVFP4 products on Blackwell need around them, in Triton.
+"""Swizzled block scales, and zeros, which PyTorch's NVFP4 GEMMs on Blackwell need around them, in Triton.
 
 FP4 tensor cores read block scales in tiles of 128 rows × 4 scales:
 
@@ -12,8 +12,8 @@ FP4 tensor cores read block scales in tiles of 128 rows × 4 scales:
 Tiles lie row by row, those of a matrix, or of a group of tokens, for themselves; what no scale fills is zeros. A scale
 of square blocks is repeated for each row of its block.
 
-At rest an operand keeps its compact grid; a product lays out again what it reads, one launch an operand. For 16
-elements that moves 2 bytes, or 1 for square blocks, next to 9 that the product reads and 41 that quantizing them moved.
+At rest an operand keeps its compact grid; a GEMM lays out again what it reads, one launch an operand. For 16
+elements that moves 2 bytes, or 1 for square blocks, next to 9 that the GEMM reads and 41 that quantizing them moved.
 A quantizer that wrote this order too would save that launch, and every operand would carry a second grid.
 
 Source: cuBLAS manual, "1D Block Scaling Factors Layout".

@@ -1,9 +1,9 @@
-"""NVFP4 products on GPUs without FP4 tensor cores: decoded to bf16 first, multiplied by cuBLAS, scaled last.
+"""NVFP4 GEMMs on GPUs without FP4 tensor cores: decoded to bf16 first, multiplied by cuBLAS, scaled last.
 
     a, b  4 bits ──decode──▶ bf16, exact ──cuBLAS──▶ Σ in fp32 ──· both tensor scales, + bias──▶ output, rounded once
 
 An element times its block scale has six significant bits, so bf16 holds it. The decoded operands and the fp32 sums
-live only for this product. Decoding within the product costs fewer bytes and reaches a quarter of the arithmetic.
+live only for this GEMM. Decoding within the GEMM costs fewer bytes and reaches a quarter of the arithmetic.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def _scale_kernel(
     out_ptr,  # [M, N]
     N,
     size,
-    ACCUMULATE: tl.constexpr,  # whether products are added to what `out` holds
+    ACCUMULATE: tl.constexpr,  # whether sums are added to what `out` holds
     CHUNK: tl.constexpr,
 ):
     offs = tl.program_id(0).to(tl.int64) * CHUNK + tl.arange(0, CHUNK)
@@ -100,7 +100,7 @@ def decode(x: Operand) -> torch.Tensor:
 
 
 def matmul(a: Operand, b: Operand, out_dtype: torch.dtype, bias: torch.Tensor | None) -> torch.Tensor:
-    """[M, N] product, on a GPU and not empty. Arguments as in the op."""
+    """[M, N] result of the GEMM, on a GPU and not empty. Arguments as in the op."""
     sums = _sums(a, b)
     out = sums if out_dtype == torch.float32 else sums.new_empty(sums.shape, dtype=out_dtype)
     _scale(sums, a, b, bias, out, accumulate=False)
@@ -113,7 +113,7 @@ def add_matmul(out: torch.Tensor, a: Operand, b: Operand) -> None:
 
 
 def _sums(a: Operand, b: Operand) -> torch.Tensor:
-    """The product in fp32, without tensor scales."""
+    """The GEMM in fp32, without tensor scales."""
     return torch.mm(decode(a), decode(b).t(), out_dtype=torch.float32)
 
 

@@ -13,8 +13,8 @@ Hopper has no FP4 tensor cores, so NVFP4 operands of groups are decoded to bf16 
     a, b  4 bits ──decode──▶ bf16, exact ──Gluon, by groups──▶ Σ in fp32 · both tensor scales ──▶ out, rounded once
 
 An element times its block scale has six significant bits, so bf16 holds it. Both operands in bf16, 2 bytes an element,
-live only for this product: for weights of experts as much as a copy of them in high precision. PyTorch's grouped
-product in bf16 would not do: it rounds before the tensor scales could be applied.
+live only for this GEMM: for weights of experts as much as a copy of them in high precision. PyTorch's grouped
+GEMM in bf16 would not do: it rounds before the tensor scales could be applied.
 """
 
 import functools
@@ -43,7 +43,7 @@ def multiprocessors(device: torch.device) -> int:
 def matmul(
     a: Operand, b: Operand, out_dtype: torch.dtype, bias: torch.Tensor | None, build: Build | None = None
 ) -> torch.Tensor:
-    """The [M, N] product, where the table admits it. Arguments as in the op; build: the default is `choose_build`'s."""
+    """a · bᵀ, where the table admits it. Arguments as in the op; build: by default `choose_build`'s."""
     out = new_output(a, b, out_dtype)
     _launch(out, a, b, bias=bias, build=build)
     return out
@@ -61,7 +61,7 @@ def grouped_matmul(
 def add_matmul(
     out: torch.Tensor, a: Operand, b: Operand, groups: Groups | None = None, build: Build | None = None
 ) -> None:
-    """out f32 += the product, with groups along "k", in the one pass that it takes; empty groups are not touched."""
+    """out f32 += a · bᵀ, with groups along "k", in the one pass that it takes; empty groups are not touched."""
     _launch(out, a, b, groups, "" if groups is None else "k", accumulate=True, build=build)
 
 

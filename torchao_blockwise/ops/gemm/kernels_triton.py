@@ -15,7 +15,7 @@
 How many tiles there are along "m", only the device knows. Launched is what the number of tokens and groups allows at
 most, less than one tile a group too much; the programs that are left over return at once.
 
-The sums of a tile are in `triton_sums.py`. `M` counts tokens in two of a layer's three products and is never
+The sums of a tile are in `triton_sums.py`. `M` counts tokens in two of a layer's three GEMMs and is never
 specialized. `K` counts them in the third: payload rows that do not fill 16 bytes are padded, so that all are copied 16
 bytes at a time, by one build for every count.
 """
@@ -275,7 +275,7 @@ def decodes(fmt: BlockFormat, device: torch.device) -> bool:
 
 
 def _config_for(fmt: BlockFormat, rows: int, device: torch.device) -> Config:
-    """The tile for a product whose first operand, in `fmt`, has `rows` rows."""
+    """The tile for a GEMM whose first operand, in `fmt`, has `rows` rows."""
     decode = decodes(fmt, device)
     if fmt.element is not E2M1:
         configs = _FP8_DECODE_CONFIGS if decode else _FP8_CONFIGS
@@ -287,7 +287,7 @@ def _config_for(fmt: BlockFormat, rows: int, device: torch.device) -> Config:
 
 
 def matmul(a: Operand, b: Operand, out_dtype: torch.dtype, bias: torch.Tensor | None) -> torch.Tensor:
-    """[M, N] product of a [M, packed(K)], of one-row blocks, and b [N, packed(K)]. Arguments as in the op."""
+    """a · bᵀ [M, N] of a [M, packed(K)], of one-row blocks, and b [N, packed(K)]. Arguments as in the op."""
     out = new_output(a, b, out_dtype)
     _launch(out, a, b, bias=bias)
     return out
@@ -301,7 +301,7 @@ def grouped_matmul(a: Operand, b: Operand, groups: Groups, along: str, out_dtype
 
 
 def add_matmul(out: torch.Tensor, a: Operand, b: Operand, groups: Groups | None = None) -> None:
-    """out f32 += the product, with groups along "k", in the one pass that it takes."""
+    """out f32 += a · bᵀ, with groups along "k", in the one pass that it takes."""
     _launch(out, a, b, groups, "" if groups is None else "k", accumulate=True)
 
 

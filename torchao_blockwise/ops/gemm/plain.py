@@ -1,4 +1,4 @@
-"""Matmul: the NT product of two block-scaled operands, a[M, K] @ b[N, K].T, accumulated in fp32."""
+"""Matmul: the NT GEMM of two block-scaled operands, a[M, K] @ b[N, K].T, accumulated in fp32."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def add_matmul_(out: torch.Tensor, a: Operand, b: Operand, *, backend: Backend |
     """out += a @ b.T, in fp32: a weight's gradient added to what other microbatches left.
 
     out: [M, N] f32, contiguous, changed in place and returned. a, b: as in `matmul`.
-    Gluon and Triton kernels read and write `out` once, where a tile ends; other backends make the product first.
+    Gluon and Triton kernels read and write `out` once, where a tile ends; other backends compute the GEMM first.
     Raises TypeError and ValueError like `matmul`, and for another `out`.
     """
     _check(a, b, torch.float32, None)
@@ -66,7 +66,7 @@ def add_matmul_(out: torch.Tensor, a: Operand, b: Operand, *, backend: Backend |
 
 
 def check_sum(op: str, out: torch.Tensor, wanted: list[int], device: torch.device) -> None:
-    """Raise ValueError unless products of this shape can be added to `out`."""
+    """Raise ValueError unless results of this shape can be added to `out`."""
     if out.dtype != torch.float32 or list(out.shape) != wanted or not out.is_contiguous() or out.device != device:
         got = f"{out.dtype} of shape {list(out.shape)} on {out.device}" + ", not contiguous" * (not out.is_contiguous())
         raise ValueError(f"{op}: out must be a contiguous float32 tensor of shape {wanted} on {device}, got {got}")
@@ -143,7 +143,7 @@ def _preferred(
     In NVFP4 without FP4 tensor cores Triton up to 64 rows: it reads 4 bits an element, and with so few rows that is
     what counts. Else Gluon before cuBLASLt; GPUs other than Hopper have at most one of the two.
 
-    Two rules for the two kinds of FP8 products: with square blocks in b (`output`, `grad_input`) Gluon, or DeepGEMM
+    Two rules for the two kinds of FP8 GEMMs: with square blocks in b (`output`, `grad_input`) Gluon, or DeepGEMM
     where it is installed and pays; with one-row blocks (`grad_weight`, where K counts tokens) Gluon up to 256 tokens.
     docs/design.md says what they cost.
     """
@@ -185,7 +185,7 @@ def _sharding(a: Operand, b: Operand, out_dtype: torch.dtype, bias: torch.Tensor
 
 
 def count_flops(a: Operand, b: Operand, *_: object) -> int:
-    """Of a @ b.T: 2 · M · N · K, with the zeros that K was padded with, which products multiply as well."""
+    """Of a @ b.T: 2 · M · N · K, with the zeros that K was padded with, which GEMMs multiply as well."""
     m, n, k = a.qdata.shape[0], b.qdata.shape[-2], a.qdata.shape[1] * a.format.element.per_byte
     return 2 * m * n * k
 
@@ -224,7 +224,7 @@ matmul_op = Operation(
     takes=(Operand, Operand, None, None),
     table=_TABLE,
     fake=lambda a, b, out_dtype, bias: new_output(a, b, out_dtype),
-    first=_preferred,
+    preferred_backend=_preferred,
     sharding=_sharding,
     flops=count_flops,
 )
@@ -232,6 +232,6 @@ add_matmul_op = Operation(
     f"add_matmul_(Tensor(a!) out, {operand('a')}, {operand('b')}, str backend) -> ()",
     takes=(None, Operand, Operand),
     table=adding_rows(_TABLE, torch.float32, None),
-    first=lambda out, *ab: _preferred(*ab),
+    preferred_backend=lambda out, *ab: _preferred(*ab),
     flops=lambda out, *ab: count_flops(*ab),
 )

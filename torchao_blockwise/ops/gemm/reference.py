@@ -28,7 +28,7 @@ def matmul(a: Operand, b: Operand, out_dtype: torch.dtype, bias: torch.Tensor | 
     if a.global_scale is not None and b.global_scale is not None:
         a_elements = a_elements * expand_blocks(a_scale, a_fmt, *a_elements.shape)
         b_elements = b_elements * expand_blocks(b_scale, b_fmt, *b_elements.shape)
-        # Autocast would redo this product in half precision.
+        # Autocast would redo this GEMM in half precision.
         with torch.autocast(a_scale.device.type, enabled=False):
             out = (a_elements @ b_elements.mT) * (a.global_scale * b.global_scale)
     else:
@@ -63,7 +63,7 @@ def grouped_matmul(a: Operand, b: Operand, groups: Groups, along: str, out_dtype
 
 
 def add_matmul(out: torch.Tensor, a: Operand, b: Operand, groups: Groups) -> None:
-    """out[g] += the product of group g, for groups that are not empty."""
+    """out[g] += the GEMM of group g, for groups that are not empty."""
     for g, x, y in _operands_along_k(a, b, groups):
         out[g] += matmul(x, y, torch.float32)
 

@@ -22,10 +22,10 @@ from torchao_blockwise.formats import (
     BlockFormat,
     CastOptions,
     Copies,
-    Draws,
     Groups,
     Operand,
     Place,
+    RoundingBits,
     StochasticRounding,
     get_format,
     hadamard_number,
@@ -69,14 +69,14 @@ def quantize(
     power_of_2_scales: FP8 only; rounds the encode factor down to a power of two.
     hadamard: NVFP4_1X16 only; the columnwise copy is that of the random Hadamard transform along M, in chunks of 16
         rows, the last one filled with zeros: qdata [K, ⌈M/16⌉ · 16 / 2], with a separate tensor scale. True for
-        `formats.DEFAULT_SIGNS`, or 16 signs. A product of two such copies is that of the tensors themselves.
+        `formats.DEFAULT_SIGNS`, or 16 signs. A GEMM of two such copies is that of the tensors themselves.
     stochastic: NVFP4_1X16 only; round up or down by random bits, to the neighbor that is nearer the more often; see
         `StochasticRounding`. Both are for x [M, K].
     scale_per_group: NVFP4 only; each matrix [M, K] of `x`, or each group, has its own tensor scale: global_scale f32
         [..] or [E], 1 for an empty group.
     tensor_amax: NVFP4 only; the amax to derive the tensor scale from, where `x` is a part of the tensor. f32 scalar;
         with `scale_per_group` f32 [..] or [E]; with `hadamard` two, that of the tensor and that of its transform.
-    padded: the columnwise copy is that of `x` with zero rows behind, up to a multiple of 32: for products of two such
+    padded: the columnwise copy is that of `x` with zero rows behind, up to a multiple of 32: for GEMMs of two such
         copies, to which they add nothing. Without it, any other M costs a copy.
     groups: of tokens x [M, K] in formats of one-row blocks: a result of `make_groups` for M and `fmt`, or only
         the ends, int32 [E], cumulative, on x's device: group g is rows [ends[g-1], ends[g]). No block along the tokens
@@ -97,7 +97,7 @@ def quantize(
     number = hadamard_number(hadamard)
     options = CastOptions(get_format(fmt), rowwise, columnwise, power_of_2_scales, padded, number, scale_per_group)
     groups = Groups(groups) if isinstance(groups, torch.Tensor) else groups
-    return quantize_by(x, options, groups, tensor_amax=tensor_amax, draws=stochastic, backend=backend)
+    return quantize_by(x, options, groups, tensor_amax=tensor_amax, rounding_bits=stochastic, backend=backend)
 
 
 def quantize_by(
@@ -106,7 +106,7 @@ def quantize_by(
     groups: Groups | None = None,
     *,
     tensor_amax: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None,
-    draws: Draws | StochasticRounding | None = None,
+    rounding_bits: RoundingBits | StochasticRounding | None = None,
     backend: Backend | str | None = None,
 ) -> Copies:
     """`quantize` of `x` by options that travel whole."""
@@ -114,9 +114,9 @@ def quantize_by(
     if x.dtype not in HIGH_PRECISION_DTYPES:
         check_dtype("quantize", x)
     check_options("quantize", options)
-    if isinstance(draws, StochasticRounding):
-        draws = _draws_of(options, draws, x.device)
-    one_by_one = bool(options.hadamard) or draws is not None
+    if isinstance(rounding_bits, StochasticRounding):
+        rounding_bits = _rounding_bits_of(options, rounding_bits, x.device)
+    one_by_one = bool(options.hadamard) or rounding_bits is not None
     if groups is not None:
         check_row_blocks("quantize", fmt)
         if not options.padded:
@@ -143,7 +143,7 @@ def quantize_by(
         scale = global_scale_op(amaxes[0], scaled_by)
         return copies_of(cast(x, amaxes[0], options, groups, None, _ALL, backend), options, scale)
     copies: list[Operand | None] = [None, None]
-    key, *places = (None, _ALL, _ALL) if draws is None else draws
+    key, *places = (None, _ALL, _ALL) if rounding_bits is None else rounding_bits
     for columnwise in (0, 1):
         if not (options.columnwise if columnwise else options.rowwise):
             continue
@@ -166,7 +166,7 @@ def quantize_by(
 _ALL = Place()
 
 
-def _draws_of(options: CastOptions, rounding: StochasticRounding, device: torch.device) -> Draws:
+def _rounding_bits_of(options: CastOptions, rounding: StochasticRounding, device: torch.device) -> RoundingBits:
     """The random bits of both copies, for operations on `device`; ValueError unless they can be rounded so."""
     if options.fmt is not NVFP4_1X16:
         raise ValueError(f"quantize: stochastic is for {NVFP4_1X16.name}, got {options.fmt.name}; leave it out")
@@ -177,7 +177,7 @@ def _draws_of(options: CastOptions, rounding: StochasticRounding, device: torch.
             "ask for one after the other, the columnwise one with stream + 1"
         )
     place = Place(0, *rounding.start, -1 if rounding.grid is None else rounding.grid)
-    return Draws(key_of(rounding, device), place, place._replace(operand=1))
+    return RoundingBits(key_of(rounding, device), place, place._replace(operand=1))
 
 
 def _check_amax(
@@ -222,9 +222,9 @@ def _amax_bits(
     return bits, bits
 
 
-def draws_for(
+def next_rounding_bits(
     key: torch.Tensor | None, gradient: torch.Tensor, places: tuple[Place, Place] | None = None
-) -> Draws | None:
+) -> RoundingBits | None:
     """Random bits for both copies of a `gradient`, by a key (seed, stream, use, first expert), whose `use` advances.
 
     key: int64 [4] on the gradient's device; None for no random bits, which are None then.
@@ -233,4 +233,4 @@ def draws_for(
     if key is None:
         return None
     taken = take_key_op(key, gradient)
-    return Draws(taken) if places is None else Draws(taken, *places)
+    return RoundingBits(taken) if places is None else RoundingBits(taken, *places)

@@ -12,16 +12,16 @@
         "m"      (4, ..)      (0, 0, 0, 5)  (2, 1, 5, 14) (2, 1, 5, 14) (-1, 3, 14, 15)
         blocks   (0, 14, 15)  (0, 5, 5)     (5, 14, 14)   (13, 14, 14)  (14, 14, 15)
 
-Schedules lead persistent programs of a grouped product, which take the tiles in turn. The header along "k" holds how
+Schedules lead persistent programs of a grouped GEMM, which take the tiles in turn. The header along "k" holds how
 many groups there are, and how many have tokens: longer groups come before shorter ones, so what programs have at the
-end, when others have none, is short, and where products are added, empty groups are left out. Along "m" it holds how
+end, when others have none, is short, and where sums are added, empty groups are left out. Along "m" it holds how
 many entries follow. There a group's first tile begins up to 3 tokens before the group: the copy engine moves the
 tokens' scales, f32, from multiples of 16 bytes on only (others are an illegal instruction on an H200). The tokens of no
 group are one group behind the last, -1.
 
 Blocks (ops/device/groups.py) lead what quantizes: each group starts one.
 
-Without tables, each producer and consumer of a product would read all ends and sum them up for each tile. All depend
+Without tables, each producer and consumer of a GEMM would read all ends and sum them up for each tile. All depend
 only on the ends and on the number of tokens, so layers make them once, and save them for backward. They are no cache,
 which would know them by the identity of the ends, and be stale where a CUDA graph is replayed in part. Ends that
 decrease or lie outside the tokens are clamped as everywhere: no entry leads outside the tensors.
