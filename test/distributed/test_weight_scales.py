@@ -209,6 +209,7 @@ def test_weights_are_flattened_where_no_layer_uses_the_result():
 TIMEOUT = 6.0
 _DIFFER = r"ValueError: sync_weight_scales: ranks differ; rank 0 has {}.*, rank 1 has {}.*; make the same model"
 _NO_WORD = rf"RuntimeError: sync_weight_scales: no word from rank 1 in {TIMEOUT:.0f} s; it failed, or its model"
+_ZERO = r"ValueError: MasterWeightOptimizer: ranks differ; rank 0 has {}"
 # What each rank says.
 WRONG = {
     "other_config": [_DIFFER.format("0.up.weight", "0.up.weight.*power_of_2_scales=True")] * 2,
@@ -221,6 +222,14 @@ WRONG = {
         "FloatingPointError",
     ],
     "no_weights": [_NO_WORD, "Error"],
+    "zero_other_shape": [_ZERO.format(r"up.weight \(fp8_128x128, ")] * 2,
+    "zero_other_format": [_ZERO.format(r"up.weight \(fp8_128x128, ")] * 2,
+    "zero_other_lr": [_ZERO.format("AdamW, shard zero1, .*lr=0.01, rank 1 has AdamW, shard zero1, .*lr=0.02")] * 2,
+    "zero_other_frozen": [_ZERO.format(r"mid.weight \(fp8_128x128, ")] * 2,
+    "zero_fails": [
+        "RuntimeError: MasterWeightOptimizer: no word from rank 1 in 6 s",
+        "FloatingPointError: rank 1 gives up",
+    ],
 }
 
 

@@ -55,6 +55,11 @@ def sync_weight_scales(model: nn.Module) -> None:
         _root_of(owner, below, names).sync()
 
 
+def parameters_of(model: nn.Module, names: Mapping[torch.Tensor, str]) -> list[FsdpParameter]:
+    """What FSDP2 shards of `model`, before a first forward pass too."""
+    return torch_fsdp.parameters_of(_states_of(model), names)
+
+
 def _states_of(model: nn.Module) -> list[torch_fsdp.State]:
     found = dict.fromkeys(map(torch_fsdp.state_of, model.modules()))
     return [state for state in found if state is not None]
@@ -65,7 +70,7 @@ def _before_gathers(state: torch_fsdp.State) -> None:
         _root_of(*(torch_fsdp.scope_of(state) or (state, (state,)))).begin_pass()
 
 
-class _Root:
+class Root:
     """All quantized weights that FSDP2 shards below one root.
 
     masters: and what gathers of them send: a shard, or, in high precision, the layout of that.
@@ -105,10 +110,10 @@ class _Root:
     def sync(self) -> None:
         self.scopes = self._open_scopes()
         parts = [(p, s, _part_of_master(p, s)) for p, s in self.masters if isinstance(s, QuantizedShard)]
-        loaded = [p for p in self.parameters if isinstance(p.local, QuantizedShard) and p.local.awaits_cast]
+        waiting = [(p, p.local) for p in self.parameters if isinstance(p.local, QuantizedShard) and p.local.awaits_cast]
         # By position: values that a rank alone has changed would be cast into another rank's weights.
-        _check_same(loaded, [f"values for {p.name}" for p in loaded])
-        parts += [(p, _shard(p), _part_of_loaded(p)) for p in loaded]
+        _check_same([p for p, _ in waiting], [f"values for {p.name}" for p, _ in waiting])
+        parts += [(p, shard, _part_of_loaded(p, shard)) for p, shard in waiting]
         cast_shards([(p.group, shard, part) for p, shard, part in parts])
         for p, shard in self.masters:
             if isinstance(shard, QuantizedShard):
@@ -122,7 +127,7 @@ class _Root:
 
 def _root_of(
     owner: object, states: tuple[torch_fsdp.State, ...], names: Mapping[torch.Tensor, str] | None = None
-) -> _Root:
+) -> Root:
     """The root of `states`, made once and kept with `owner`, which lives as long as they do."""
     notes = torch_fsdp.notes_of(owner)
     root = notes.get(_NOTE)
@@ -132,7 +137,7 @@ def _root_of(
             torch_fsdp.notes_of(state).pop(_NOTE, None)
         # Outside of inference mode: what is made here is changed again in training.
         with torch.inference_mode(False):
-            root = notes[_NOTE] = _Root(states, names or {})
+            root = notes[_NOTE] = Root(states, names or {})
     return root
 
 
@@ -213,21 +218,11 @@ def _reshard_wholly(states: tuple[torch_fsdp.State, ...]) -> None:
 # --- quantized Parameters ---------------------------------------------------------------------------------------------
 
 
-def _shard(p: FsdpParameter) -> QuantizedShard:
-    return p.local  # type: ignore[return-value]
-
-
-def _part_of_loaded(p: FsdpParameter) -> Part:
-    shard = _shard(p)
+def _part_of_loaded(p: FsdpParameter, shard: QuantizedShard) -> Part:
     # Without values it was given those that it stands for, as a state dict has them: its master's, then.
     master = None if shard.pending_master.hp is not None else shard.pending_master.master(p.parameter)
     values = shard.values() if master is None else _compat.local_of(master)
     return shard_part(shard, values.to(shard.device))
-
-
-def lay_out_shards_of(model: nn.Module, names: Mapping[torch.Tensor, str]) -> None:
-    """`lay_out_shards`, where an optimizer casts them before a first forward pass."""
-    lay_out_shards(torch_fsdp.parameters_of(_states_of(model), names))
 
 
 def lay_out_shards(parameters: Iterable[FsdpParameter]) -> None:
