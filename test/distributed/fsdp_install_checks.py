@@ -19,7 +19,6 @@ WRAPPED = [
     "DTensor._stable_hash_for_caching",
     "FSDPModule.unshard",
     "FSDPState._root_pre_forward",
-    "Module._apply",
 ]
 # A DTensor has no hash of its own before.
 if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 12):
