@@ -19,7 +19,6 @@ from torchao_blockwise.distributed import (
     cast_master_weights_to_nvfp4,
     rank_consistency,
 )
-from torchao_blockwise.ops.shards.flat import CODES, ENTRIES, target_entries
 from torchao_blockwise.testing import assert_bitwise_equal, random_tensor
 
 CANARY = 0x5A
@@ -125,22 +124,20 @@ def check_whole(kind, group, rank, ranks, bounds_of) -> None:
             assert_bitwise_equal(got[end:], before[i][end:], f"elements of weight {i} after its own")
 
 
-def check_shards(kind, group, rank, ranks, one_code_a_byte: bool) -> None:
+def check_shards(kind, group, rank, ranks) -> None:
     """Payload goes to shard buffers, with canaries beside them; gathered and merged they are the whole."""
     weights = Weights(kind)
     bounds = drawn_bounds(weights, ranks, seed=ranks)
     masters, starts = weights.shards(bounds, rank)
-    into = CODES if one_code_a_byte else ENTRIES
     buffers, checks = [], []
     for i, (w, master, start) in enumerate(zip(weights.model, masters, starts)):
-        size = 0 if master is None else target_entries(start, master.numel(), w.shape, w.fmt, into)[1]
+        size = 0 if master is None else ops.shard_entries(start, master.numel(), w.shape[-1], w.fmt)[1]
         buffer, check = framed(zeros(size, dtype=torch.uint8))
         if w.fmt.element.bits == 8 and i % 2:
             buffer = buffer.view(torch.float8_e4m3fn)
         buffers.append(None if master is None else buffer)
         checks.append(check)
-    options = {} if kind == "fp8" else {"one_code_a_byte": one_code_a_byte}
-    CASTS[kind](weights.model, masters, starts, group, buffers, **options)
+    CASTS[kind](weights.model, masters, starts, group, buffers)
     for check in checks:
         check()
     check_scales(weights)
@@ -148,9 +145,6 @@ def check_shards(kind, group, rank, ranks, one_code_a_byte: bool) -> None:
         assert got.qdata.view(torch.uint8).eq(CANARY).all(), f"payload of weight {i} was written"
         mine = torch.empty(0, dtype=torch.uint8) if buffers[i] is None else buffers[i].view(torch.uint8)
         pieces = gather(mine, group, ranks)
-        if one_code_a_byte:
-            assert_bitwise_equal(torch.cat(pieces), codes(want), f"codes of weight {i}")
-            continue
         merged = torch.full_like(want.qdata.view(torch.uint8), CANARY, device=device())
         lengths = [end - start for start, end in zip(bounds[i], bounds[i][1:])]
         ops.merge_shards_([merged], [pieces], [bounds[i][:-1]], [lengths], [want.shape[-1]], want.fmt)
@@ -264,19 +258,13 @@ def check_outsider(group, rank, ranks) -> None:
 
 
 CHECKS = {"nan": check_nan, "collectives": check_collectives, "missing": check_missing, "stale": check_stale_rank}
-_EACH = [
-    f"{kind}-{how}"
-    for kind in CASTS
-    for how in ("drawn", "flat", "entries", "codes")
-    if (kind, how) != ("fp8", "codes")
-]
+_EACH = [f"{kind}-{how}" for kind in CASTS for how in ("drawn", "flat", "entries")]
 _DEFAULT = [
     "3-mixed-drawn",
     "4-mixed-flat",
     "4-nvfp4-drawn",
     "2-fp8-entries",
     "3-mixed-entries",
-    "3-nvfp4-codes",
     "3-nan",
 ]
 _DEFAULT += ["2-collectives", "3-differ_in_shape", "3-differ_in_length", "4-default_group", "3-missing", "2-outsider"]
@@ -309,8 +297,8 @@ def start(rank: int, ranks: int):
         if name in ("drawn", "flat"):
             bounds_of = flat_bounds if name == "flat" else lambda w, n: drawn_bounds(w, n, seed=n)
             check_whole(words[0], group, rank, size, bounds_of)
-        elif name in ("entries", "codes"):
-            check_shards(words[0], group, rank, size, one_code_a_byte=name == "codes")
+        elif name == "entries":
+            check_shards(words[0], group, rank, size)
         elif name == "default_group":
             check_whole("mixed", None, rank, size, flat_bounds)
         elif name == "outsider":

@@ -72,6 +72,8 @@ def check_parameters(
             refusal = "is split by FSDP2 already; leave process_group and shard out, which are for whole weights"
         elif quantized is not None and not quantized.fmt.is_square:
             refusal = "has blocks of {}x{}; make it with square blocks".format(*quantized.fmt.block)
+        elif quantized is not None and not (quantized.qdata.is_contiguous() and quantized.scale.is_contiguous()):
+            refusal = "is a view that is not contiguous; pass the weight that it is a view of"
         elif quantized is not None and quantized is not p and not isinstance(quantized, QuantizedShard):
             refusal = "is quantized and split by tensor parallelism; convert with master_weights=True"
         if refusal:
