@@ -211,6 +211,11 @@ def assert_trains_as_unsharded(model, reference, config, mesh, **options) -> Non
         assert_bitwise_equal(gathered(p).cpu(), values(originals[name]).cpu(), name)
 
 
+def assert_same_losses(model, reference, **options) -> None:
+    actual, expected = (train(m, adamw(m), **options) for m in (model, reference))
+    assert actual == expected, (actual, expected)
+
+
 def assert_same_norms(actual: list[float], expected: list[float], model) -> None:
     """Norms of equal gradients, whose squares are summed in another order.
 
