@@ -83,15 +83,9 @@ class Root:
         torch_fsdp.lazy_init(states)
         self.parameters = [p for p in torch_fsdp.parameters_of(states, names) if isinstance(p.local, _KINDS)]
         lay_out_shards(self.parameters)
-        self._kinds = list(map(_kind_of, self.parameters))
         self.masters = [(p, _shard_of_master(p)) for p in self.parameters if isinstance(p.local, MasterWeightTensor)]
         _reshard_wholly(states)
         _check_same(self.parameters, [_described(p) for p in self.parameters])
-
-    @property
-    def is_laid_out(self) -> bool:
-        """Whether the parameters still are what the shards were laid out for."""
-        return list(map(_kind_of, self.parameters)) == self._kinds
 
     def begin_pass(self) -> None:
         """Cast the shards and let go of what is gathered, unless the program says that weights do not change."""
@@ -131,7 +125,7 @@ def _root_of(
     """The root of `states`, made once and kept with `owner`, which lives as long as they do."""
     notes = torch_fsdp.notes_of(owner)
     root = notes.get(_NOTE)
-    if root is None or not root.is_laid_out or root.states != states:
+    if root is None or root.states != states:
         for state in states:
             # What was made before FSDP2 knew the root.
             torch_fsdp.notes_of(state).pop(_NOTE, None)
@@ -242,10 +236,6 @@ def lay_out_shards(parameters: Iterable[FsdpParameter]) -> None:
 
 def _layout_of(p: FsdpParameter, config: TrainingConfig) -> ShardLayout:
     return ShardLayout(p.name, p.shape, p.dtype, p.dim, p.rank, p.ranks, config)
-
-
-def _kind_of(p: FsdpParameter) -> tuple[type, torch.dtype, TrainingConfig | None]:
-    return type(p.local), p.local.dtype, getattr(p.local, "config", None)
 
 
 def _check_same(parameters: Sequence[FsdpParameter], entries: Sequence[str]) -> None:
