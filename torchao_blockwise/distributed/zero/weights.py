@@ -219,7 +219,9 @@ def _reduce_scatter(weights: Sequence[PrimaryWeight], group: dist.ProcessGroup) 
     sent = torch.zeros(len(of_ranks), max(map(sum, of_ranks)), dtype=torch.float32, device=weights[0].weight.device)
     targets = zip(*(_pieces(buffer, lengths) for buffer, lengths in zip(sent, of_ranks)))
     for weight, of_weight in zip(weights, targets):
-        for target, values in zip(of_weight, weight.weight.grad.reshape(-1).split(weight.lengths)):
+        grad = weight.weight.grad
+        assert grad is not None, "chosen by it"
+        for target, values in zip(of_weight, grad.reshape(-1).split(weight.lengths)):
             target.copy_(values)
         weight.weight.grad = None
     received = torch.empty_like(sent[0])
