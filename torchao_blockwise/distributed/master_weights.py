@@ -84,22 +84,20 @@ def _cast(
     targets: Sequence[torch.Tensor | None] | None,
     group: dist.ProcessGroup | None,
 ) -> None:
-    for i, w in enumerate(weights):
-        if not isinstance(w, kind):
-            raise TypeError(
-                f"{name}: weight {i} must be a {kind.__name__}, got {type(w).__name__}; weights of several kinds go "
-                f"through {cast_master_weights.__module__}.cast_master_weights"
-            )
     sizes = [len(x) for x in (weights, masters, starts, *(() if targets is None else (targets,)))]
     if len(set(sizes)) > 1:
         raise ValueError(f"{name}: all lists must have an entry a weight, got lengths {sizes}")
     first: dict[int, int] = {}
-    for i, w in enumerate(weights):
-        if first.setdefault(id(w), i) != i:
-            raise ValueError(f"{name}: weight {i} is the same tensor as weight {first[id(w)]}; list a tied weight once")
     # Attributes of subclasses would take a detour of 1 µs each, a third of the host's time for a long list.
     with _compat.no_torch_function():
         for i, (w, master, start) in enumerate(zip(weights, masters, starts)):
+            if not isinstance(w, kind):
+                raise TypeError(
+                    f"{name}: weight {i} must be a {kind.__name__}, got {type(w).__name__}; weights of several kinds "
+                    f"go through {cast_master_weights.__module__}.cast_master_weights"
+                )
+            if (before := first.setdefault(id(w), i)) != i:
+                raise ValueError(f"{name}: weight {i} is the same tensor as weight {before}; list a tied weight once")
             refusal = _why_not(w, master, start, weights[0].device)
             if refusal is None and targets is not None and master is not None and start is not None:
                 refusal = _why_not_into(targets[i], w, master, start)
