@@ -136,11 +136,12 @@ def exchanges_no_amaxes(mesh, config):
 
 
 def _has_bits_of(one, spread, what: str) -> None:
-    """Each rank's quantized experts are a part of all of them quantized."""
+    """Each rank's quantized experts are a part of all of them quantized, and so are their random bits."""
     for name, whole in one.named_parameters():
         parameter = spread.get_parameter(name)
         own = parameter._local_tensor
         first = -(-whole.shape[0] // parameter.device_mesh.size()) * parameter.device_mesh.get_local_rank()
+        assert own.rounding_key is None or own.rounding_key[3] == first, f"{what}: {name}"
         for field in ("qdata", "scale"):
             of_all = getattr(whole.quantized(), field)[first : first + own.shape[0]]
             assert_bitwise_equal(getattr(own.quantized(), field), of_all, f"{what}: {name}.{field}")

@@ -92,7 +92,7 @@ QUANTIZED_CHECKS = (
 LONG_CHECKS = ((quantized.trains_long, (1, 2, 4), QUANTIZED),)
 EXPERT_CHECKS = (
     (experts.computes_as_one_device, (1, 2, 3, 4), (*BOTH, PER_EXPERT)),
-    (experts.computes_as_one_device, (3,), ("fp8_pow2", FULL)),
+    (experts.computes_as_one_device, (3,), (FULL,)),
     (experts.exchanges_no_amaxes, (2,), (PER_EXPERT,)),
     (experts.compiles, (2,), (*BOTH, FULL, PER_EXPERT)),
     (experts.keeps_copies_in_a_scope, (2,), (*BOTH, PER_EXPERT)),
