@@ -1,12 +1,12 @@
 """FSDP2 gathers weights quantized: their shards are cast where a pass of their root begins.
 
-    master weight       ─ in each pass ──────────────────▶ the QuantizedShard beside it ─┐
+    master weight       ─ in each pass ──────────────────▶ the QuantizedShard next to it ┐
     quantized Parameter ─ where values were loaded since ▶ its own QuantizedShard ───────┴─▶ gathers (tensors/fsdp.py)
 
 When? A rank cannot see that another's values changed, and a collective that only some ranks enter hangs them all. So no
-rank decides by what it sees: shards are cast where each forward pass of a root begins, and where `unshard()` is called
-by hand. It is left out in backward, and inside `weights_unchanged` after the first time, which the program, the same on
-all ranks, says. What an earlier pass left gathered is let go of, and gathered again.
+rank decides locally: shards are cast where each forward pass of a root begins, and where `unshard()` is called by hand.
+It is left out in backward, and inside `weights_unchanged` after the first time, which the program, the same on all
+ranks, says. What an earlier pass left gathered is let go of, and gathered again.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def sync_weight_scales(model: nn.Module) -> None:
 
 
 def parameters_of(model: nn.Module, names: Mapping[torch.Tensor, str]) -> list[FsdpParameter]:
-    """What FSDP2 shards of `model`, before a first forward pass too."""
+    """Return the parameters that FSDP2 shards of `model`, before a first forward pass too."""
     return torch_fsdp.parameters_of(_states_of(model), names)
 
 
@@ -105,7 +105,7 @@ class Root:
         self.scopes = self._open_scopes()
         parts = [(p, s, _part_of_master(p, s)) for p, s in self.masters if isinstance(s, QuantizedShard)]
         waiting = [(p, p.local) for p in self.parameters if isinstance(p.local, QuantizedShard) and p.local.awaits_cast]
-        # By position: values that a rank alone has changed would be cast into another rank's weights.
+        # By position: values that only one rank has changed would be cast into another rank's weights.
         _check_same([p for p, _ in waiting], [f"values for {p.name}" for p, _ in waiting])
         parts += [(p, shard, _part_of_loaded(p, shard)) for p, shard in waiting]
         cast_shards([(p.group, shard, part) for p, shard, part in parts])
@@ -161,7 +161,7 @@ def _shard_of_master(p: FsdpParameter) -> QuantizedShard | ShardLayout:
     master = _master(p)
     layout = _layout_of(p, master.config)
     if len(p.modules) > 1 and not all(isinstance(module, nn.Linear) for module in p.modules):
-        # One that is no linear layer, as an embedding, needs the values.
+        # A module other than a linear layer, as an embedding, needs the values.
         return layout
     fmt = master.config.weight_format
     # Zeros, because 4-bit rows of odd length end within a byte.
@@ -173,7 +173,7 @@ def _shard_of_master(p: FsdpParameter) -> QuantizedShard | ShardLayout:
 
 
 def _part_of_master(p: FsdpParameter, shard: QuantizedShard) -> Part:
-    """What a cast reads and writes, with new scales: gathered weights hold the old ones."""
+    """Return what a cast reads and writes, with new scales: gathered weights hold the old ones."""
     split_groups: tuple[dist.ProcessGroup, ...] = ()
     if shard.global_scale is not None:
         shard.global_scale = torch.empty_like(shard.global_scale)
@@ -244,7 +244,7 @@ def _check_same(parameters: Sequence[FsdpParameter], entries: Sequence[str]) -> 
 
 
 def _described(p: FsdpParameter) -> str:
-    """What must be the same on all ranks: of a quantized Parameter also scales that no cast has made."""
+    """Describe what must be the same on all ranks: of a quantized Parameter also scales that no cast has made."""
     local: Any = p.local
     gathered = f"{local.config.of_all_ranks}"
     if isinstance(local, QuantizedShard) and not local.awaits_cast:

@@ -22,7 +22,7 @@ UNNAMED = "a parameter that is not the model's"
 
 
 def quantized_of(p: torch.Tensor) -> QuantizedTensor | None:
-    """What this rank holds of a parameter that is quantized itself, sharded or not; None of another."""
+    """Return what this rank holds of a quantized Parameter, sharded or not; None for another parameter."""
     return local if isinstance(local := _compat.local_of(p), QuantizedTensor) else None
 
 

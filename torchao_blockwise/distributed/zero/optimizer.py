@@ -173,7 +173,7 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Any optimizer's state dict, with each parameter's master as "master" among its states.
 
-        Under "zero1" the masters and states of this rank alone, to be loaded by the same rank of as many.
+        Under "zero1" only the masters and states of this rank, to be loaded by the same rank of as many.
         """
         self._adopt(self._weights.values())
         packed = super().state_dict()

@@ -1,4 +1,4 @@
-"""Primary weights: quantized Parameters, whose masters an optimizer alone has, and what ranks exchange of them.
+"""Primary weights: quantized Parameters, whose masters only an optimizer has, and what ranks exchange of them.
 
     masters of my range ─ cast ─▶ my payload entries ─ one all-gather of bytes ─▶ whole payloads, merged at the edges
     whole gradients of a rank ─ one reduce-scatter (ZeRO-2) ─▶ mean of my range, f32, added to my masters' gradients
@@ -47,7 +47,7 @@ class PrimaryWeight:
 
     @property
     def quantized(self) -> QuantizedTensor:
-        """What this rank holds of the weight; another object after a move."""
+        """The part that this rank holds of the weight; another object after a move."""
         return _compat.local_of(self.weight)  # type: ignore[return-value]
 
     @property
@@ -73,7 +73,7 @@ class PrimaryWeight:
         return [end - start for start, end in itertools.pairwise(self.edges)]
 
     def part(self, whole: torch.Tensor) -> torch.Tensor:
-        """What the master covers of a tensor in the weight's shape; a view where that is contiguous."""
+        """Return what the master covers of a tensor in the weight's shape; a view where that is contiguous."""
         return whole.reshape(-1)[self.edges[self.rank] : self.edges[self.rank + 1]] if self.is_split else whole
 
 
