@@ -53,7 +53,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torchao import float8
 
-from torchao_blockwise.distributed import fsdp
+from torchao_blockwise.distributed.fsdp import Root
 
 GATHERS = {"torchao_bf16_gather": False, "torchao_fp8_gather": True}
 RECIPES = ("bf16", *GATHERS, "fp8", "nvfp4")
@@ -105,8 +105,8 @@ def observing(device: torch.device) -> Iterator[dict[str, list]]:
     gathers = [name for name in ("all_gather_single", "all_gather_into_tensor") if hasattr(dist, name)]
     replaced = [(dist, name, counted(getattr(dist, name))) for name in gathers]
     replaced.append((dist, "all_reduce", timed("reduce", dist.all_reduce)))
-    # What `sync_weight_scales` and the hook of a root's forward pass share; and torchao's.
-    for owner, name in ((fsdp, "cast_shards"), (float8, "precompute_float8_dynamic_scale_for_fsdp")):
+    # What `sync_weight_scales` and the hook of a root's forward pass share, and torchao's.
+    for owner, name in ((Root, "sync"), (float8, "precompute_float8_dynamic_scale_for_fsdp")):
         replaced.append((owner, name, timed("sync", getattr(owner, name))))
     with contextlib.ExitStack() as stack:
         for owner, name, function in replaced:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import tempfile
@@ -13,7 +14,7 @@ from torchao.quantization import quantize_
 
 from torchao_blockwise import MasterWeightTensor, linears_and_experts, skip_lm_head
 from torchao_blockwise.distributed import MasterWeightOptimizer
-from torchao_blockwise.tensors import QuantizedShard
+from torchao_blockwise.tensors import QuantizedShard, QuantizedTensor
 
 CONFIGS = {
     "fp8": FP8,
@@ -104,39 +105,33 @@ def values(model) -> dict[str, torch.Tensor]:
 
 
 def trains(rank: int, kind: str, config: str, precision: str, loads_on_one: bool) -> None:
-    """Every weight trains, with the bits of the model that is sharded by hand."""
-    made = accelerator(loads_on_one, precision)
-    model = converted(kind, CONFIGS[config])
-    count = sum(isinstance(p, MasterWeightTensor) for p in model.parameters())
-    model, optimizer = made.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
-    assert sum(isinstance(p._local_tensor, MasterWeightTensor) for p in model.parameters()) == count > 0
-    assert {id(p) for g in optimizer.param_groups for p in g["params"]} == set(map(id, model.parameters()))
-    got = train(model, optimizer, rank, made.backward)
-    other = sharded_by_hand(converted(kind, CONFIGS[config]), precision)
-    with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
-        expected = train(other, torch.optim.AdamW(other.parameters(), lr=1e-2), rank, lambda loss: loss.backward())
-    assert_same_and_training(got, expected)
-
-
-def trains_quantized(rank: int, kind: str, config: str, precision: str, loads_on_one: bool) -> None:
-    """Parameters that are quantized themselves train by masters that are made of accelerate's shards."""
+    """Every weight trains, bit for bit as in the model that is sharded by hand; quantized Parameters by masters."""
+    is_quantized, precise = config.endswith("_quantized"), torch.autocast("cpu", torch.bfloat16, precision == "bf16")
     made = accelerator(loads_on_one, precision)
     model, other = converted(kind, CONFIGS[config]), converted(kind, CONFIGS[config])
-    if loads_on_one:
+    if is_quantized and loads_on_one:
         # What the first rank's state dict has.
         other.load_state_dict(other.state_dict())
         if rank:
             model.load_state_dict({name: torch.zeros_like(value) for name, value in model.state_dict().items()})
+    count = sum(isinstance(p, (MasterWeightTensor, QuantizedTensor)) for p in model.parameters())
     # accelerate takes no model without an optimizer.
-    model, _ = made.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
-    assert any(isinstance(p._local_tensor, QuantizedShard) for p in model.parameters())
-    got = train(model, MasterWeightOptimizer(torch.optim.AdamW, model, lr=1e-2), rank, made.backward)
-    other = sharded_by_hand(other, precision)
-    with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
-        expected = train(
-            other, MasterWeightOptimizer(torch.optim.AdamW, other, lr=1e-2), rank, lambda loss: loss.backward()
-        )
-    assert_same_and_training(got, expected)
+    model, optimizer = made.prepare(model, torch.optim.AdamW(model.parameters(), lr=0 if is_quantized else 1e-2))
+    kinds = QuantizedShard if is_quantized else MasterWeightTensor
+    assert sum(isinstance(p._local_tensor, kinds) for p in model.parameters()) == count > 0
+    assert {id(p) for g in optimizer.param_groups for p in g["params"]} == set(map(id, model.parameters()))
+    other, runs = sharded_by_hand(other, precision), []
+    for m, backward, context in (
+        (model, made.backward, contextlib.nullcontext()),
+        (other, lambda loss: loss.backward(), precise),
+    ):
+        if is_quantized:
+            optimizer = MasterWeightOptimizer(torch.optim.AdamW, m, lr=1e-2)
+        elif m is other:
+            optimizer = torch.optim.AdamW(m.parameters(), lr=1e-2)
+        with context:
+            runs.append(train(m, optimizer, rank, backward))
+    assert_same_and_training(*runs)
 
 
 def assert_same_and_training(got: list[dict], expected: list[dict]) -> None:
@@ -172,9 +167,7 @@ def trains_by_trainer(rank: int, kind: str, config: str, precision: str, loads_o
     assert before.keys() == after.keys() and not still, f"did not change: {still}"
 
 
-RUNS = {"accelerator": trains, "quantized": trains_quantized, "trainer": trains_by_trainer}
-
-
+RUNS = {"accelerator": trains, "trainer": trains_by_trainer}
 NEEDS = ("accelerate", "transformers")
 # (what trains, model, recipe, precision, whether one rank alone loads)
 CASES = {
@@ -183,7 +176,7 @@ CASES = {
             ("accelerator", "llama", "fp8", "bf16", True),
             ("accelerator", "moe", "fp8", "no", True),
             ("accelerator", "tied", "fp8", "bf16", False),
-            ("quantized", "moe", "nvfp4_quantized", "no", True),
+            ("accelerator", "moe", "nvfp4_quantized", "no", True),
             ("trainer", "llama", "fp8", "bf16", True),
         ],
         [
@@ -191,7 +184,7 @@ CASES = {
             ("accelerator", "tied", "fp8", "no", True),
             ("accelerator", "moe", "fp8", "bf16", False),
             ("accelerator", "llama", "nvfp4", "no", True),
-            *(("quantized", "llama", "fp8_quantized", *rest) for rest in (("bf16", True), ("no", False))),
+            *(("accelerator", "llama", "fp8_quantized", *rest) for rest in (("bf16", True), ("no", False))),
             ("trainer", "moe", "fp8", "no", False),
         ],
     )

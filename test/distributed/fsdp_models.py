@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+
+import pytest
 import torch
 import torch.distributed as dist
 from helpers import FULL, PER_EXPERT, RECIPES, replace
@@ -29,6 +32,11 @@ FOR_LOOP = {"foreach": False}
 # Results of other kernels, whose sums differ in the last bits: some elements that are quantized next round the other
 # way. Quantizing on another grid, or with another scale, would make three times as much in FP8, and more in NVFP4.
 ANOTHER_ROUNDING = 1e-2
+
+
+def raises(kind, message: str):
+    """`pytest.raises` of an error that has this text."""
+    return pytest.raises(kind, match=re.escape(message))
 
 
 def config_of(name: str):
@@ -201,6 +209,11 @@ def assert_trains_as_unsharded(model, reference, config, mesh, **options) -> Non
     originals = dict(reference.named_parameters())
     for name, p in (masters_of(model) | shards_of(model)).items():
         assert_bitwise_equal(gathered(p).cpu(), values(originals[name]).cpu(), name)
+
+
+def assert_same_losses(model, reference, **options) -> None:
+    actual, expected = (train(m, adamw(m), **options) for m in (model, reference))
+    assert actual == expected, (actual, expected)
 
 
 def assert_same_norms(actual: list[float], expected: list[float], model) -> None:

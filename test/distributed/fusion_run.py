@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from fsdp_models import CONFIGS
+from helpers import assert_same
 from shared_inputs import Counter
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torchao.quantization import quantize_
 
-from torchao_blockwise import fuse, fusion_report, skip_lm_head
-from torchao_blockwise.testing import assert_bitwise_equal
+from torchao_blockwise import _compat, fuse, fusion_report, skip_lm_head
 
 SIZES = {
     "vocab_size": 64, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -49,11 +49,9 @@ def steps(model, run=None, count: int = 2) -> tuple[list[torch.Tensor], int]:
     return [*results, *(p.detach() for p in model.parameters())], quantized
 
 
-def compare(fused, plain) -> None:
-    for index, (a, b) in enumerate(zip(fused, plain, strict=True)):
-        a, b = (getattr(x, "_local_tensor", x) for x in (a, b))
-        a, b = (getattr(x, "hp", x) for x in (a, b))
-        assert_bitwise_equal(a, b, str(index))
+def compare(*runs) -> None:
+    local = [[_compat.local_of(x) for x in run] for run in runs]
+    assert_same(*([getattr(x, "hp", x) for x in run] for run in local))
 
 
 def shards(rank: int, config: str, order: str, inside: bool, mixed: bool) -> None:
@@ -93,17 +91,20 @@ def compiles(rank: int, config: str) -> None:
     compare(*results)
 
 
+# A plan of tensor parallelism, for attention and for MLPs.
+_COLUMNS, _ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), ("o_proj", "down_proj")
+PLAN = dict.fromkeys(_COLUMNS, ColwiseParallel()) | dict.fromkeys(_ROWS, RowwiseParallel())
+
+
 def splits(rank: int, config: str, order: str) -> None:
     """A plan of tensor parallelism reaches layers as before; they hold DTensors, and share nothing."""
     mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
-    names = {"q_proj": ColwiseParallel, "k_proj": ColwiseParallel, "v_proj": ColwiseParallel, "o_proj": RowwiseParallel}
-    mlp = {"gate_proj": ColwiseParallel, "up_proj": ColwiseParallel, "down_proj": RowwiseParallel}
     results = []
     for kind in (order, ""):
         model = llama(config, kind)
         for layer in model.model.layers:
-            parallelize_module(layer.self_attn, mesh, {name: style() for name, style in names.items()})
-            parallelize_module(layer.mlp, mesh, {name: style() for name, style in mlp.items()})
+            for module in (layer.self_attn, layer.mlp):
+                parallelize_module(module, mesh, {n: style for n, style in PLAN.items() if hasattr(module, n)})
         results.append(steps(model))
         if kind:
             reasons = {module.reason for module in fusion_report(model).modules}

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 
+import pytest
 import torch
 import torch.distributed as dist
+from fsdp_models import raises
 from ranks import device
 from shard_cases import framed
 
@@ -16,7 +19,6 @@ from torchao_blockwise.distributed import (
     cast_master_weights_to_nvfp4,
     rank_consistency,
 )
-from torchao_blockwise.ops.shards.flat import CODES, ENTRIES, target_entries
 from torchao_blockwise.testing import assert_bitwise_equal, random_tensor
 
 CANARY = 0x5A
@@ -122,22 +124,20 @@ def check_whole(kind, group, rank, ranks, bounds_of) -> None:
             assert_bitwise_equal(got[end:], before[i][end:], f"elements of weight {i} after its own")
 
 
-def check_shards(kind, group, rank, ranks, one_code_a_byte: bool) -> None:
+def check_shards(kind, group, rank, ranks) -> None:
     """Payload goes to shard buffers, with canaries beside them; gathered and merged they are the whole."""
     weights = Weights(kind)
     bounds = drawn_bounds(weights, ranks, seed=ranks)
     masters, starts = weights.shards(bounds, rank)
-    into = CODES if one_code_a_byte else ENTRIES
     buffers, checks = [], []
     for i, (w, master, start) in enumerate(zip(weights.model, masters, starts)):
-        size = 0 if master is None else target_entries(start, master.numel(), w.shape, w.fmt, into)[1]
+        size = 0 if master is None else ops.shard_entries(start, master.numel(), w.shape[-1], w.fmt)[1]
         buffer, check = framed(zeros(size, dtype=torch.uint8))
         if w.fmt.element.bits == 8 and i % 2:
             buffer = buffer.view(torch.float8_e4m3fn)
         buffers.append(None if master is None else buffer)
         checks.append(check)
-    options = {} if kind == "fp8" else {"one_code_a_byte": one_code_a_byte}
-    CASTS[kind](weights.model, masters, starts, group, buffers, **options)
+    CASTS[kind](weights.model, masters, starts, group, buffers)
     for check in checks:
         check()
     check_scales(weights)
@@ -145,9 +145,6 @@ def check_shards(kind, group, rank, ranks, one_code_a_byte: bool) -> None:
         assert got.qdata.view(torch.uint8).eq(CANARY).all(), f"payload of weight {i} was written"
         mine = torch.empty(0, dtype=torch.uint8) if buffers[i] is None else buffers[i].view(torch.uint8)
         pieces = gather(mine, group, ranks)
-        if one_code_a_byte:
-            assert_bitwise_equal(torch.cat(pieces), codes(want), f"codes of weight {i}")
-            continue
         merged = torch.full_like(want.qdata.view(torch.uint8), CANARY, device=device())
         lengths = [end - start for start, end in zip(bounds[i], bounds[i][1:])]
         ops.merge_shards_([merged], [pieces], [bounds[i][:-1]], [lengths], [want.shape[-1]], want.fmt)
@@ -191,100 +188,83 @@ def check_collectives(group, rank, ranks) -> None:
     assert calls == (["compared"] + [reduction] * 3 if ranks > 1 else []), calls
 
 
-def raised(call) -> str:
-    try:
-        call()
-    except (ValueError, RuntimeError) as error:
-        return f"{type(error).__name__}: {error}"
-    raise AssertionError("did not raise")
+# What differs → (the format of rank 1, its shape and dtype, how it is named); rank 0 has [8, 16] of FP8 in float32.
+MISMATCHES = {
+    "shape": (fp8, (8, 17), torch.float32, "fp8_128x128 of torch.float32"),
+    "dtype": (fp8, (8, 16), torch.bfloat16, "fp8_128x128 of torch.bfloat16"),
+    "format": (NVFP4Tensor.from_hp, (8, 16), torch.float32, "nvfp4_16x16 of torch.float32"),
+    "scales": (fp8_pow2, (8, 16), torch.float32, "fp8_128x128 of torch.float32, power-of-2 scales"),
+    "length": (None, (), None, ""),
+}
 
 
 def check_mismatch(group, rank, ranks, what: str) -> None:
     """Ranks whose lists differ all raise, naming the rank and the weight; the group works afterwards."""
-    first = [fp8(zeros(8, 15 + MISMATCHES.index(what)))]
-    other = rank == 1
-    last = {
-        "shape": lambda: [fp8(zeros(8, 17 if other else 16))],
-        "dtype": lambda: [fp8(zeros(8, 16, dtype=torch.bfloat16 if other else torch.float32))],
-        "format": lambda: [(NVFP4Tensor.from_hp if other else fp8)(zeros(8, 16))],
-        "scales": lambda: [(fp8_pow2 if other else fp8)(zeros(8, 16))],
-        "length": lambda: [] if other else [fp8(zeros(8, 16))],
-    }[what]()
-    theirs = {
-        "shape": "weight 1 (fp8_128x128 of torch.float32, shape [8, 17])",
-        "dtype": "weight 1 (fp8_128x128 of torch.bfloat16, shape [8, 16])",
-        "format": "weight 1 (nvfp4_16x16 of torch.float32, shape [8, 16])",
-        "scales": "weight 1 (fp8_128x128 of torch.float32, power-of-2 scales, shape [8, 16])",
-        "length": "nothing more",
-    }[what]
-    model = first + last
+    model = [fp8(zeros(8, 15 + list(MISMATCHES).index(what)))]
+    make, shape, dtype, name = MISMATCHES[what]
+    if rank != 1:
+        model.append(fp8(zeros(8, 16)))
+    elif make is not None:
+        model.append(make(zeros(*shape, dtype=dtype)))
     nothing = [None] * len(model)
-    message = raised(lambda: cast_master_weights(model, nothing, nothing, group))
-    assert message == (
-        "ValueError: cast_master_weights: ranks differ; rank 0 has weight 1 (fp8_128x128 of torch.float32, shape [8, "
-        f"16]), rank 1 has {theirs}; make the same model on all ranks"
-    ), message
+    theirs = f"weight 1 ({name}, shape {list(shape)})" if make else "nothing more"
+    message = (
+        "cast_master_weights: ranks differ; rank 0 has weight 1 (fp8_128x128 of torch.float32, shape [8, 16]), rank 1 "
+        f"has {theirs}; make the same model on all ranks"
+    )
+    with raises(ValueError, message):
+        cast_master_weights(model, nothing, nothing, group)
     check_whole("fp8", group, rank, ranks, flat_bounds)
+
+
+@contextlib.contextmanager
+def store_timeout(seconds: int):
+    """How long ranks wait for each other: others may come so much later, where machines are busy."""
+    store = _compat.default_store()
+    timeout = store.timeout
+    store.set_timeout(datetime.timedelta(seconds=seconds))
+    yield
+    store.set_timeout(timeout)
 
 
 def check_missing(group, rank, ranks) -> None:
     """A rank that fails before the others meet it is named, in time."""
-    store = _compat.default_store()
-    timeout = store.timeout
-    # Others may come so much later, where machines are busy.
-    store.set_timeout(datetime.timedelta(seconds=3))
-    model = [fp8(zeros(8, 24))]
     master = zeros(500 if rank == 1 else 192)
-    message = raised(lambda: cast_master_weights_to_fp8(model, [master], [0], group))
-    store.set_timeout(timeout)
+    kind, message = RuntimeError, r"no word from rank 1.*weight 0 \(fp8_128x128 of torch.float32, shape \[8, 24\]\)"
     if rank == 1:
-        assert message == (
-            "ValueError: cast_master_weights_to_fp8: weight 0 (BlockwiseFP8Tensor, shape [8, 24]) has 192 elements, "
-            "its master claims [0, 500)"
-        ), message
-    else:
-        assert "RuntimeError: cast_master_weights_to_fp8: no word from rank 1" in message, message
-        assert "weight 0 (fp8_128x128 of torch.float32, shape [8, 24])" in message, message
+        kind = ValueError
+        message = r"weight 0 \(BlockwiseFP8Tensor, shape \[8, 24\]\) has 192 elements, its master claims \[0, 500\)"
+    with store_timeout(3), pytest.raises(kind, match=f"cast_master_weights_to_fp8: {message}"):
+        cast_master_weights_to_fp8([fp8(zeros(8, 24))], [master], [0], group)
 
 
 def check_stale_rank(group, rank, ranks) -> None:
     """A rank that comes with a new list where others repeat an old one: all raise, none waits for ever."""
     model = [fp8(zeros(8, 40))]
     cast_master_weights_to_fp8(model, [None], [None], group)
-    store = _compat.default_store()
-    timeout = store.timeout
-    store.set_timeout(datetime.timedelta(seconds=1))
     again = [*model, fp8(zeros(8, 8))] if rank == 1 else model
-    message = raised(lambda: cast_master_weights_to_fp8(again, [None] * len(again), [None] * len(again), group))
-    store.set_timeout(timeout)
-    if rank == 1:
-        assert "no answer from rank 0" in message, message
+    nothing = [None] * len(again)
+    with (
+        store_timeout(1),
+        pytest.raises((ValueError, RuntimeError), match="no answer from rank 0" if rank == 1 else ""),
+    ):
+        cast_master_weights_to_fp8(again, nothing, nothing, group)
 
 
 def check_outsider(group, rank, ranks) -> None:
-    message = raised(lambda: cast_master_weights_to_fp8([fp8(zeros(8, 8))], [None], [None], group))
-    assert message == (
-        f"ValueError: cast_master_weights_to_fp8: rank {rank} is not in the group; call it on the group's ranks alone"
-    )
+    message = f"cast_master_weights_to_fp8: rank {rank} is not in the group; call it on the group's ranks alone"
+    with raises(ValueError, message):
+        cast_master_weights_to_fp8([fp8(zeros(8, 8))], [None], [None], group)
 
 
 CHECKS = {"nan": check_nan, "collectives": check_collectives, "missing": check_missing, "stale": check_stale_rank}
-MISMATCHES = ("shape", "dtype", "format", "scales", "length")
-
-
-_EACH = [
-    f"{kind}-{how}"
-    for kind in CASTS
-    for how in ("drawn", "flat", "entries", "codes")
-    if (kind, how) != ("fp8", "codes")
-]
+_EACH = [f"{kind}-{how}" for kind in CASTS for how in ("drawn", "flat", "entries")]
 _DEFAULT = [
     "3-mixed-drawn",
     "4-mixed-flat",
     "4-nvfp4-drawn",
     "2-fp8-entries",
     "3-mixed-entries",
-    "3-nvfp4-codes",
     "3-nan",
 ]
 _DEFAULT += ["2-collectives", "3-differ_in_shape", "3-differ_in_length", "4-default_group", "3-missing", "2-outsider"]
@@ -317,8 +297,8 @@ def start(rank: int, ranks: int):
         if name in ("drawn", "flat"):
             bounds_of = flat_bounds if name == "flat" else lambda w, n: drawn_bounds(w, n, seed=n)
             check_whole(words[0], group, rank, size, bounds_of)
-        elif name in ("entries", "codes"):
-            check_shards(words[0], group, rank, size, one_code_a_byte=name == "codes")
+        elif name == "entries":
+            check_shards(words[0], group, rank, size)
         elif name == "default_group":
             check_whole("mixed", None, rank, size, flat_bounds)
         elif name == "outsider":

@@ -59,68 +59,6 @@ def of_one_process(model, run) -> object:
         return monitor.step()
 
 
-def microbatches(model) -> None:
-    for rank in range(RANKS):
-        model(batch(rank)).square().sum().backward()
-
-
-def fsdp(rank: int, recipe: str) -> None:
-    """A rank's batch is what one process has as a microbatch; shards cut blocks of 128 rows."""
-    mesh = dist.device_mesh.init_device_mesh("cpu", (RANKS,))
-    config = config_of(recipe)
-    expected = of_one_process(blocks(config), microbatches)
-    model = shard(blocks(config), mesh)
-    with NumericsMonitor(model, what_if=WHAT_IF) as monitor:
-        for _ in range(2):
-            model(batch(rank)).square().sum().backward()
-        monitor._disarm()
-        twice = monitor._tallies.take(0, monitor._group)
-    assert {t.elements for t in twice.tensors if t.tensor == "x"} == {4 * 37 * 48, 4 * 37 * 150}
-    with NumericsMonitor(model, what_if=WHAT_IF) as monitor:
-        model(batch(rank)).square().sum().backward()
-        compare(monitor.step(), expected)
-
-
-def fsdp_of_layers(rank: int, recipe: str | None) -> None:
-    """Each linear layer is a group of its own, whose weight is split again as soon as it has run."""
-    mesh = dist.device_mesh.init_device_mesh("cpu", (RANKS,))
-    config = None if recipe is None else config_of(recipe)
-    expected = of_one_process(blocks(config), microbatches)
-    model = blocks(config)
-    for block in model:
-        fully_shard(block.up, mesh=mesh)
-        fully_shard(block.down, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    with NumericsMonitor(model, what_if=WHAT_IF) as monitor:
-        model(batch(rank)).square().sum().backward()
-        compare(monitor.step(), expected)
-
-
-def fsdp_and_tensor_parallel(rank: int, recipe: str | None) -> None:
-    """Four ranks: two batches, each on two ranks that share the weights' rows or columns."""
-    mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
-    config, team = None if recipe is None else config_of(recipe), mesh["data"].get_local_rank()
-
-    def run(model, which) -> None:
-        model(batch(which, 128)).backward(batch(10 + which, 128))
-
-    expected = of_one_process(MLP(config), lambda model: [run(model, which) for which in range(2)])
-    model = parallelize_module(MLP(config), mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
-    fully_shard(model, mesh=mesh["data"])
-    with NumericsMonitor(model, what_if=WHAT_IF) as monitor:
-        run(model, team)
-        compare(monitor.step(), expected)
-
-
-def ddp(rank: int, recipe: str) -> None:
-    config = config_of(recipe)
-    expected = of_one_process(blocks(config), microbatches)
-    model = DistributedDataParallel(blocks(config))
-    with NumericsMonitor(model.module, what_if=WHAT_IF) as monitor:
-        model(batch(rank)).square().sum().backward()
-        compare(monitor.step(), expected)
-
-
 class MLP(nn.Sequential):
     def __init__(self, config):
         torch.manual_seed(0)
@@ -129,19 +67,59 @@ class MLP(nn.Sequential):
             quantize_(self, config)
 
 
-def tensor_parallel(rank: int, recipe: str | None) -> None:
-    """Both ranks have the whole batch: what they hold alike counts once.
+def run(model, which: int) -> None:
+    """One batch. An MLP's gradient is given: sums over ranks have other last bits, and so would a loss of them."""
+    if isinstance(model, MLP):
+        model(batch(which, 128)).backward(batch(10 + which, 128))
+    else:
+        model(batch(which)).square().sum().backward()
 
-    The gradient is given: results of sums over ranks have other last bits, and so would a loss of them.
-    """
-    mesh = dist.device_mesh.init_device_mesh("cpu", (RANKS,))
+
+def by_layers(model, mesh):
+    """Each linear layer is a group by itself, whose weight is split again as soon as it has run."""
+    for block in model:
+        fully_shard(block.up, mesh=mesh)
+        fully_shard(block.down, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def by_tensors(model, mesh):
+    return parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+
+
+# Way → (model, what shards it over a mesh of data and tensors, ranks along data, ranks along tensors).
+WAYS = {
+    "fsdp": (blocks, lambda model, mesh: shard(model, mesh["data"]), 2, 1),
+    "fsdp_of_layers": (blocks, lambda model, mesh: by_layers(model, mesh["data"]), 2, 1),
+    "ddp": (blocks, lambda model, mesh: DistributedDataParallel(model), 2, 1),
+    "tensor_parallel": (MLP, lambda model, mesh: by_tensors(model, mesh["tensor"]), 1, 2),
+    "fsdp_and_tensor_parallel": (
+        MLP, lambda model, mesh: fully_shard(by_tensors(model, mesh["tensor"]), mesh=mesh["data"]), 2, 2,
+    ),
+}  # fmt: skip
+
+
+def reports_as_one_process(way: str, recipe: str | None) -> None:
+    """A rank's batch is what one process has as a microbatch; what ranks hold alike counts once."""
+    make, shard_by, data, tensors = WAYS[way]
+    mesh = dist.device_mesh.init_device_mesh("cpu", (data, tensors), mesh_dim_names=("data", "tensor"))
     config = None if recipe is None else config_of(recipe)
-    x, dy = batch(0, 128), batch(1, 128)
-    expected = of_one_process(MLP(config), lambda model: model(x).backward(dy))
-    model = parallelize_module(MLP(config), mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
-    with NumericsMonitor(model, what_if=WHAT_IF) as monitor:
-        model(x).backward(dy)
+    expected = of_one_process(make(config), lambda model: [run(model, which) for which in range(data)])
+    model = shard_by(make(config), mesh)
+    with NumericsMonitor(getattr(model, "module", model), what_if=WHAT_IF) as monitor:
+        run(model, mesh["data"].get_local_rank())
         compare(monitor.step(), expected)
+
+
+def counts_microbatches(rank: int) -> None:
+    """Two passes before a report are counted together; shards cut blocks of 128 rows."""
+    mesh = dist.device_mesh.init_device_mesh("cpu", (RANKS,))
+    with NumericsMonitor(model := shard(blocks(config_of("nvfp4")), mesh), what_if=WHAT_IF) as monitor:
+        for _ in range(2):
+            run(model, rank)
+        monitor._disarm()
+        twice = monitor._tallies.take(0, monitor._group)
+    assert {t.elements for t in twice.tensors if t.tensor == "x"} == {4 * 37 * 48, 4 * 37 * 150}
 
 
 def expert_parallel(rank: int, recipe: str) -> None:
@@ -193,18 +171,14 @@ def nonfinite(rank: int) -> None:
 
 
 RUNS = {
-    "fsdp_of_layers": fsdp_of_layers,
-    "fsdp_and_tensor_parallel": fsdp_and_tensor_parallel,
-    "fsdp": fsdp, "ddp": ddp, "tensor_parallel": tensor_parallel, "expert_parallel": expert_parallel,
-    "pipeline": pipeline, "nonfinite": nonfinite,
+    "counts_microbatches": counts_microbatches, "expert_parallel": expert_parallel, "pipeline": pipeline,
+    "nonfinite": nonfinite,
 }  # fmt: skip
-
-
 # Of two processes and of four.
 CASES = {
     2: (
         [("fsdp", "nvfp4"), ("fsdp_of_layers", None), ("tensor_parallel", "fp8"), ("expert_parallel", "fp8"),
-         ("pipeline",), ("nonfinite",)],
+         ("counts_microbatches",), ("pipeline",), ("nonfinite",)],
         [("fsdp", "fp8"), ("fsdp_of_layers", "fp8"), ("fsdp_of_layers", "nvfp4"), ("ddp", "fp8"), ("ddp", "nvfp4"),
          ("tensor_parallel", "nvfp4"), ("tensor_parallel", None), ("expert_parallel", "nvfp4")],
     ),
@@ -216,4 +190,4 @@ CASES = {
 
 
 def start(rank: int, ranks: int):
-    return lambda name, *arguments: RUNS[name](rank, *arguments)
+    return lambda name, *args: reports_as_one_process(name, *args) if name in WAYS else RUNS[name](rank, *args)

@@ -12,6 +12,7 @@ from torchao.quantization import FqnToConfig, quantize_
 
 from torchao_blockwise.distributed import MasterWeightOptimizer
 from torchao_blockwise.tensors import QuantizedTensor
+from torchao_blockwise.testing import assert_bitwise_equal
 
 
 class Net(nn.Module):
@@ -93,7 +94,7 @@ def with_exact_means(model, ranks: int):
 
 
 def adamw(model, **options):
-    return MasterWeightOptimizer(torch.optim.AdamW, model, lr=1e-2, **FOR_LOOP | options)
+    return MasterWeightOptimizer(torch.optim.AdamW, model, **{"lr": 1e-2} | FOR_LOOP | options)
 
 
 def quantized(master: torch.Tensor, weight: QuantizedTensor) -> QuantizedTensor:
@@ -107,6 +108,15 @@ def assert_holds_masters(optimizer, model) -> None:
     assert weights
     for name, weight in weights.items():
         assert torch.equal(weight, quantized(state[name], weight)), name
+
+
+def assert_masters(optimizer, values: dict[str, torch.Tensor]) -> None:
+    """What `model_state_dict` has are these values, except of the frozen weight, which has no master."""
+    state = optimizer.model_state_dict()
+    assert list(state) == list(values)
+    for name, value in values.items():
+        if name != "frozen.weight":
+            assert_bitwise_equal(state[name], value, name)
 
 
 def is_trained(p: torch.Tensor) -> bool:

@@ -30,7 +30,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
-    PrepareModuleOutput,
     RowwiseParallel,
     SequenceParallel,
     loss_parallel,
@@ -138,15 +137,6 @@ def sequence_parallel(mesh, config):
             assert_close(out.detach() if local else out.to_local().detach(), own(alone_out, mesh, 1), "output")
             assert_close(own_x.grad, own(alone_grad, mesh, 1), "grad of x")
             assert_grads_close(model, expected)
-
-
-def prepares_module_output(mesh, config):
-    model = nn.Sequential(layer(config, 512, 160))
-    parallelize_module(model, mesh, {"0": ColwiseParallel(use_local_output=False)})
-    prepare = PrepareModuleOutput(output_layouts=(Shard(-1),), desired_output_layouts=(Replicate(),))
-    parallelize_module(model, mesh, prepare)
-    x = tokens()
-    assert_same_sums(model(x), layer(config, 512, 160)(x), "output")
 
 
 def loss_in_parallel(mesh, config):

@@ -204,13 +204,3 @@ def assert_trains_alike(model, expected) -> None:
         assert (actual - wanted).abs().max() <= (other - wanted).abs().max(), f"{actual}, {wanted}, {other}"
     else:
         torch.testing.assert_close(actual, wanted, rtol=close(), atol=0)
-
-
-@contextlib.contextmanager
-def raises(kind, message: str):
-    try:
-        yield
-    except kind as e:
-        assert message in str(e), f"{e}\n  does not say\n{message}"
-    else:
-        raise AssertionError(f"nothing raised; expected {kind.__name__}: {message}")

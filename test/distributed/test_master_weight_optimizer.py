@@ -1,4 +1,4 @@
-"""MasterWeightOptimizer in one process: the bits of training, groups, schedulers and scalers, bytes, refusals."""
+"""MasterWeightOptimizer in one process: the bits of training, groups, schedulers and scalers, refusals."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 from fsdp_models import CONFIGS
 from helpers import both_formats, mlp, replace
-from primary_weight_models import adamw, assert_holds_masters, batch, net, primary, quantized, train
+from primary_weight_models import adamw, assert_holds_masters, assert_masters, batch, net, primary, quantized, train
 from torch import nn
 from torch.optim import lr_scheduler
 
@@ -23,31 +23,46 @@ every_config = pytest.mark.parametrize("config", ("fp8", "nvfp4", "mixed", *SLOW
 both = pytest.mark.parametrize("config", ("fp8", "nvfp4"))
 
 
+def trains_alike(run, config="mixed", optimizer_class=torch.optim.AdamW, params=None, make=net, **options):
+    """`run(model, optimizer)` returns the same for master weights and for quantized Parameters with masters.
+
+    params: of a model, what the optimizer gets. Returns (result, model with master weights, model, optimizer).
+    """
+    results, models = [], []
+    for master_weights in (True, False):
+        model = make(config, master_weights)
+        given = list(model.parameters()) if params is None else params(model)
+        options = options or {"lr": 1e-2}
+        if master_weights:
+            optimizer = optimizer_class(given, **options)
+        else:
+            optimizer = MasterWeightOptimizer(optimizer_class, model, given, **options)
+        results.append(run(model, optimizer))
+        models.append(model)
+    assert results[0] == results[1]
+    return results[1], *models, optimizer
+
+
 # --- training ---------------------------------------------------------------------------------------------------------
 
 
 @every_config
 def test_trains_as_master_weights_do(config, device):
     """On a GPU with the backends that AUTO chooses; one loop over parameters: a foreach step may round another way."""
-    steps, runs = (20 if device == "cuda" else 105 if config in ("fp8", "nvfp4") else 20), []
-    for master_weights in (True, False):
+    steps = 20 if device == "cuda" or config not in ("fp8", "nvfp4") else 105
+
+    def make(config, master_weights):
         model = net(config, master_weights).to(device)
         for p in model.parameters():
             if isinstance(p, (MasterWeightTensor, QuantizedTensor)) and device == "cuda":
                 p.config = replace(p.config, backend="auto")
-        options = {"lr": 1e-2, "foreach": False}
-        if master_weights:
-            optimizer = torch.optim.AdamW(model.parameters(), **options)
-            plain = model
-        else:
-            optimizer = MasterWeightOptimizer(torch.optim.AdamW, model, **options)
-        runs.append(train(model, optimizer, steps))
-    assert runs[0] == runs[1]
+        return model
+
+    options = {"make": make, "lr": 1e-2, "foreach": False}
+    _, plain, model, optimizer = trains_alike(lambda m, o: train(m, o, steps), config, **options)
     assert_holds_masters(optimizer, model)
     assert {type(p) for p in model.parameters()} <= {nn.Parameter, BlockwiseFP8Tensor, NVFP4Tensor}
-    for name, value in plain.state_dict().items():
-        if name != "frozen.weight":
-            assert_bitwise_equal(optimizer.model_state_dict()[name], value, name)
+    assert_masters(optimizer, plain.state_dict())
 
 
 @both
@@ -58,14 +73,12 @@ def test_weights_of_bf16_models_have_fp32_masters(config):
     master = nn.Parameter(values["up.weight"].float())
     by_hand = torch.optim.AdamW([master], lr=1e-2)
     for step in range(4):
-        x = batch(step).bfloat16()
-        model(x).float().square().mean().backward()
+        model(batch(step).bfloat16()).float().square().mean().backward()
         assert type(model.up.weight.grad) is torch.Tensor and model.up.weight.grad.dtype == torch.bfloat16
         master.grad = model.up.weight.grad.float()
         optimizer.step()
         optimizer.zero_grad()
         by_hand.step()
-        assert optimizer.master(model.up.weight).dtype == torch.float32
         assert_bitwise_equal(optimizer.master(model.up.weight), master.detach())
         assert model.up.weight.dtype == torch.bfloat16
         assert torch.equal(model.up.weight, quantized(master.detach(), model.up.weight))
@@ -83,57 +96,51 @@ OPTIMIZERS = {
 
 @pytest.mark.parametrize(("optimizer_class", "options"), OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_any_optimizer(optimizer_class, options):
-    plain, (model, _) = net("mixed", master_weights=True), primary()
-    expected = train(plain, optimizer_class(plain.parameters(), **options), steps=6)
-    assert train(model, MasterWeightOptimizer(optimizer_class, model, **options), steps=6) == expected
+    trains_alike(lambda m, o: train(m, o, 6), optimizer_class=optimizer_class, **options)
 
 
-@pytest.mark.parametrize("kind", ("adamw", "lbfgs"))
-def test_closures(kind):
-    losses = []
-    for master_weights in (True, False):
-        model, seen = net("fp8", master_weights), []
-        model.idle.requires_grad_(False)
-        optimizer_class, options = {
-            "adamw": (torch.optim.AdamW, {"lr": 1e-2}),
-            "lbfgs": (torch.optim.LBFGS, {"lr": 1e-1, "max_iter": 4}),
-        }[kind]
-        trained = [p for p in model.parameters() if p.requires_grad]
-        if master_weights:
-            optimizer = optimizer_class(trained, **options)
-        else:
-            optimizer = MasterWeightOptimizer(optimizer_class, model, trained, **options)
+CLOSURES = {"adamw": (torch.optim.AdamW, {"lr": 1e-2}, 3), "lbfgs": (torch.optim.LBFGS, {"lr": 0.1, "max_iter": 4}, 12)}
 
-        def closure(model=model, optimizer=optimizer, seen=seen):
+
+@pytest.mark.parametrize(("optimizer_class", "options", "evaluations"), CLOSURES.values(), ids=CLOSURES)
+def test_closures(optimizer_class, options, evaluations):
+    def run(model, optimizer):
+        seen = []
+
+        def closure():
             optimizer.zero_grad()
             loss = model(batch(0)).square().mean()
             loss.backward()
             seen.append(loss.item())
             return loss
 
-        returned = [optimizer.step(closure).item() for _ in range(3)]
-        losses.append((seen, returned))
-    assert losses[0] == losses[1] and len(losses[0][0]) == {"adamw": 3, "lbfgs": 12}[kind]
+        return seen, [optimizer.step(closure).item() for _ in range(3)]
+
+    def params(model):
+        model.idle.requires_grad_(False)
+        return [p for p in model.parameters() if p.requires_grad]
+
+    (seen, _), *_ = trains_alike(run, "fp8", optimizer_class, params, **options)
+    assert len(seen) == evaluations
 
 
 def test_accumulated_gradients():
-    plain, (model, _) = net("mixed", master_weights=True), primary()
-    runs = []
-    for m, optimizer in ((plain, torch.optim.AdamW(plain.parameters(), lr=1e-2)), (model, adamw(model))):
+    def run(model, optimizer):
         losses = []
         for step in range(4):
             for micro in range(3):
-                loss = m(batch(3 * step + micro)).square().mean()
+                loss = model(batch(3 * step + micro)).square().mean()
                 loss.backward()
                 losses.append(loss.item())
             optimizer.step()
             optimizer.zero_grad(set_to_none=step % 2 == 0)
-        runs.append(losses)
-    assert runs[0] == runs[1]
+        return losses
+
+    trains_alike(run)
 
 
 @both
-def test_gradients_of_quantised_parameters(config):
+def test_gradients_of_quantized_parameters(config):
     """Plain, high-precision, accumulated in place, seen by hooks; the optimizer keeps none of them."""
     model, _ = primary(config)
     weight, fired = model.up.weight, []
@@ -159,18 +166,12 @@ def test_gradients_of_quantised_parameters(config):
         assert_holds_masters(optimizer, bf16)
 
 
-def test_no_gradients_change_nothing():
+def test_a_step_changes_weights_only_by_gradients_and_backward_sees_it():
     model, _ = primary()
-    optimizer = adamw(model)
-    before = copy.deepcopy([model.up.weight, model.mid.weight])
+    optimizer, before = adamw(model), copy.deepcopy([*primary()[0].parameters()])
     optimizer.step()
-    assert torch.equal(before[0], model.up.weight) and torch.equal(before[1], model.mid.weight)
-    assert not optimizer.state
-
-
-def test_changes_between_forward_and_backward_are_seen():
-    model, _ = primary()
-    optimizer, out = adamw(model), model(batch(0)).sum()
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters())) and not optimizer.state
+    out = model(batch(0)).sum()
     optimizer.step()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.backward()
@@ -178,16 +179,23 @@ def test_changes_between_forward_and_backward_are_seen():
 
 @both_formats
 def test_compiled_models(config):
-    plain = mlp(replace(config, backend="reference"))
-    model = mlp(replace(config, backend="reference", master_weights=False))
-    compiled, x = torch.compile(model, backend="aot_eager", fullgraph=True), torch.randn(8, 64)
-    optimizer, by_hand = adamw(model), torch.optim.AdamW(plain.parameters(), lr=1e-2)
-    for _ in range(3):
-        for m, o in ((compiled, optimizer), (plain, by_hand)):
-            m(x).square().mean().backward()
-            o.step()
-            o.zero_grad()
-        assert_bitwise_equal(optimizer.master(model[0].weight), plain[0].weight.hp)
+    def run(model, optimizer):
+        quantized_itself = isinstance(optimizer, MasterWeightOptimizer)
+        step = torch.compile(model, backend="aot_eager", fullgraph=True) if quantized_itself else model
+        for _ in range(3):
+            step(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def make(config, master_weights):
+        return mlp(replace(config, backend="reference", master_weights=master_weights))
+
+    x = torch.randn(8, 64)
+    plain, model = make(config, True), make(config, False)
+    optimizer = adamw(model)
+    run(plain, torch.optim.AdamW(plain.parameters(), lr=1e-2))
+    run(model, optimizer)
+    assert_masters(optimizer, plain.state_dict())
 
 
 # --- groups, schedulers, scalers --------------------------------------------------------------------------------------
@@ -199,20 +207,18 @@ def groups_of(model):
 
 
 def test_groups_and_one_that_is_added_later():
-    plain, (model, _) = net("mixed", master_weights=True), primary()
-    by_hand = torch.optim.AdamW(groups_of(plain), lr=1e-2)
-    optimizer = MasterWeightOptimizer(torch.optim.AdamW, model, groups_of(model), lr=1e-2)
-    runs, values = [], net("mixed", master_weights=True).down.state_dict()
-    for m, o in ((plain, by_hand), (model, optimizer)):
-        losses = train(m, o, 3)
+    values = net("mixed", master_weights=True).down.state_dict()
+
+    def run(model, optimizer):
+        losses = train(model, optimizer, 3)
         # Its values were freed by the first use; a load gives them again.
-        m.down.load_state_dict(values)
-        o.add_param_group({"params": m.down.weight, "lr": 5e-3})
-        runs.append(losses + train(m, o, 3, first=3))
-    assert runs[0] == runs[1]
-    assert [[g["lr"], g["weight_decay"]] for g in optimizer.param_groups] == [
-        [g["lr"], g["weight_decay"]] for g in by_hand.param_groups
-    ]
+        model.down.load_state_dict(values)
+        optimizer.add_param_group({"params": model.down.weight, "lr": 5e-3})
+        return losses + train(model, optimizer, 3, first=3), [
+            (g["lr"], g["weight_decay"]) for g in optimizer.param_groups
+        ]
+
+    *_, model, optimizer = trains_alike(run, params=groups_of)
     assert optimizer.param_groups[2]["params"] == [model.mid.weight, model.norm.weight], "a frozen weight has no master"
     with pytest.raises(ValueError, match="appear in more than one parameter group"):
         optimizer.add_param_group({"params": [model.mid.weight]})
@@ -228,9 +234,8 @@ def test_named_parameters():
     model, _ = primary()
     optimizer = adamw(model, params=model.named_parameters())
     names = optimizer.param_groups[0]["param_names"]
-    assert (
-        "up.weight" in names and "frozen.weight" not in names and len(names) == len(optimizer.param_groups[0]["params"])
-    )
+    assert "up.weight" in names and "frozen.weight" not in names
+    assert len(names) == len(optimizer.param_groups[0]["params"])
     train(model, optimizer, 1)
     optimizer.load_state_dict(optimizer.state_dict())
     assert optimizer.param_groups[0]["param_names"] == names
@@ -247,26 +252,21 @@ SCHEDULERS = {
 
 @pytest.mark.parametrize("make", SCHEDULERS.values(), ids=SCHEDULERS)
 def test_schedulers(make):
-    runs = []
-    for master_weights in (True, False):
-        model = net("mixed", master_weights)
-        optimizer = adamw(model) if not master_weights else torch.optim.AdamW(model.parameters(), lr=1e-2)
+    def run(model, optimizer):
         scheduler, seen = make(optimizer), []
         for step in range(6):
             seen += train(model, optimizer, 1, first=step)
             scheduler.step()
             seen += [optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["betas"], scheduler.get_last_lr()]
-        runs.append(seen)
-    assert runs[0] == runs[1]
+        return seen
+
+    *_, optimizer = trains_alike(run)
     assert optimizer.inner.param_groups[0]["lr"] != optimizer.param_groups[0]["lr"], "options pass when stepping"
 
 
 def test_grad_scaler():
-    runs = []
-    for master_weights in (True, False):
-        model, seen = net("mixed", master_weights), []
-        optimizer = adamw(model) if not master_weights else torch.optim.AdamW(model.parameters(), lr=1e-2)
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+    def run(model, optimizer):
+        scaler, seen = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2), []
         for step in range(6):
             loss = model(batch(step)).square().mean()
             scaler.scale(loss * (float("inf") if step == 2 else 1)).backward()
@@ -276,8 +276,10 @@ def test_grad_scaler():
             scaler.update()
             seen.append(scaler.get_scale())
             optimizer.zero_grad()
-        runs.append(seen)
-    assert runs[0] == runs[1] and runs[0][7] is False
+        return seen
+
+    seen, *_ = trains_alike(run)
+    assert seen[7] is False
 
 
 def test_hooks_and_state():
@@ -295,6 +297,17 @@ def test_hooks_and_state():
 # --- refusals ---------------------------------------------------------------------------------------------------------
 
 
+def _load_other_shape(model):
+    state = adamw(primary()[0]).state_dict()
+    state["state"][0]["master"] = torch.zeros(76, 37)
+    adamw(model).load_state_dict(state)
+
+
+def _step_rows(model):
+    model.up.weight = nn.Parameter(NVFP4Tensor.from_hp(torch.zeros(32, 32), block_size=(1, 16)))
+    adamw(model)
+
+
 REFUSALS = {
     "no class": (
         lambda m: MasterWeightOptimizer(torch.optim.AdamW(m.parameters()), m),
@@ -309,7 +322,7 @@ REFUSALS = {
     ),
     "option": (lambda m: adamw(m, betas=(2, 2)), ValueError, "Invalid beta parameter"),
     "shape": (
-        lambda m: adamw(m).load_state_dict(_other_shape()),
+        _load_other_shape,
         ValueError,
         r"the master of up.weight must have shape \[75, 37\], got \[76, 37\]; load the state of the same model",
     ),
@@ -318,29 +331,12 @@ REFUSALS = {
         ValueError,
         "different number of parameter groups",
     ),
+    "DDP flattens": (lambda m: m.up.weight.view(-1), ValueError, r"\(DistributedDataParallel: init_sync=False;"),
+    "blocks": (_step_rows, ValueError, "weight has blocks of 1x16; make it with square blocks"),
 }
-
-
-def _other_shape():
-    other, _ = primary()
-    state = adamw(other).state_dict()
-    state["state"][0]["master"] = torch.zeros(76, 37)
-    return state
 
 
 @pytest.mark.parametrize(("make", "kind", "message"), REFUSALS.values(), ids=REFUSALS)
 def test_refusals(make, kind, message):
     with pytest.raises(kind, match=message):
         make(primary()[0])
-
-
-def test_flattening_as_ddp_does_to_sync_names_the_remedy():
-    with pytest.raises(ValueError, match=r"\(DistributedDataParallel: init_sync=False;"):
-        primary()[0].up.weight.view(-1)
-
-
-def test_blocks_that_are_not_square_are_refused():
-    model = nn.Linear(32, 32)
-    model.weight = nn.Parameter(NVFP4Tensor.from_hp(model.weight.detach(), block_size=(1, 16)))
-    with pytest.raises(ValueError, match="weight has blocks of 1x16; make it with square blocks"):
-        adamw(model)

@@ -6,7 +6,7 @@ import re
 
 import pytest
 import torch
-from master_weight_checks import Weights, check_scales, codes
+from master_weight_checks import Weights, check_scales
 from shard_cases import framed
 from torch import nn
 
@@ -104,9 +104,6 @@ def test_shards_alone_leave_freed_payload_alone():
     cast_master_weights_to_nvfp4([weight], [hp.flatten()], [0], None, [shard])
     check()
     assert_bitwise_equal(shard.view(33, 26), NVFP4Tensor.from_hp(hp).qdata)
-    unpacked = torch.zeros(33 * 51, dtype=torch.uint8)
-    cast_master_weights_to_nvfp4([weight], [hp.flatten()], [0], None, [unpacked], one_code_a_byte=True)
-    assert_bitwise_equal(unpacked, codes(NVFP4Tensor.from_hp(hp)))
 
 
 def test_nothing_to_do():
@@ -119,31 +116,30 @@ FP8, NVFP4 = BlockwiseFP8Tensor.from_hp(torch.zeros(4, 16)), NVFP4Tensor.from_hp
 ONE_ROW = NVFP4Tensor.from_hp(torch.zeros(4, 16), block_size=(1, 16))
 VIEW = BlockwiseFP8Tensor.from_hp(torch.zeros(16, 4)).t()
 FLAT, BYTES = torch.ones(64), torch.zeros(10, dtype=torch.uint8)
-# (weights, masters, start offsets, buffers or None, one code a byte, the error)
+# (weights, masters, start offsets, buffers or None, the error)
 REFUSALS = {
-    "plain": ([FLAT.view(4, 16)], [FLAT], [0], None, False, TypeError("must be a QuantizedTensor, got Tensor")),
-    "lists": ([FP8], [FLAT], [0, 0], None, False, ValueError("an entry a weight, got lengths [1, 1, 2]")),
-    "twice": ([NVFP4, FP8, FP8], [None] * 3, [None] * 3, None, False, ValueError("is the same tensor as weight 1;")),
-    "one row": ([ONE_ROW], [FLAT], [0], None, False, ValueError("has blocks of 1x16; make it with square blocks")),
-    "a view": ([VIEW], [FLAT], [0], None, False, ValueError("is a view that is not contiguous; pass the weight")),
-    "start alone": ([FP8], [None], [5], None, False, ValueError("has no master and start offset 5; give both")),
-    "no start": ([FP8], [FLAT], [None], None, False, ValueError("has a master and start offset None; give both")),
-    "dtype": ([FP8], [FLAT.double()], [0], None, False, TypeError("float16 or float32, got torch.float64; cast")),
-    "shape": ([FP8], [FLAT.view(4, 16)], [0], None, False, ValueError("flat, contiguous master, got shape [4, 16]")),
-    "device": ([FP8], [FLAT.to("meta")], [0], None, False, ValueError("is on cpu, its master on meta; move")),
-    "devices": ([FP8, FP8.to("meta")], [None] * 2, [None] * 2, None, False, ValueError("is on meta, the first one")),
-    "outside": ([FP8], [FLAT], [1], None, False, ValueError("has 64 elements, its master claims [1, 65)")),
-    "shard": ([FP8], [FLAT[:5]], [3], [BYTES[:4]], False, ValueError("needs a flat shard of 5 bytes on cpu for")),
-    "no shard": ([NVFP4], [FLAT[:6]], [3], [None], False, ValueError("of 4 bytes on cpu for elements [3, 9)")),
-    "codes": ([NVFP4], [FLAT[:6]], [3], [BYTES[:4]], True, ValueError("of 6 bytes on cpu for elements [3, 9), got")),
-    "strides": ([FP8], [FLAT[:5]], [3], [BYTES[::2]], False, ValueError("needs a contiguous shard, got strides [2]")),
+    "plain": ([FLAT.view(4, 16)], [FLAT], [0], None, TypeError("must be a QuantizedTensor, got Tensor")),
+    "lists": ([FP8], [FLAT], [0, 0], None, ValueError("an entry a weight, got lengths [1, 1, 2]")),
+    "twice": ([NVFP4, FP8, FP8], [None] * 3, [None] * 3, None, ValueError("is the same tensor as weight 1;")),
+    "one row": ([ONE_ROW], [FLAT], [0], None, ValueError("has blocks of 1x16; make it with square blocks")),
+    "a view": ([VIEW], [FLAT], [0], None, ValueError("is a view that is not contiguous; pass the weight")),
+    "start alone": ([FP8], [None], [5], None, ValueError("has no master and start offset 5; give both")),
+    "no start": ([FP8], [FLAT], [None], None, ValueError("has a master and start offset None; give both")),
+    "dtype": ([FP8], [FLAT.double()], [0], None, TypeError("float16 or float32, got torch.float64; cast")),
+    "shape": ([FP8], [FLAT.view(4, 16)], [0], None, ValueError("flat, contiguous master, got shape [4, 16]")),
+    "device": ([FP8], [FLAT.to("meta")], [0], None, ValueError("is on cpu, its master on meta; move")),
+    "devices": ([FP8, FP8.to("meta")], [None] * 2, [None] * 2, None, ValueError("is on meta, the first one")),
+    "outside": ([FP8], [FLAT], [1], None, ValueError("has 64 elements, its master claims [1, 65)")),
+    "shard": ([FP8], [FLAT[:5]], [3], [BYTES[:4]], ValueError("needs a flat shard of 5 bytes on cpu for")),
+    "no shard": ([NVFP4], [FLAT[:6]], [3], [None], ValueError("of 4 bytes on cpu for elements [3, 9)")),
+    "strides": ([FP8], [FLAT[:5]], [3], [BYTES[::2]], ValueError("needs a contiguous shard, got strides [2]")),
 }
 
 
-@pytest.mark.parametrize(("weights", "masters", "starts", "buffers", "codes", "error"), REFUSALS.values(), ids=REFUSALS)
-def test_refuses(weights, masters, starts, buffers, codes, error):
+@pytest.mark.parametrize(("weights", "masters", "starts", "buffers", "error"), REFUSALS.values(), ids=REFUSALS)
+def test_refuses(weights, masters, starts, buffers, error):
     with pytest.raises(type(error), match=re.escape(str(error))):
-        cast_master_weights(weights, masters, starts, None, buffers, one_code_a_byte=codes)
+        cast_master_weights(weights, masters, starts, None, buffers)
 
 
 def test_refuses_another_kind_by_name():

@@ -13,7 +13,7 @@ import pytest
 import torch
 from fsdp_models import CONFIGS
 from helpers import RECIPES, Tied, both_formats, every_recipe, replace, saved_and_loaded
-from primary_weight_models import adamw, assert_holds_masters, net, primary, quantized, train
+from primary_weight_models import adamw, assert_holds_masters, assert_masters, net, primary, quantized, train
 from torch import nn
 from torchao.quantization import quantize_
 
@@ -78,15 +78,8 @@ def test_nothing_is_kept_of_frozen_weights():
     assert made.weight.pending_master is None
 
 
-def cast(m):
-    return m.bfloat16()
-
-
-TREATED = {"deepcopy": copy.deepcopy, "cast": cast}
-
-
 @both_formats
-@pytest.mark.parametrize("treat", TREATED.values(), ids=TREATED)
+@pytest.mark.parametrize("treat", (copy.deepcopy, nn.Module.bfloat16), ids=("deepcopy", "cast"))
 def test_values_go_with_the_weight(config, treat):
     made, value = layer(config)
     treated = treat(made)
@@ -138,9 +131,7 @@ def test_made_on_meta_then_loaded():
     values = net("mixed", master_weights=True, seed=5).state_dict()
     model.load_state_dict(values)
     optimizer = adamw(model)
-    for name, value in optimizer.model_state_dict().items():
-        if name != "frozen.weight":
-            assert_bitwise_equal(value, values[name], name)
+    assert_masters(optimizer, values)
     assert_holds_masters(optimizer, model)
 
 
@@ -202,7 +193,7 @@ def test_a_run_goes_on_from_a_checkpoint(config, order):
         other.load_state_dict(state["model"])
     if order == "optimizer_alone":
         # The rest, which has no masters.
-        rest = {n: v for n, v in state["model"].items() if other.get_parameter(n) not in resumed._of}
+        rest = {n: v for n, v in state["model"].items() if other.get_parameter(n) not in resumed._weights}
         other.load_state_dict(rest, strict=False)
     load_recipe_state(other, state["recipe"])
     assert_holds_masters(resumed, other)
@@ -220,16 +211,14 @@ def test_masters_of_a_checkpoint_outdo_values_that_were_loaded_before():
     assert_holds_masters(optimizer, model)
 
 
-def test_quantised_payload_after_its_masters_leaves_them():
+def test_quantized_payload_after_its_masters_leaves_them():
     model, _ = primary()
     optimizer = adamw(model)
     train(model, optimizer, 2)
     masters = {n: v.clone() for n, v in optimizer.model_state_dict().items()}
     payload = copy.deepcopy(model.state_dict(keep_vars=True))
     model.load_state_dict(payload)
-    for name, value in optimizer.model_state_dict().items():
-        if name != "frozen.weight":
-            assert_bitwise_equal(value, masters[name], name)
+    assert_masters(optimizer, masters)
 
 
 def test_state_dicts_are_plain_and_load_in_unconverted_models():

@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
-from fsdp_models import CONFIGS, adamw, batch, blocks, masters_of, quantized, shard, train
+from fsdp_models import CONFIGS, adamw, assert_gathers_exactly, batch, blocks, masters_of, quantized, shard, train
 from helpers import FP8, NVFP4, mlp, weight
 from ranks import spawn
 from torch import nn
@@ -58,14 +58,22 @@ def test_a_rank_holds_what_torch_chunk_gives_it(rows, ranks):
         assert part.padded_shape == (-(-rows // ranks), 3)
 
 
-def test_payload_shapes():
-    """4-bit codes travel two a byte where FSDP2 takes them: even rows."""
-    assert layout((256, 33), ranks=2).payload_shape == (128, 33)
-    assert layout((255, 33), ranks=2).payload_shape == (128, 33)
-    assert layout((256, 33), ranks=2, config=NVFP4).payload_shape == (128, 17)
-    assert layout((255, 33), ranks=2, config=NVFP4).payload_shape == (128, 33)
-    assert layout((256, 32), dim=1, ranks=2, config=NVFP4).payload_shape == (256, 16)
-    assert layout((8, 40, 33), ranks=4, config=NVFP4).payload_shape == (2, 40, 17)
+# (shape, dim, ranks, config, bytes that a rank sends): 4-bit codes travel two a byte where rows are even. Leading dims
+# hold matrices, of which none straddles ranks.
+PAYLOADS = [
+    ((256, 33), 0, 2, FP8, (128, 33)),
+    ((255, 33), 0, 2, FP8, (128, 33)),
+    ((256, 33), 0, 2, NVFP4, (128, 17)),
+    ((255, 33), 0, 2, NVFP4, (128, 33)),
+    ((256, 32), 1, 2, NVFP4, (256, 16)),
+    ((8, 40, 33), 0, 4, NVFP4, (2, 40, 17)),
+    ((6, 40, 24), 0, 4, FP8, (2, 40, 24)),
+]
+
+
+@pytest.mark.parametrize(("shape", "dim", "ranks", "config", "sent"), PAYLOADS)
+def test_payload_shapes(shape, dim, ranks, config, sent):
+    assert layout(shape, dim, rank=1, ranks=ranks, config=config).payload_shape == sent
 
 
 # --- gathers ----------------------------------------------------------------------------------------------------------
@@ -123,25 +131,21 @@ def test_scales_and_payload_follow_the_values(mesh, config):
                 assert_bitwise_equal(of_shard.global_scale, expected.global_scale)
 
 
-def test_experts_are_split_by_the_expert():
-    """Leading dims hold matrices with blocks of their own: none straddles ranks."""
-    part = layout((6, 40, 24), rank=1, ranks=4)
-    assert (part.start, part.local_shape, part.padded_shape) == (2, (2, 40, 24), (2, 40, 24))
-
-
 def test_a_model_without_shards_has_nothing_to_do():
     sync_weight_scales(mlp(FP8))
 
 
-def test_a_change_of_dtype_is_laid_out_anew(mesh):
-    """FSDP2 settles on a dtype at the first forward pass."""
-    model = shard(blocks(CONFIGS["fp8"]), mesh)
+@pytest.mark.parametrize(("before", "after"), [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)])
+def test_a_change_of_dtype_before_the_first_pass(before, after, mesh):
+    """FSDP2 settles on a dtype at the first forward pass; values are rounded to the dtype of now."""
+    model = shard(blocks(CONFIGS["fp8"], dtype=before), mesh)
     sync_weight_scales(model)
-    model.to(torch.bfloat16)
-    assert model(batch(dtype=torch.bfloat16)).dtype == torch.bfloat16
-    model[0].unshard()
-    assert model[0].up.weight.dtype == torch.bfloat16
-    sync_weight_scales(model)
+    model.to(after)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(1.01)
+    assert model(batch(dtype=after)).dtype == after
+    assert_gathers_exactly(model, CONFIGS["fp8"])
 
 
 def test_the_state_is_not_saved_with_the_weight(mesh, tmp_path):
@@ -209,6 +213,7 @@ def test_weights_are_flattened_where_no_layer_uses_the_result():
 TIMEOUT = 6.0
 _DIFFER = r"ValueError: sync_weight_scales: ranks differ; rank 0 has {}.*, rank 1 has {}.*; make the same model"
 _NO_WORD = rf"RuntimeError: sync_weight_scales: no word from rank 1 in {TIMEOUT:.0f} s; it failed, or its model"
+_ZERO = r"ValueError: MasterWeightOptimizer: ranks differ; rank 0 has {}"
 # What each rank says.
 WRONG = {
     "other_config": [_DIFFER.format("0.up.weight", "0.up.weight.*power_of_2_scales=True")] * 2,
@@ -221,6 +226,14 @@ WRONG = {
         "FloatingPointError",
     ],
     "no_weights": [_NO_WORD, "Error"],
+    "zero_other_shape": [_ZERO.format(r"up.weight \(fp8_128x128, ")] * 2,
+    "zero_other_format": [_ZERO.format(r"up.weight \(fp8_128x128, ")] * 2,
+    "zero_other_lr": [_ZERO.format("AdamW, shard zero1, .*lr=0.01, rank 1 has AdamW, shard zero1, .*lr=0.02")] * 2,
+    "zero_other_frozen": [_ZERO.format(r"mid.weight \(fp8_128x128, ")] * 2,
+    "zero_fails": [
+        "RuntimeError: MasterWeightOptimizer: no word from rank 1 in 6 s",
+        "FloatingPointError: rank 1 gives up",
+    ],
 }
 
 

@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from fsdp_models import CONFIGS, adamw, blocks, shard, train
 from helpers import FP8, replace
+from primary_weight_models import Net, net
+from primary_weight_models import adamw as masters
 from ranks import device, join
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
@@ -50,7 +52,37 @@ def _fails_later(rank, config):
     return blocks(config)
 
 
-WRONG = (_other_config, _other_shape, _fewer_weights, _fails_early, _fails_later, _no_weights)
+# Masters of quantized Parameters: the optimizer compares ranks.
+
+
+def _zero_other_shape(rank, config):
+    masters(net("fp8", False, make=lambda: Net(hidden=76 if rank else 75)), shard="zero1")
+
+
+def _zero_other_format(rank, config):
+    masters(net("nvfp4" if rank else "fp8", False), process_group=dist.group.WORLD)
+
+
+def _zero_other_lr(rank, config):
+    masters(net("fp8", False), lr=1e-2 * (rank + 1), shard="zero1")
+
+
+def _zero_other_frozen(rank, config):
+    model = net("fp8", False)
+    model.mid.weight.requires_grad_(rank == 0)
+    masters(model, shard="zero1")
+
+
+def _zero_fails(rank, config):
+    if rank == 1:
+        raise FloatingPointError("rank 1 gives up")
+    masters(net("fp8", False), shard="zero1")
+
+
+WRONG = (
+    _other_config, _other_shape, _fewer_weights, _fails_early, _fails_later, _no_weights, _zero_other_shape,
+    _zero_other_format, _zero_other_lr, _zero_other_frozen, _zero_fails,
+)  # fmt: skip
 
 
 def go_wrong(rank: int, ranks: int, port: int, file: str, timeout: float) -> None:

@@ -6,11 +6,11 @@ FP8 parts that cut no block, which is what FSDP2 makes of most weights, are read
 are written together, and only the scales wait for the ranks.
 
 It is the same for the master weights that FSDP2 shards, for quantized Parameters, and for masters that a program has
-split by itself. MAX is exact, so the bits are those of the whole weight quantized at once, for every split. Amaxes
-travel as the bits of magnitudes: among floats a MAX loses a NaN.
+split by itself. MAX is exact, so the result is bitwise identical to the whole weight quantized at once, for every
+split. Amaxes travel as integers, the bits of magnitudes: among floats a MAX loses a NaN.
 
 A part of dim 0 is a flat range of the weight, whatever blocks it cuts, and all such parts go through one call. A part
-of another dim is not: it is quantized as a tensor of its own, its frame, begun at a block border by zeros, whose blocks
+of another dim is not: it is quantized as a separate tensor, its frame, begun at a block border by zeros, whose blocks
 are a part of the weight's grid.
 """
 
@@ -38,7 +38,7 @@ from torchao_blockwise.tensors import QuantizedShard
 
 
 class Recipe(NamedTuple):
-    """What weights have in common that one call can quantize. dtype: what values are rounded to first."""
+    """The options that weights quantized by one call share. dtype: what values are rounded to first."""
 
     fmt: BlockFormat
     power_of_2_scales: bool
@@ -50,7 +50,7 @@ class Recipe(NamedTuple):
 
 
 class Part(NamedTuple):
-    """What a rank holds of a weight, and where its cast goes.
+    """A rank's part of a weight, and where its cast goes.
 
     shape: of the whole weight [.., N, K]. values: the rank's, contiguous, maybe offloaded; flat [n] if `dim` is 0; None
         where other ranks have them all.
@@ -136,7 +136,7 @@ def cast_parts(parts: Sequence[Part], group: dist.ProcessGroup | None, subject: 
 
 
 def _batches(placed: Sequence[_Placed], device: torch.device) -> list[list[_Placed]]:
-    """What goes through one call; frames and offloaded values alone, so that one copy at a time is on the device."""
+    """Group parts by call; frames and offloaded values one by one, so that one copy at a time is on the device."""
     together: dict[tuple[Recipe, str, bool], list[_Placed]] = {}
     alone = []
     for part, first in placed:
@@ -194,7 +194,7 @@ def _write_payload(batch: list[_Placed], encode: torch.Tensor) -> None:
 
 
 def _shards(batch: list[_Placed], device: torch.device) -> Shards:
-    """What this rank holds of the weights, on the device."""
+    """The parts that this rank holds of the weights, on the device."""
     values = [part.values for part, _ in batch if part.values is not None]
     if values[0].device != device:
         values = [x.to(device, non_blocking=True) for x in values]

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.nn.functional import all_to_all_single
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
@@ -63,7 +64,7 @@ def dispatch_tokens(
     dist.all_to_all_single(arriving, counts, group=group)
     counts, arriving = counts.view(ranks, most), arriving.view(ranks, most)
     sent, received = torch.stack([counts.sum(1), arriving.sum(1)]).tolist()
-    rows = _AllToAll.apply(x[: sum(sent)], sent, received, group)
+    rows = _exchange(x[: sum(sent)], sent, received, group)
     # Rows come rank by rank, each rank's sorted by expert.
     expert_of_run = torch.arange(most, device=x.device).repeat(ranks)
     ids = torch.repeat_interleave(expert_of_run, arriving.flatten(), output_size=sum(received))
@@ -77,28 +78,13 @@ def combine_tokens(y: torch.Tensor, journey: Journey, group: dist.ProcessGroup) 
     Returns [M, H] in the order of before; rows of no expert are zeros.
     """
     rows = unpermute(y, journey.source, 1)
-    back = _AllToAll.apply(rows, journey.received, journey.sent, group)
+    back = _exchange(rows, journey.received, journey.sent, group)
     stayed = journey.tokens - back.shape[0]
     return back if not stayed else torch.cat([back, back.new_zeros(stayed, back.shape[1])])
 
 
-class _AllToAll(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
-    ) -> torch.Tensor:
-        ctx.sent, ctx.received, ctx.group = sent, received, group
-        return _exchange(x, sent, received, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        return _exchange(grad_output, ctx.received, ctx.sent, ctx.group), None, None, None
-
-
 def _exchange(x: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> torch.Tensor:
-    out = x.new_empty(sum(received), x.shape[1])
-    dist.all_to_all_single(out, x.contiguous(), received, sent, group=group)
-    return out
+    return all_to_all_single(x.new_empty(sum(received), x.shape[1]), x.contiguous(), received, sent, group)
 
 
 class ExpertParallel(ParallelStyle):
@@ -142,36 +128,26 @@ class ExpertParallel(ParallelStyle):
             if getattr(local, "rounding_keys", None) is not None:
                 local.rounding_keys.of_experts(device_mesh.get_local_rank() * most).attach(local)
             module.register_parameter(name, nn.Parameter(sharded, requires_grad=parameter.requires_grad))
-        exchange = _Exchange(device_mesh)
-        module.register_forward_pre_hook(exchange.before)
-        module.register_forward_hook(exchange.after)
+        group = device_mesh.get_group()
+        journey: Any = None
+
+        def before(module: nn.Module, args: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+            nonlocal journey
+            for parameter in module.parameters(recurse=False):
+                local: Any = _compat.local_of(parameter)
+                is_master = isinstance(local, MasterWeightTensor)
+                if is_master and local.config.weight_format.has_global_scale and not local.config.scale_per_expert:
+                    # The experts of all ranks have one tensor scale. It is noted on the values, which compiled graphs
+                    # read without the weight around them.
+                    local.hp.amax_groups = group_names([group])
+            tokens, own_ends, journey = dispatch_tokens(*args, group)
+            return tokens, own_ends
+
+        def after(module: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
+            nonlocal journey
+            taken, journey = journey, None
+            return combine_tokens(output, taken, group)
+
+        module.register_forward_pre_hook(before)
+        module.register_forward_hook(after)
         return module
-
-
-def _shares_scale(weight: MasterWeightTensor) -> bool:
-    """Whether the experts of all ranks have one tensor scale."""
-    return weight.config.weight_format.has_global_scale and not weight.config.scale_per_expert
-
-
-class _Exchange:
-    """The hooks of a module of experts around its forward pass."""
-
-    def __init__(self, mesh: DeviceMesh):
-        self.mesh = mesh
-        self.journey: Journey | None = None
-
-    def before(self, module: nn.Module, args: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        x, group_ends = args
-        group = self.mesh.get_group()
-        for parameter in module.parameters(recurse=False):
-            local: Any = _compat.local_of(parameter)
-            if isinstance(local, MasterWeightTensor) and _shares_scale(local):
-                # Of the values, which compiled graphs read without the weight around them.
-                local.hp.amax_groups = group_names([group])  # type: ignore[attr-defined]
-        tokens, own_ends, self.journey = dispatch_tokens(x, group_ends, group)
-        return tokens, own_ends
-
-    def after(self, module: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
-        assert self.journey is not None
-        journey, self.journey = self.journey, None
-        return combine_tokens(output, journey, self.mesh.get_group())

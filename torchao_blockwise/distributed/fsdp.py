@@ -1,12 +1,12 @@
 """FSDP2 gathers weights quantized: their shards are cast where a pass of their root begins.
 
-    master weight       ─ in each pass ──────────────────▶ the QuantizedShard beside it ─┐
+    master weight       ─ in each pass ──────────────────▶ the QuantizedShard next to it ┐
     quantized Parameter ─ where values were loaded since ▶ its own QuantizedShard ───────┴─▶ gathers (tensors/fsdp.py)
 
 When? A rank cannot see that another's values changed, and a collective that only some ranks enter hangs them all. So no
-rank decides by what it sees: shards are cast where each forward pass of a root begins, and where `unshard()` is called
-by hand. It is left out in backward, and inside `weights_unchanged` after the first time, which the program, the same on
-all ranks, says. What an earlier pass left gathered is let go of, and gathered again.
+rank decides locally: shards are cast where each forward pass of a root begins, and where `unshard()` is called by hand.
+It is left out in backward, and inside `weights_unchanged` after the first time, which the program, the same on all
+ranks, says. What an earlier pass left gathered is let go of, and gathered again.
 """
 
 from __future__ import annotations
@@ -55,6 +55,11 @@ def sync_weight_scales(model: nn.Module) -> None:
         _root_of(owner, below, names).sync()
 
 
+def parameters_of(model: nn.Module, names: Mapping[torch.Tensor, str]) -> list[FsdpParameter]:
+    """Return the parameters that FSDP2 shards of `model`, before a first forward pass too."""
+    return torch_fsdp.parameters_of(_states_of(model), names)
+
+
 def _states_of(model: nn.Module) -> list[torch_fsdp.State]:
     found = dict.fromkeys(map(torch_fsdp.state_of, model.modules()))
     return [state for state in found if state is not None]
@@ -65,7 +70,7 @@ def _before_gathers(state: torch_fsdp.State) -> None:
         _root_of(*(torch_fsdp.scope_of(state) or (state, (state,)))).begin_pass()
 
 
-class _Root:
+class Root:
     """All quantized weights that FSDP2 shards below one root.
 
     masters: and what gathers of them send: a shard, or, in high precision, the layout of that.
@@ -78,15 +83,9 @@ class _Root:
         torch_fsdp.lazy_init(states)
         self.parameters = [p for p in torch_fsdp.parameters_of(states, names) if isinstance(p.local, _KINDS)]
         lay_out_shards(self.parameters)
-        self._kinds = list(map(_kind_of, self.parameters))
         self.masters = [(p, _shard_of_master(p)) for p in self.parameters if isinstance(p.local, MasterWeightTensor)]
         _reshard_wholly(states)
         _check_same(self.parameters, [_described(p) for p in self.parameters])
-
-    @property
-    def is_laid_out(self) -> bool:
-        """Whether the parameters still are what the shards were laid out for."""
-        return list(map(_kind_of, self.parameters)) == self._kinds
 
     def begin_pass(self) -> None:
         """Cast the shards and let go of what is gathered, unless the program says that weights do not change."""
@@ -105,10 +104,10 @@ class _Root:
     def sync(self) -> None:
         self.scopes = self._open_scopes()
         parts = [(p, s, _part_of_master(p, s)) for p, s in self.masters if isinstance(s, QuantizedShard)]
-        loaded = [p for p in self.parameters if isinstance(p.local, QuantizedShard) and p.local.awaits_cast]
-        # By position: values that a rank alone has changed would be cast into another rank's weights.
-        _check_same(loaded, [f"values for {p.name}" for p in loaded])
-        parts += [(p, _shard(p), _part_of_loaded(p)) for p in loaded]
+        waiting = [(p, p.local) for p in self.parameters if isinstance(p.local, QuantizedShard) and p.local.awaits_cast]
+        # By position: values that only one rank has changed would be cast into another rank's weights.
+        _check_same([p for p, _ in waiting], [f"values for {p.name}" for p, _ in waiting])
+        parts += [(p, shard, _part_of_loaded(p, shard)) for p, shard in waiting]
         cast_shards([(p.group, shard, part) for p, shard, part in parts])
         for p, shard in self.masters:
             if isinstance(shard, QuantizedShard):
@@ -122,17 +121,17 @@ class _Root:
 
 def _root_of(
     owner: object, states: tuple[torch_fsdp.State, ...], names: Mapping[torch.Tensor, str] | None = None
-) -> _Root:
+) -> Root:
     """The root of `states`, made once and kept with `owner`, which lives as long as they do."""
     notes = torch_fsdp.notes_of(owner)
     root = notes.get(_NOTE)
-    if root is None or not root.is_laid_out or root.states != states:
+    if root is None or root.states != states:
         for state in states:
             # What was made before FSDP2 knew the root.
             torch_fsdp.notes_of(state).pop(_NOTE, None)
         # Outside of inference mode: what is made here is changed again in training.
         with torch.inference_mode(False):
-            root = notes[_NOTE] = _Root(states, names or {})
+            root = notes[_NOTE] = Root(states, names or {})
     return root
 
 
@@ -162,7 +161,7 @@ def _shard_of_master(p: FsdpParameter) -> QuantizedShard | ShardLayout:
     master = _master(p)
     layout = _layout_of(p, master.config)
     if len(p.modules) > 1 and not all(isinstance(module, nn.Linear) for module in p.modules):
-        # One that is no linear layer, as an embedding, needs the values.
+        # A module other than a linear layer, as an embedding, needs the values.
         return layout
     fmt = master.config.weight_format
     # Zeros, because 4-bit rows of odd length end within a byte.
@@ -174,7 +173,7 @@ def _shard_of_master(p: FsdpParameter) -> QuantizedShard | ShardLayout:
 
 
 def _part_of_master(p: FsdpParameter, shard: QuantizedShard) -> Part:
-    """What a cast reads and writes, with new scales: gathered weights hold the old ones."""
+    """Return what a cast reads and writes, with new scales: gathered weights hold the old ones."""
     split_groups: tuple[dist.ProcessGroup, ...] = ()
     if shard.global_scale is not None:
         shard.global_scale = torch.empty_like(shard.global_scale)
@@ -213,21 +212,11 @@ def _reshard_wholly(states: tuple[torch_fsdp.State, ...]) -> None:
 # --- quantized Parameters ---------------------------------------------------------------------------------------------
 
 
-def _shard(p: FsdpParameter) -> QuantizedShard:
-    return p.local  # type: ignore[return-value]
-
-
-def _part_of_loaded(p: FsdpParameter) -> Part:
-    shard = _shard(p)
+def _part_of_loaded(p: FsdpParameter, shard: QuantizedShard) -> Part:
     # Without values it was given those that it stands for, as a state dict has them: its master's, then.
     master = None if shard.pending_master.hp is not None else shard.pending_master.master(p.parameter)
     values = shard.values() if master is None else _compat.local_of(master)
     return shard_part(shard, values.to(shard.device))
-
-
-def lay_out_shards_of(model: nn.Module, names: Mapping[torch.Tensor, str]) -> None:
-    """`lay_out_shards`, where an optimizer casts them before a first forward pass."""
-    lay_out_shards(torch_fsdp.parameters_of(_states_of(model), names))
 
 
 def lay_out_shards(parameters: Iterable[FsdpParameter]) -> None:
@@ -249,17 +238,13 @@ def _layout_of(p: FsdpParameter, config: TrainingConfig) -> ShardLayout:
     return ShardLayout(p.name, p.shape, p.dtype, p.dim, p.rank, p.ranks, config)
 
 
-def _kind_of(p: FsdpParameter) -> tuple[type, torch.dtype, TrainingConfig | None]:
-    return type(p.local), p.local.dtype, getattr(p.local, "config", None)
-
-
 def _check_same(parameters: Sequence[FsdpParameter], entries: Sequence[str]) -> None:
     for ranks in dict.fromkeys(p.mesh_ranks for p in parameters):
         check_same(_SUBJECT, sorted(ranks), [e for p, e in zip(parameters, entries) if p.mesh_ranks == ranks])
 
 
 def _described(p: FsdpParameter) -> str:
-    """What must be the same on all ranks: of a quantized Parameter also scales that no cast has made."""
+    """Describe what must be the same on all ranks: of a quantized Parameter also scales that no cast has made."""
     local: Any = p.local
     gathered = f"{local.config.of_all_ranks}"
     if isinstance(local, QuantizedShard) and not local.awaits_cast:

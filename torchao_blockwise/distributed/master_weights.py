@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from torchao_blockwise import _compat
+from torchao_blockwise import _compat, ops
 from torchao_blockwise.distributed.cast import Part, Recipe, cast_parts
 from torchao_blockwise.distributed.rank_consistency import check_same_once
 from torchao_blockwise.formats import HIGH_PRECISION_DTYPES
@@ -53,17 +53,14 @@ def cast_master_weights_to_nvfp4(
     start_offsets: Sequence[int | None],
     group: dist.ProcessGroup | None = None,
     fsdp_shard_model_weights: Sequence[torch.Tensor | None] | None = None,
-    *,
-    one_code_a_byte: bool = False,
 ) -> None:
     """`cast_master_weights_to_fp8` for NVFP4 weights in blocks of 16×16; global scales are written too.
 
     fsdp_shard_model_weights: flat uint8 buffers of the bytes that hold the shard, `ops.shard_entries` of them. The
         first and the last may be shared with a neighbor, whose nibble stays; `ops.merge_shards_` joins gathered ones.
-    one_code_a_byte: the buffers are [n], a code in the low bits of a byte, for gathers that split between any elements.
     """
     lists = model_weights, master_weights, start_offsets, fsdp_shard_model_weights
-    _cast("cast_master_weights_to_nvfp4", NVFP4Tensor, *lists, group, one_code_a_byte)
+    _cast("cast_master_weights_to_nvfp4", NVFP4Tensor, *lists, group)
 
 
 def cast_master_weights(
@@ -72,12 +69,10 @@ def cast_master_weights(
     start_offsets: Sequence[int | None],
     group: dist.ProcessGroup | None = None,
     fsdp_shard_model_weights: Sequence[torch.Tensor | None] | None = None,
-    *,
-    one_code_a_byte: bool = False,
 ) -> None:
     """`cast_master_weights_to_fp8` and `_to_nvfp4` in one: weights of any formats and dtypes, still one all-reduce."""
     lists = model_weights, master_weights, start_offsets, fsdp_shard_model_weights
-    _cast("cast_master_weights", QuantizedTensor, *lists, group, one_code_a_byte)
+    _cast("cast_master_weights", QuantizedTensor, *lists, group)
 
 
 def _cast(
@@ -88,24 +83,29 @@ def _cast(
     starts: Sequence[int | None],
     targets: Sequence[torch.Tensor | None] | None,
     group: dist.ProcessGroup | None,
-    one_code_a_byte: bool = False,
 ) -> None:
-    for i, w in enumerate(weights):
-        if not isinstance(w, kind):
-            raise TypeError(
-                f"{name}: weight {i} must be a {kind.__name__}, got {type(w).__name__}; weights of several kinds go "
-                f"through {cast_master_weights.__module__}.cast_master_weights"
-            )
     sizes = [len(x) for x in (weights, masters, starts, *(() if targets is None else (targets,)))]
     if len(set(sizes)) > 1:
         raise ValueError(f"{name}: all lists must have an entry a weight, got lengths {sizes}")
     first: dict[int, int] = {}
-    for i, w in enumerate(weights):
-        if first.setdefault(id(w), i) != i:
-            raise ValueError(f"{name}: weight {i} is the same tensor as weight {first[id(w)]}; list a tied weight once")
+    # Attributes of subclasses would take a detour of 1 µs each, a third of the host's time for a long list.
+    with _compat.no_torch_function():
+        for i, (w, master, start) in enumerate(zip(weights, masters, starts)):
+            if not isinstance(w, kind):
+                raise TypeError(
+                    f"{name}: weight {i} must be a {kind.__name__}, got {type(w).__name__}; weights of several kinds "
+                    f"go through {cast_master_weights.__module__}.cast_master_weights"
+                )
+            if (before := first.setdefault(id(w), i)) != i:
+                raise ValueError(f"{name}: weight {i} is the same tensor as weight {before}; list a tied weight once")
+            refusal = _why_not(w, master, start, weights[0].device)
+            if refusal is None and targets is not None and master is not None and start is not None:
+                refusal = _why_not_into(targets[i], w, master, start)
+            if refusal is not None:
+                error, reason = refusal
+                raise error(f"{name}: weight {i} ({type(w).__name__}, shape {list(w.shape)}) {reason}")
     if weights:
-        into = flat.CODES if one_code_a_byte else flat.ENTRIES
-        write_masters(name, weights, masters, starts, _group(name, group), targets, into)
+        write_masters(name, weights, masters, starts, _group(name, group), targets)
 
 
 def write_masters(
@@ -115,22 +115,14 @@ def write_masters(
     starts: Sequence[int | None],
     group: dist.ProcessGroup | None,
     targets: Sequence[torch.Tensor | None] | None = None,
-    into: str = flat.ENTRIES,
 ) -> None:
-    """What `cast_master_weights` does, for a caller that has its group and lists of a length. name: for errors.
+    """What `cast_master_weights` does, for a caller that has its group and lists that fit. name: for errors.
 
     group: ranks that share the masters, or None: this process has whole ones, whatever other ranks do.
-    targets, into: where payloads go, if not to the weights' own, and in which form.
+    targets: where the bytes of payloads go, if not to the weights' own.
     """
-    # Attributes of subclasses would take a detour of 1 µs each, a third of the host's time for a long list.
     with _compat.no_torch_function():
-        for i, (w, master, start) in enumerate(zip(weights, masters, starts)):
-            refusal = _why_not(w, master, start, weights[0].device)
-            if refusal is None and targets is not None and master is not None and start is not None:
-                refusal = _why_not_into(targets[i], w, master, start, into)
-            if refusal is not None:
-                error, reason = refusal
-                raise error(f"{name}: weight {i} ({type(w).__name__}, shape {list(w.shape)}) {reason}")
+        into = flat.ENTRIES
         if targets is None:
             targets, into = [w.qdata for w in weights], flat.WHOLE
         parts = [
@@ -194,10 +186,10 @@ def _why_not(
 
 
 def _why_not_into(
-    shard: torch.Tensor | None, w: QuantizedTensor, master: torch.Tensor, start: int, into: str
+    shard: torch.Tensor | None, w: QuantizedTensor, master: torch.Tensor, start: int
 ) -> tuple[type[Exception], str] | None:
     """The error that a shard buffer is refused with, or None."""
-    _, wanted = flat.target_entries(start, master.numel(), w.shape, w.fmt, into)
+    _, wanted = ops.shard_entries(start, master.numel(), w.shape[-1], w.fmt)
     if shard is None or shard.itemsize != 1 or shard.shape != (wanted,) or shard.device != w.device:
         got = "none" if shard is None else f"{shard.dtype} of shape {list(shard.shape)} on {shard.device}"
         elements = f"elements [{start}, {start + master.numel()})"

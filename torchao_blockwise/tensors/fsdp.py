@@ -62,7 +62,7 @@ class ShardLayout:
             raise TypeError(f"ShardLayout: it needs a TrainingConfig and bfloat16, float16 or float32, got {got}")
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """What loads and copies set: fields, checked as those of a new layout."""
+        """Set what loads and copies give: fields, checked as those of a new layout."""
         for field in fields(self):
             object.__setattr__(self, field.name, state[field.name])
         self.__post_init__()
@@ -106,7 +106,7 @@ class ShardLayout:
 
 
 class Gather(NamedTuple):
-    """What FSDP2 keeps of a weight from before its gather to after it. scale: of the whole, None in high precision."""
+    """FSDP2 keeps it of a weight from before its gather to after it. scale: of the whole, None in high precision."""
 
     layout: ShardLayout
     scale: torch.Tensor | None = None
@@ -114,7 +114,7 @@ class Gather(NamedTuple):
 
 
 def gathered_dtype(master: MasterWeightTensor) -> torch.dtype:
-    """What the values of `master` are rounded to where FSDP2 gathers them; their own dtype where it does not."""
+    """The dtype that values of `master` are rounded to where FSDP2 gathers them; their own where it does not."""
     shard = master.shard
     layout = shard if shard is None or isinstance(shard, ShardLayout) else shard.part
     return master.dtype if layout is None else layout.dtype
@@ -163,7 +163,7 @@ def pre_all_gather(
     module: torch.nn.Module,
     mp_policy: MixedPrecisionPolicy,
 ) -> tuple[tuple[torch.Tensor], Gather]:
-    """What this rank sends of `master`, a parameter of `module`, and what turns all ranks' parts into the weight."""
+    """Return what this rank sends of `master`, a parameter of `module`, and how all ranks' parts become the weight."""
     check_installed(module)
     shard = master.shard
     if isinstance(shard, ShardLayout):

@@ -1,7 +1,7 @@
 """The high-precision values of a quantized weight that its optimizer is yet to take for its master.
 
 A weight that trains has them from its conversion, or from a load. Where no optimizer comes they are freed by the first
-GEMM with the weight: a quantized weight alone is what was asked for. Once an optimizer has taken them, values that are
+GEMM with the weight: only a quantized weight was asked for. Once an optimizer has taken them, values that are
 copied into the weight are kept until it has taken those too.
 """
 

@@ -1,4 +1,4 @@
-"""What a rank of FSDP2 holds of a quantized weight: its part's payload, and the scales of the whole.
+"""A rank's part of a quantized weight under FSDP2: its part's payload, and the scales of the whole.
 
     fully_shard: quantized Parameter ─ rows ─▶ QuantizedShard     (rows of the values, until an optimizer takes them)
     a change of values: shards of masters ─ cast, amaxes over ranks ─▶ payload of the rows, scales of the whole
@@ -6,7 +6,7 @@
 
 Rows may end anywhere in a block: no payload lies across two ranks, and every rank has every scale. High-precision
 values that are copied in cannot be quantized by a rank alone; they wait for a cast, which all ranks make together. A
-master weight has one beside it, which each pass casts anew.
+master weight has one next to it, which each pass casts again.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 aten = torch.ops.aten
 
-# What is the same for the rows as for all of the weight: copies, moves, and plain tensors like it.
+# Operations that are the same for the rows as for the whole weight: copies, moves, and plain tensors like it.
 _ROW_BY_ROW = {
     aten.alias.default,
     aten.clone.default,

@@ -1,4 +1,4 @@
-"""Parameter groups: what an optimizer is given, what is refused of it, and what ranks must have in common."""
+"""Parameter groups and state dicts of `MasterWeightOptimizer`: what it is given and refuses, and what it saves."""
 
 from __future__ import annotations
 
@@ -10,14 +10,19 @@ import torch.distributed as dist
 
 from torchao_blockwise import _compat
 from torchao_blockwise.distributed.rank_consistency import check_same
+from torchao_blockwise.distributed.zero.weights import PrimaryWeight, gather_parts
 from torchao_blockwise.tensors import QuantizedShard, QuantizedTensor
 
 # Keys of a group that are no options.
 PARAMETERS = ("params", "param_names")
+# The key of a master among the states of its parameter.
+MASTER = "master"
+# In errors, of a parameter without a name.
+UNNAMED = "a parameter that is not the model's"
 
 
 def quantized_of(p: torch.Tensor) -> QuantizedTensor | None:
-    """What this rank holds of a parameter that is quantized itself, sharded or not; None of another."""
+    """Return what this rank holds of a quantized Parameter, sharded or not; None for another parameter."""
     return local if isinstance(local := _compat.local_of(p), QuantizedTensor) else None
 
 
@@ -48,12 +53,6 @@ def described_options(group: dict[str, Any]) -> str:
     return ", ".join(f"{key}={value}" for key, value in sorted(plain.items())) or "no options"
 
 
-def _described(p: torch.Tensor) -> str:
-    quantized = quantized_of(p)
-    kind = type(p).__name__ if quantized is None else f"{quantized.fmt.name}, {quantized.config}"
-    return f"{kind}, {list(p.shape)} {p.dtype}" + ", frozen" * (not p.requires_grad)
-
-
 def check_parameters(
     name: str,
     groups: Sequence[dict[str, Any]],
@@ -65,23 +64,35 @@ def check_parameters(
 
     names: of all parameters of the model. group: ranks with the same whole weights; else those of FSDP2's shards.
     """
-
-    def name_of(p: torch.Tensor) -> str:
-        return names.get(p, "a parameter that is not the model's")
-
     given = [p for g in groups for p in g["params"]]
+    ranks = set() if group is None else set(dist.get_process_group_ranks(group))
     for p in given:
-        refusal = _why_no_master(p, whole=group is not None)
-        if refusal is not None:
-            raise ValueError(f"{name}: {name_of(p)} {refusal}")
-    ranks = _mesh_ranks(given) if group is None else dist.get_process_group_ranks(group)
+        refusal, quantized = "", quantized_of(p)
+        if group is not None and isinstance(quantized, QuantizedShard):
+            refusal = "is split by FSDP2 already; leave process_group and shard out, which are for whole weights"
+        elif quantized is not None and not quantized.fmt.is_square:
+            refusal = "has blocks of {}x{}; make it with square blocks".format(*quantized.fmt.block)
+        elif quantized is not None and not (quantized.qdata.is_contiguous() and quantized.scale.is_contiguous()):
+            refusal = "is a view that is not contiguous; pass the weight that it is a view of"
+        elif quantized is not None and quantized is not p and not isinstance(quantized, QuantizedShard):
+            refusal = "is quantized and split by tensor parallelism; convert with master_weights=True"
+        if refusal:
+            raise ValueError(f"{name}: {names.get(p, UNNAMED)} {refusal}")
+        if group is None and isinstance(quantized, QuantizedShard):
+            ranks |= set(p.device_mesh.mesh.flatten().tolist())
     if len(ranks) > 1:
         entries = [what]
         for i, options in enumerate(groups):
             entries.append(f"group {i}: {described_options(options)}")
-            entries += [f"{name_of(p)} ({_described(p)}) in group {i}" for p in options["params"]]
+            entries += [f"{names.get(p, UNNAMED)} ({_described(p)}) in group {i}" for p in options["params"]]
         entries += [f"{known} ({_described(p)})" for p, known in names.items()]
         check_same(name, sorted(ranks), entries)
+
+
+def _described(p: torch.Tensor) -> str:
+    quantized = quantized_of(p)
+    kind = type(p).__name__ if quantized is None else f"{quantized.fmt.name}, {quantized.config}"
+    return f"{kind}, {list(p.shape)} {p.dtype}" + ", frozen" * (not p.requires_grad)
 
 
 def checked_group(name: str, group: dist.ProcessGroup | None, shard: str | None) -> dist.ProcessGroup | None:
@@ -96,21 +107,91 @@ def checked_group(name: str, group: dist.ProcessGroup | None, shard: str | None)
     return group
 
 
-def _why_no_master(p: torch.Tensor, whole: bool) -> str | None:
-    """Why a parameter cannot be stepped, with the remedy, or None. whole: ranks are to have the same whole weights."""
-    quantized = quantized_of(p)
-    if whole and isinstance(quantized, QuantizedShard):
-        return "is split by FSDP2 already; leave process_group and shard out, which are for whole weights"
-    if quantized is None:
-        return None
-    if not quantized.fmt.is_square:
-        return "has blocks of {}x{}; make it with square blocks".format(*quantized.fmt.block)
-    if quantized is not p and not isinstance(quantized, QuantizedShard):
-        return "is quantized and split by tensor parallelism; convert with master_weights=True"
-    return None
+# --- state dicts ------------------------------------------------------------------------------------------------------
 
 
-def _mesh_ranks(parameters: Iterable[torch.Tensor]) -> list[int]:
-    """The ranks that hold parts of the quantized parameters that FSDP2 shards."""
-    meshes = [p.device_mesh.mesh for p in parameters if quantized_of(p) is not None and hasattr(p, "device_mesh")]
-    return sorted({rank for mesh in meshes for rank in mesh.flatten().tolist()})
+def whole_states(
+    states: Mapping[int, dict[str, Any]],
+    parameters: Sequence[torch.Tensor],
+    weights: Mapping[torch.Tensor, PrimaryWeight],
+    group: dist.ProcessGroup | None,
+) -> dict[int, dict[str, Any]]:
+    """The states of all ranks, by the index of their parameter; a collective where states are split."""
+    whole = {}
+    for index, state in states.items():
+        weight = weights.get(parameters[index])
+        if weight is not None:
+            split = {key: x for key, x in state.items() if getattr(x, "shape", None) == weight.master.shape}
+            state = {**state, **{key: gather_parts(weight, x, group) for key, x in split.items()}}
+        whole[index] = {key: x.full_tensor() if hasattr(x, "full_tensor") else x for key, x in state.items()}
+    return whole
+
+
+def checked_states(
+    name: str,
+    state_dict: Mapping[str, Any],
+    groups: Sequence[dict[str, Any]],
+    weights: Mapping[torch.Tensor, PrimaryWeight],
+    shard: dict[str, int] | None,
+) -> tuple[list[tuple[PrimaryWeight, torch.Tensor]], dict[int, dict[str, Any]]]:
+    """(weights with masters of their shape, states of the wrapped optimizer), this rank's part of whole ones.
+
+    name: of the optimizer, for errors. shard: which part this rank has, None if it has all.
+    Raises ValueError for another rank's part, or masters of other shapes.
+    """
+    saved_by = state_dict.get("shard")
+    if saved_by is not None and saved_by != shard:
+        raise ValueError(
+            f"{name}: the state dict is the part of rank {saved_by['rank']} of {saved_by['ranks']}, this is "
+            + (f"rank {shard['rank']} of {shard['ranks']}" if shard else "an optimizer with whole masters")
+            + "; save full_state_dict() to load it elsewhere"
+        )
+    indices = [i for group in state_dict["param_groups"] for i in group["params"]]
+    of_index = dict(zip(indices, (p for group in groups for p in group["params"])))
+    masters, states = [], {}
+    for index, state in state_dict["state"].items():
+        parameter = of_index.get(index)
+        weight = None if parameter is None else weights.get(parameter)
+        if parameter is not None:
+            state = {key: _placed_as(parameter, value) for key, value in state.items()}
+        if weight is not None:
+            state = _own_part(name, weight, state, is_part=saved_by is not None)
+            master = state.pop(MASTER, None)
+            if master is not None:
+                masters.append((weight, master))
+        if state or weight is None:
+            states[index] = state
+    return masters, states
+
+
+def _own_part(name: str, weight: PrimaryWeight, state: dict[str, Any], is_part: bool) -> dict[str, Any]:
+    """What this rank has of the states of `weight`, which are whole ones, or, if `is_part`, its own already."""
+    whole, split = weight.weight.shape, weight.is_split
+    if split and not is_part and getattr(state.get(MASTER), "ndim", 0) == 1:
+        # What torch.distributed.checkpoint makes of plain tensors.
+        raise ValueError(
+            f"{name}: the master of {weight.name} is a rank's part, of a state dict that does not say whose; save "
+            "full_state_dict()"
+        )
+    if split:
+        state = {
+            key: weight.part(value).clone() if getattr(value, "shape", None) == whole else value
+            for key, value in state.items()
+        }
+    master = state.get(MASTER)
+    if master is not None and master.shape != weight.master.shape:
+        raise ValueError(
+            f"{name}: the master of {weight.name} must have shape {list(whole)}"
+            + f" or {list(weight.master.shape)}" * split
+            + f", got {list(master.shape)}; load the state of the same model"
+        )
+    return state
+
+
+def _placed_as(like: torch.Tensor, x: Any) -> Any:
+    """`x`, if it is whole and `like` a DTensor of its shape, placed as that; all ranks have the same `x`."""
+    if not hasattr(like, "placements") or hasattr(x, "placements") or getattr(x, "shape", None) != like.shape:
+        return x
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(x, like.device_mesh, like.placements, src_data_rank=None)  # type: ignore[attr-defined]

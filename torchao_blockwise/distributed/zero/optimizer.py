@@ -17,21 +17,25 @@ import torch.distributed as dist
 from torch import nn
 
 from torchao_blockwise import _compat
-from torchao_blockwise.distributed.fsdp import lay_out_shards_of
-from torchao_blockwise.distributed.zero.gradients import clip_gradients, reduce_gradients
+from torchao_blockwise.distributed.fsdp import lay_out_shards, parameters_of
 from torchao_blockwise.distributed.zero.groups import (
+    MASTER,
+    UNNAMED,
     as_groups,
     check_parameters,
     checked_group,
+    checked_states,
     described_options,
     options_of,
     quantized_of,
+    whole_states,
 )
-from torchao_blockwise.distributed.zero.states import MASTER, checked_states, whole_states
 from torchao_blockwise.distributed.zero.weights import (
     PrimaryWeight,
+    clip_gradients,
     flat_edges,
     gather_parts,
+    reduce_gradients,
     send_from_first,
     write_weights,
 )
@@ -77,36 +81,30 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)):
             raise TypeError(f"{_NAME}: optimizer_class must be an optimizer's class, got {optimizer_class!r}")
         self._group = checked_group(_NAME, process_group, shard)
-        self._splits, self._reduces = shard is not None, shard == "zero2"
-        self._averaged = False
+        # Which part of masters and states this rank has, where ranks split them.
+        self._part: dict[str, int] | None = None
+        if shard is not None:
+            self._part = {"rank": dist.get_rank(self._group), "ranks": dist.get_world_size(self._group)}
+        self._reduces, self._averaged = shard == "zero2", False
         self._model = model
         self._names: dict[torch.Tensor, str] = {p: name for name, p in model.named_parameters()}
-        lay_out_shards_of(model, self._names)
-        self._weights: list[PrimaryWeight] = []
-        self._of: dict[torch.Tensor, PrimaryWeight] = {}
+        lay_out_shards(parameters_of(model, self._names))
+        # In the order that ranks exchange them.
+        self._weights: dict[torch.Tensor, PrimaryWeight] = {}
         groups = as_groups(model.parameters() if params is None else params)
         what = f"{optimizer_class.__name__}, shard {shard}, {described_options(optimizer_kwargs)}"
         check_parameters(_NAME, groups, self._names, self._group, what)
         self._add_masters(groups)
-        self._inner: torch.optim.Optimizer | None = None
         inner = optimizer_class([self._inner_group(g) for g in groups], **optimizer_kwargs)
         super().__init__(groups, inner.defaults)
-        self._inner = inner
+        # The wrapped optimizer; its groups hold masters in the place of quantized parameters.
+        self.inner = inner
         self._pass_options(inner.param_groups, self.param_groups)
-        if self._group is not None:
-            rest = [x for x in (*model.parameters(), *model.buffers()) if x not in self._of]
-            send_from_first(rest, self._group)
-        self._write_first(self._weights)
-
-    @property
-    def inner(self) -> torch.optim.Optimizer:
-        """The wrapped optimizer; its groups hold masters in the place of quantized parameters."""
-        assert self._inner is not None
-        return self._inner
+        self._begin_alike(self._weights.values(), (*model.parameters(), *model.buffers()))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as with any optimizer; its quantized parameters that require a gradient get masters."""
-        if self._inner is None:
+        if not hasattr(self, "inner"):
             # Called by the base class for the groups of the constructor, which have their masters.
             super().add_param_group(param_group)
             return
@@ -115,18 +113,15 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         super().add_param_group(groups[0])
         added = self._add_masters(groups)
         self.inner.add_param_group(self._inner_group(groups[0]))
-        if self._group is not None:
-            send_from_first([p for p in groups[0]["params"] if p not in self._of], self._group)
-        self._write_first(added)
+        self._begin_alike(added, groups[0]["params"])
 
     def master(self, parameter: torch.Tensor) -> torch.Tensor:
         """The fp32 master of a quantized parameter: [.., N, K], or under "zero1" this rank's elements, flat.
 
         Raises KeyError for a parameter that has none.
         """
-        weight = self._of[parameter]
-        self._adopt(weight)
-        return weight.master.detach()
+        self._adopt([self._weights[parameter]])
+        return self._weights[parameter].master.detach()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -134,14 +129,14 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
 
         closure: evaluates the model and returns the loss, as any optimizer takes it; sees the masters' values.
         """
-        self._adopt_all()
+        self._adopt(self._weights.values())
         self._pass_options(self.param_groups, self.inner.param_groups)
         if closure is None:
             self._pass_gradients()
             loss = self.inner.step()
         else:
             loss = self.inner.step(lambda: self._evaluate(closure))
-        for weight in self._weights:
+        for weight in self._weights.values():
             weight.master.grad = None
         self._pass_options(self.inner.param_groups, self.param_groups)
         self._share_states()
@@ -159,37 +154,37 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         Raises ValueError under no "zero2", or if ranks have gradients of different parameters.
         """
         group = self._reducing_group("reduce_gradients")
-        reduce_gradients(self._weights, self._others(), group, _NAME)
+        reduce_gradients(list(self._weights.values()), self._others(), group, _NAME)
         self._averaged = True
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """`torch.nn.utils.clip_grad_norm_` under "zero2", over all ranks' parts; the norm before; a collective."""
         group = self._reducing_group("clip_grad_norm_")
         self._reduce_if_due()
-        return clip_gradients(self._weights, self._others(), group, max_norm)
+        return clip_gradients(list(self._weights.values()), self._others(), group, max_norm)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients, also those that masters have of `reduce_gradients`."""
         super().zero_grad(set_to_none)
-        for weight in self._weights:
+        for weight in self._weights.values():
             weight.master.grad = None
         self._averaged = False
 
     def state_dict(self) -> dict[str, Any]:
         """Any optimizer's state dict, with each parameter's master as "master" among its states.
 
-        Under "zero1" the masters and states of this rank alone, to be loaded by the same rank of as many.
+        Under "zero1" only the masters and states of this rank, to be loaded by the same rank of as many.
         """
-        self._adopt_all()
+        self._adopt(self._weights.values())
         packed = super().state_dict()
         parameters = self._parameters()
         packed["state"] = dict(packed["state"])
         for index, parameter in enumerate(parameters):
-            weight = self._of.get(parameter)
+            weight = self._weights.get(parameter)
             if weight is not None:
                 packed["state"][index] = {**packed["state"].get(index, {}), MASTER: weight.master.detach()}
-        if self._splits:
-            packed["shard"] = self._shard_of_states()
+        if self._part is not None:
+            packed["shard"] = self._part
         return packed
 
     @torch.no_grad()
@@ -197,7 +192,7 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         """`state_dict` with whole masters and states, the same with any number of ranks; a collective under "zero1"."""
         packed = self.state_dict()
         packed.pop("shard", None)
-        packed["state"] = whole_states(packed["state"], self._parameters(), self._of, self._group)
+        packed["state"] = whole_states(packed["state"], self._parameters(), self._weights, self._group)
         return packed
 
     @torch.no_grad()
@@ -209,7 +204,7 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         state = self._model.state_dict()
         wholes: dict[torch.Tensor, torch.Tensor] = {}
         for name, parameter in self._model.named_parameters(remove_duplicate=False):
-            weight = self._of.get(parameter)
+            weight = self._weights.get(parameter)
             if weight is not None and name in state:
                 if parameter not in wholes:
                     wholes[parameter] = gather_parts(weight, self.master(parameter), self._group)
@@ -223,7 +218,7 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         A collective under "zero1". A state dict of the wrapped optimizer itself, which knows no masters, leaves them.
         Raises ValueError where groups or shapes differ, or it is another rank's part.
         """
-        masters, states = checked_states(_NAME, state_dict, self.param_groups, self._of, self._shard_of_states())
+        masters, states = checked_states(_NAME, state_dict, self.param_groups, self._weights, self._part)
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
         self.inner.load_state_dict({"state": states, "param_groups": state_dict["param_groups"]})
         self._pass_options(self.inner.param_groups, self.param_groups)
@@ -231,21 +226,19 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         for weight, values in masters:
             weight.pending.take(self._whole_master)
             weight.master.copy_(values)
-        self._adopt_all()
+        self._adopt(self._weights.values())
         self._write()
 
     # --- masters ------------------------------------------------------------------------------------------------------
 
     def _add_masters(self, groups: Sequence[dict[str, Any]]) -> list[PrimaryWeight]:
         """Give the quantized parameters of `groups` masters, and keep of these what this rank steps."""
-        weights = [p for g in groups for p in g["params"] if quantized_of(p) is not None and p not in self._of]
+        weights = [p for g in groups for p in g["params"] if quantized_of(p) is not None and p not in self._weights]
         weights = list(dict.fromkeys(weights))
-        ranks, rank = 1, 0
-        if self._splits:
-            ranks, rank = dist.get_world_size(self._group), dist.get_rank(self._group)
+        rank, ranks = (self._part or {"rank": 0, "ranks": 1}).values()
         quantized_only = []
         for weight, edges in zip(weights, flat_edges([w.numel() for w in weights], ranks)):
-            added = PrimaryWeight(self._name(weight), weight, edges, rank)
+            added = PrimaryWeight(self._names.get(weight, UNNAMED), weight, edges, rank)
             values = added.pending.take(self._whole_master)
             if values is None:
                 quantized_only.append(added.name)
@@ -253,12 +246,11 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
             values = values.detach().to(torch.float32, memory_format=torch.contiguous_format).contiguous()
             if self._group is not None:
                 send_from_first([values], self._group)
-            if self._splits:
+            if self._part is not None:
                 # A copy, so that the whole is freed.
                 values = values.view(-1)[edges[rank] : edges[rank + 1]].clone()
             added.master = nn.Parameter(_compat.with_local(weight, values))
-            self._of[weight] = added
-            self._weights.append(added)
+            self._weights[weight] = added
         if quantized_only:
             warnings.warn(
                 f"{_NAME}: the masters of {len(quantized_only)} of {len(weights)} weights begin with the quantized "
@@ -266,35 +258,35 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
                 "before the first forward pass, and let weights require gradients when they are converted",
                 stacklevel=3,
             )
-        return [self._of[weight] for weight in weights]
+        return [self._weights[weight] for weight in weights]
 
     def _inner_group(self, group: dict[str, Any]) -> dict[str, Any]:
-        params = [self._of[p].master if p in self._of else p for p in group["params"]]
+        params = [self._weights[p].master if p in self._weights else p for p in group["params"]]
         return {**options_of(group), "params": params}
 
-    def _adopt_all(self) -> None:
-        for weight in self._weights:
-            self._adopt(weight)
-
     @torch.no_grad()
-    def _adopt(self, weight: PrimaryWeight) -> None:
-        """Make values that were copied into the weight its master's."""
-        if weight.pending.changed:
+    def _adopt(self, weights: Iterable[PrimaryWeight]) -> None:
+        """Make values that were copied into weights their masters'."""
+        for weight in weights:
+            if not weight.pending.changed:
+                continue
             values = weight.pending.take(self._whole_master)
             values = weight.quantized.dequantize(torch.float32) if values is None else values
             _compat.local_of(weight.master).copy_(weight.part(values))
 
     def _whole_master(self, parameter: torch.Tensor) -> torch.Tensor | None:
         """The master of a quantized weight, where this process has all of it."""
-        return self.master(parameter) if parameter in self._of and not self._splits else None
+        return self.master(parameter) if parameter in self._weights and self._part is None else None
 
     def _write(self) -> None:
-        write_weights(self._weights, self._group if self._splits else None)
+        write_weights(list(self._weights.values()), None if self._part is None else self._group)
 
-    def _write_first(self, weights: Sequence[PrimaryWeight]) -> None:
-        """Where ranks have begun with other values than those that their weights were quantized from."""
+    def _begin_alike(self, weights: Iterable[PrimaryWeight], others: Iterable[torch.Tensor]) -> None:
+        """Ranks may hold other values than those that `weights` were quantized from, and other `others`."""
+        if self._group is not None:
+            send_from_first([x for x in others if x not in self._weights], self._group)
         new = [w for w in weights if self._group is not None or w.shard is not None]
-        write_weights(new, self._group if self._splits else None)
+        write_weights(new, None if self._part is None else self._group)
 
     # --- what passes between the two optimizers -----------------------------------------------------------------------
 
@@ -302,12 +294,12 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         if self._reduces:
             self._reduce_if_due()
             return
-        for weight in self._weights:
+        for weight in self._weights.values():
             grad = weight.weight.grad
             weight.master.grad = None if grad is None else weight.part(grad.detach()).to(torch.float32)
 
     def _reduce_if_due(self) -> None:
-        if not self._averaged or any(w.weight.grad is not None for w in self._weights):
+        if not self._averaged or any(w.weight.grad is not None for w in self._weights.values()):
             self.reduce_gradients()
 
     def _reducing_group(self, what: str) -> dist.ProcessGroup:
@@ -317,7 +309,7 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         return self._group
 
     def _others(self) -> list[torch.Tensor]:
-        return [p for p in self._parameters() if p not in self._of]
+        return [p for p in self._parameters() if p not in self._weights]
 
     def _evaluate(self, closure: Callable[[], Any]) -> Any:
         with torch.no_grad():
@@ -338,22 +330,13 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         """Let `state` lead from the model's parameters to the states of their masters."""
         if len(self.state) != len(self.inner.state):
             for parameter in self._parameters():
-                key = self._of[parameter].master if parameter in self._of else parameter
+                key = self._weights[parameter].master if parameter in self._weights else parameter
                 if key in self.inner.state:
                     self.state[parameter] = self.inner.state[key]
-
-    def _shard_of_states(self) -> dict[str, int] | None:
-        """Which part of all states this rank has, where ranks split them."""
-        if not self._splits:
-            return None
-        return {"rank": dist.get_rank(self._group), "ranks": dist.get_world_size(self._group)}
 
     def _parameters(self) -> list[torch.Tensor]:
         """All parameters in the order of a state dict's indices."""
         return list(dict.fromkeys(p for group in self.param_groups for p in group["params"]))
-
-    def _name(self, parameter: torch.Tensor) -> str:
-        return self._names.get(parameter, "a parameter that is not the model's")
 
 
 _NAME = MasterWeightOptimizer.__name__
