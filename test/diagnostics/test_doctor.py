@@ -59,7 +59,7 @@ def test_text_of_what_is_wrong():
 not healthy: 2 of 4 checks passed, 1 problem
 matmul     fp8       triton      reference ran, triton failed  gluon [1]
 failed: matmul of fp8 by triton: bits differ
-fp8     output   10.00%  5.20%     failed
+fp8     output  10.00%  5.20%     failed
 problem: too old""",
     )
 

@@ -204,7 +204,7 @@ def test_any_number_of_tokens(count):
 def test_layers_that_do_not_run_or_are_in_evaluation_are_not_seen():
     """One warning says so, whatever number of reports follow."""
     for model, said in (
-        (mlp(FP8).eval(), "all of them are in evaluation mode, .* call model.train"),
+        (mlp(FP8).eval(), "all layers are in evaluation mode, .* call model.train"),
         (mlp(FP8), "CUDA graph replays are not observed"),
         (mlp(), "and unconverted layers only with recipes in what_if"),
     ):

@@ -103,7 +103,7 @@ def _of_triton(device: torch.device) -> Iterator[Finding]:
     if reason := why_another_triton():
         yield Finding(NOTE, reason)
     if is_gpu and not backend.interpreting() and (reason := triton_launcher.why_by_triton()):
-        yield Finding(NOTE, f"kernels are launched by Triton's own launcher, which takes the host longer: {reason}")
+        yield Finding(NOTE, f"kernels are launched by Triton's own launcher, which has more host overhead: {reason}")
     if reason := triton_tools.why_no_cache():
         yield Finding(NOTE, reason)
     if is_gpu and not (os.environ.get("CC") or any(map(shutil.which, ("cc", "gcc", "clang")))):
