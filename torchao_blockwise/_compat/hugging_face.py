@@ -73,7 +73,7 @@ def kept_in_fp32(model: torch.nn.Module) -> list[str] | None:
     return getattr(model, "_keep_in_fp32_modules", None)
 
 
-def passed_over(model: torch.nn.Module) -> set[str]:
+def ignored_on_load(model: torch.nn.Module) -> set[str]:
     """Return patterns of names that files may have and `model` does not; empty for models of other libraries.
 
     Examples are layers for multi-token prediction in DeepSeek-V3 and GLM-4.5, and rotary frequencies in old files.

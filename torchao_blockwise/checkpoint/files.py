@@ -258,7 +258,7 @@ class Files:
             warnings.warn(f"load: {self.path}: ignored {shown(strays)}, because {why}", stacklevel=2)
 
     def _weight_map(self) -> dict[str, str] | None:
-        """Return {tensor: file} from the index, or None if there is no index."""
+        """Return {tensor: file} from the index, or None without one."""
         index = self.path / INDEX
         if not index.exists():
             return None

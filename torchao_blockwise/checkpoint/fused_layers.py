@@ -83,7 +83,7 @@ def fused_layers(names: Iterable[str]) -> dict[str, str]:
     return {name: fused[of_all] for name, of_all in whole.items()}
 
 
-def storable(amax: torch.Tensor) -> torch.Tensor:
+def clamp_to_normal_scale(amax: torch.Tensor) -> torch.Tensor:
     """Return the amaxes, f32, from which the tensor scales in files are derived: `amax`, clamped to a normal scale.
 
     For a smaller amax the scale amax / 2688 is subnormal: kernels of engines may flush it to zero, and its reciprocal
@@ -105,7 +105,7 @@ def shared_amaxes(model: nn.Module) -> dict[str, torch.Tensor]:
     groups, numbers = fused_layers(weights), dict[str, int]()
     of_group = torch.tensor([numbers.setdefault(groups[name], len(numbers)) for name in weights], device=own.device)
     largest = own.new_zeros(len(numbers)).scatter_reduce(0, of_group, own, "amax")[of_group]
-    wanted = storable(largest.view(torch.float32))
+    wanted = clamp_to_normal_scale(largest.view(torch.float32))
     differs = (wanted.view(torch.int32) != own).tolist()
     return {name: amax.to(x.device) for (name, x), amax, is_other in zip(weights.items(), wanted, differs) if is_other}
 

@@ -19,7 +19,7 @@ _T = TypeVar("_T")
 _BUCKET_BYTES = 256 * 2**20
 
 
-def is_shared(model: nn.Module) -> bool:
+def prepare_gather(model: nn.Module) -> bool:
     """Prepare the model for gathering and return whether it is sharded; a collective if FSDP2 shards it.
 
     Parameters that FSDP2 has left gathered are resharded, and shards are quantized from their current values.
@@ -47,7 +47,7 @@ class _Piece(NamedTuple):
     make: Callable[[torch.Tensor], torch.Tensor] = lambda gathered: gathered
 
 
-def wholes(tensors: Iterable[tuple[torch.Tensor, bool]]) -> Iterator[torch.Tensor]:
+def gather_weights(tensors: Iterable[tuple[torch.Tensor, bool]]) -> Iterator[torch.Tensor]:
     """Yield each tensor, gathered, in this order and on all ranks, bitwise identical to the unsharded model's.
 
     tensors: (tensor, whether its high-precision values are needed).
@@ -147,7 +147,7 @@ def shard_of(whole: torch.Tensor, x: Any) -> torch.Tensor:
     return distribute_tensor(whole, x.device_mesh, x.placements, src_data_rank=None).to_local()
 
 
-def agreed_by_all(shared: bool, work: Callable[[], _T]) -> _T:
+def on_all_ranks(shared: bool, work: Callable[[], _T]) -> _T:
     """Return `work()` of this rank; if it raises on a rank, raise the error of the first such rank on all ranks."""
     if not shared:
         return work()
@@ -164,6 +164,6 @@ def agreed_by_all(shared: bool, work: Callable[[], _T]) -> _T:
     return result  # type: ignore[return-value]  # it raised nothing
 
 
-def agreed(shared: bool, work: Callable[[], _T]) -> _T | None:
+def on_first_rank(shared: bool, work: Callable[[], _T]) -> _T | None:
     """Return `work()` on the first rank and None on the others; an error is raised on all ranks."""
-    return agreed_by_all(shared, work if not shared or dist.get_rank() == 0 else lambda: None)
+    return on_all_ranks(shared, work if not shared or dist.get_rank() == 0 else lambda: None)

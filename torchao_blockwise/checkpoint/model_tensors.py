@@ -19,7 +19,7 @@ from torchao_blockwise.tensors import MasterWeightTensor, QuantizedTensor
 DIMS_OF_EXPERTS = 3
 # Scales with which an engine quantizes activations, keys and values. They are not part of a model, and training derives
 # its own. If a model has no such name, `load`, `convert` and `verify` ignore them.
-OF_AN_ENGINE = r"\.(q|k|v|kv|prob|input|output|input_global)_scale$"
+ENGINE_SCALES = r"\.(q|k|v|kv|prob|input|output|input_global)_scale$"
 
 
 def unwrapped(op: str, model: nn.Module) -> nn.Module:

@@ -38,7 +38,7 @@ class PlainLayers(NamedTuple):
         return [*self.linears, *self.experts]
 
 
-def check_read(op: str, model: nn.Module, tensors: Iterable[Written]) -> None:
+def check_expert_names(op: str, model: nn.Module, tensors: Iterable[Written]) -> None:
     """Raise ValueError if experts of a transformers model have names that readers do not treat as quantized."""
     if not hasattr(model, "_tied_weights_keys"):
         return

@@ -15,10 +15,10 @@ from torchao_blockwise._compat import hugging_face
 from torchao_blockwise._names import did_you_mean
 from torchao_blockwise.checkpoint.files import shown
 from torchao_blockwise.checkpoint.fused_layers import TENSOR_MAX
-from torchao_blockwise.checkpoint.gathering import agreed_by_all, is_shared, shard_of
+from torchao_blockwise.checkpoint.gathering import on_all_ranks, prepare_gather, shard_of
 from torchao_blockwise.checkpoint.layouts import FP8
 from torchao_blockwise.checkpoint.model_tensors import (
-    OF_AN_ENGINE,
+    ENGINE_SCALES,
     Part,
     all_parts_on_disk,
     has_power_of_2_scales,
@@ -61,7 +61,9 @@ def load(model: nn.Module, directory: str | os.PathLike[str]) -> None:
     shape, and tensors of a wrong shape; KeyError for names that do not match; NotImplementedError for shards of
     quantized Parameters. All ranks raise the error of the first rank that fails.
     """
-    weights, tensors, wanted = agreed_by_all(is_shared(model), lambda: _checked(unwrapped("load", model), directory))
+    weights, tensors, wanted = on_all_ranks(
+        prepare_gather(model), lambda: _checked(unwrapped("load", model), directory)
+    )
     with torch.no_grad():
         for name, x in tensors.items():
             _fill(x, wanted[name], weights)
@@ -80,8 +82,8 @@ def _checked(
         name: [Part(name)] if name in weights.names and weights.names.isdisjoint(x.name for x in parts) else parts
         for name, parts in all_parts_on_disk(model, tensors).items()
     }
-    passed_over = hugging_face.passed_over(model) | {OF_AN_ENGINE}
-    _check_names(weights, {part.name for parts in wanted.values() for part in parts}, passed_over)
+    ignored_on_load = hugging_face.ignored_on_load(model) | {ENGINE_SCALES}
+    _check_names(weights, {part.name for parts in wanted.values() for part in parts}, ignored_on_load)
     # {(whether scales of the files are powers of two, whether those of the model are): one of these weights}
     kinds: dict[tuple[bool, bool], str] = {}
     for name, x in tensors.items():
@@ -107,9 +109,9 @@ def _check_kind(weights: StoredWeights, name: str, x: torch.Tensor) -> None:
         )
 
 
-def _check_names(weights: StoredWeights, wanted: set[str], passed_over: set[str]) -> None:
+def _check_names(weights: StoredWeights, wanted: set[str], ignored_on_load: set[str]) -> None:
     path, there = weights.files.path, weights.names
-    others = (name for name in there - wanted if not any(re.search(pattern, name) for pattern in passed_over))
+    others = (name for name in there - wanted if not any(re.search(pattern, name) for pattern in ignored_on_load))
     missing, unknown = sorted(wanted - there), sorted(others)
     if missing:
         near = did_you_mean(missing[0], unknown) or "; do the files belong to another model?"

@@ -17,7 +17,7 @@ from torchao_blockwise import _compat, ops
 from torchao_blockwise._names import did_you_mean
 from torchao_blockwise.checkpoint.files import Folder
 from torchao_blockwise.checkpoint.fused_layers import shared_amaxes
-from torchao_blockwise.checkpoint.gathering import agreed, is_shared, wholes
+from torchao_blockwise.checkpoint.gathering import gather_weights, on_first_rank, prepare_gather
 from torchao_blockwise.checkpoint.layouts import (
     FP8,
     FP8_UE8M0,
@@ -39,7 +39,7 @@ from torchao_blockwise.checkpoint.model_tensors import (
     weights_of_embeddings,
     written,
 )
-from torchao_blockwise.checkpoint.plain_layers import check_read, plain_layers, warn_of_fused, warn_of_ragged
+from torchao_blockwise.checkpoint.plain_layers import check_expert_names, plain_layers, warn_of_fused, warn_of_ragged
 from torchao_blockwise.formats import BlockFormat, Operand
 from torchao_blockwise.tensors import MasterWeightTensor, QuantizedTensor
 
@@ -81,8 +81,8 @@ def export(
     weights with NaN or Inf, and for a directory that is the working directory or a mount point; FileExistsError for a
     directory that is not empty; OSError if it cannot be written.
     """
-    weights, shared = QuantizedWeights("export", model, format), is_shared(model)
-    folder = agreed(shared, lambda: Folder(directory, shard_bytes))
+    weights, shared = QuantizedWeights("export", model, format), prepare_gather(model)
+    folder = on_first_rank(shared, lambda: Folder(directory, shard_bytes))
     if tied := [n for n in weights_of_embeddings(weights.model) if is_converted(tensors_of(weights.model)[n])]:
         warnings.warn(
             f"export: {tied[0]} is also the weight of an embedding, which engines read in high precision, so it is "
@@ -110,7 +110,7 @@ def export(
                 raise failed
             _write_others(weights, folder, tokenizer_from)
 
-    agreed(shared, finish)
+    on_first_rank(shared, finish)
     if requantized := weights.requantized:
         why = "they begin inside of a block of their Parameter"
         if weights.layout.format.has_global_scale:
@@ -149,11 +149,11 @@ class QuantizedWeights:
         tensors = tensors_of(self.model)
         self._parts = all_parts_on_disk(self.model, tensors)
         self.written = [*written(self.model, tensors, self._parts)]
-        check_read(op, self.model, self.written)
+        check_expert_names(op, self.model, self.written)
         self.requantized: list[str] = []
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        is_shared(self._given)
+        prepare_gather(self._given)
         return self.tensors()
 
     def metadata(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
@@ -178,7 +178,7 @@ class QuantizedWeights:
             (x, name in embeddings or name in amaxes or any(part.cuts(rows) for part in self._parts[name]))
             for name, x in tensors.items()
         )
-        for name, x in zip(tensors, wholes(wanted), strict=True):
+        for name, x in zip(tensors, gather_weights(wanted), strict=True):
             parts, is_weight = self._parts[name], isinstance(x, (MasterWeightTensor, QuantizedTensor))
             if name in embeddings or not is_weight:
                 plain = _values(x).to(tensors[name].dtype) if is_weight else x

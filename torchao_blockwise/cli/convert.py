@@ -25,17 +25,17 @@ from torchao.quantization import quantize_
 
 from torchao_blockwise import conversion, ops
 from torchao_blockwise.checkpoint.files import Folder
-from torchao_blockwise.checkpoint.fused_layers import fused_layers, storable
+from torchao_blockwise.checkpoint.fused_layers import clamp_to_normal_scale, fused_layers
 from torchao_blockwise.checkpoint.layouts import FP8, LAYOUTS
 from torchao_blockwise.checkpoint.model_tensors import (
-    OF_AN_ENGINE,
+    ENGINE_SCALES,
     Part,
     Written,
     all_parts_on_disk,
     tensors_of,
     written,
 )
-from torchao_blockwise.checkpoint.plain_layers import check_read
+from torchao_blockwise.checkpoint.plain_layers import check_expert_names
 from torchao_blockwise.checkpoint.stored_weights import StoredWeights
 from torchao_blockwise.checkpoint.writing import SHARD_BYTES, check_finite, check_model, write_settings
 from torchao_blockwise.cli.inputs import UsageError, meta_model
@@ -77,8 +77,8 @@ def _convert(args: argparse.Namespace, model: nn.Module, weights: StoredWeights)
     """Convert, and return (number of quantized tensors, bits per element in the files)."""
     tensors, layout, files = tensors_of(model), LAYOUTS.get(args.to), weights.files
     of_model = {x.name: x for x in written(model, tensors, all_parts_on_disk(model, tensors))}
-    check_read("convert", model, of_model.values())
-    names = sorted(name for name in weights.names if name in of_model or not re.search(OF_AN_ENGINE, name))
+    check_expert_names("convert", model, of_model.values())
+    names = sorted(name for name in weights.names if name in of_model or not re.search(ENGINE_SCALES, name))
     if missing := sorted({x.name for x in of_model.values() if x.is_quantized}.difference(names)):
         raise ValueError(f"{args.input} has no {missing[0]}, which its config.json needs; copy the files again")
     # Files may have layers that the model does not build, such as those for multi-token prediction.
@@ -135,7 +135,7 @@ def _group_amaxes(weights: StoredWeights, fused: dict[str, str]) -> dict[str, to
         amax, group = _values(weights, name, torch.float32).abs().amax().float(), fused[name]
         # Python's max would lose a NaN.
         largest[group] = torch.maximum(amax, largest.get(group, amax))
-    return {group: storable(amax) for group, amax in largest.items()}
+    return {group: clamp_to_normal_scale(amax) for group, amax in largest.items()}
 
 
 def _with_progress(items: Sequence[Any]) -> Any:

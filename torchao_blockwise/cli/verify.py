@@ -21,7 +21,7 @@ import torch
 
 from torchao_blockwise.checkpoint import checksums
 from torchao_blockwise.checkpoint.files import Files
-from torchao_blockwise.checkpoint.model_tensors import OF_AN_ENGINE
+from torchao_blockwise.checkpoint.model_tensors import ENGINE_SCALES
 from torchao_blockwise.checkpoint.stored_weights import StoredWeights
 from torchao_blockwise.cli.inputs import UsageError
 from torchao_blockwise.formats import NVFP4_16X16
@@ -79,7 +79,7 @@ def _by_values(first: StoredWeights, second: StoredWeights, allowed: float | Non
     same, close, largest = 0, 0, 0.0
     problems = []
     for weights, others in ((first, second), (second, first)):
-        names = {name for name in weights.names - others.names if not re.search(OF_AN_ENGINE, name)}
+        names = {name for name in weights.names - others.names if not re.search(ENGINE_SCALES, name)}
         problems += _missing(others.files.path, names)
     for name in sorted(first.names & second.names):
         if (shape := first.shape(name)) != second.shape(name):

@@ -32,7 +32,7 @@ class Tally(NamedTuple):
     """Statistics of one or more tensors; `merge` adds tallies.
 
     sums: f64 [.., SUMS], in which counts are exact. maxima: f64 [.., MAXIMA], the bits of fp32 magnitudes as integers,
-        which keep the order and put NaN above all; minima are negated, and -inf means that there are no values.
+        which keep the order and put NaN above all; minima are negated, and -inf stands for no values.
     """
 
     sums: torch.Tensor
