@@ -31,7 +31,7 @@ try:
     from torchao_blockwise.nn import NormLinear, linear, sac_save_list
     from torchao_blockwise.tensors import BlockwiseFP8Tensor, MasterWeightTensor, NVFP4Tensor, weights_unchanged
 except Exception:
-    # Versions that are older still than those that `quantize_` refuses: say that, not which name they lack.
+    # If the import failed because a package is too old, report the version instead of a missing name.
     _versions.check()
     raise
 

@@ -1,6 +1,6 @@
-"""Versions of other packages: which are wanted, said in one sentence where older ones are installed.
+"""Required versions of other packages.
 
-They are refused where a model is converted: an import must not fail in a program that may never convert one.
+They are checked when a model is converted: an import must not fail in a program that may never convert one.
 """
 
 from __future__ import annotations
@@ -9,19 +9,19 @@ import importlib
 import re
 
 _WANTED = {"torch": (2, 11), "torchao": (0, 17)}
-# The newest that tests run with, as constraints.txt has them.
+# The newest versions that tests run with, as in constraints.txt.
 _TESTED = {"torch": (2, 13), "torchao": (0, 18), "triton": (3, 7)}
 
 
 def _version(package: str) -> tuple[str, tuple[int, ...] | None]:
-    """The version as the package gives it, and its first two numbers or None; ImportError without the package."""
+    """Return a package's version and its first two numbers, or None for these; raise ImportError if it is missing."""
     version = str(getattr(importlib.import_module(package), "__version__", ""))
     found = re.match(r"(\d+)\.(\d+)", version)
     return version, None if found is None else tuple(map(int, found.groups()))
 
 
 def why_too_old() -> str | None:
-    """The versions that are wanted and installed and the remedy, or None where none is known to be too old."""
+    """Return a message with required and installed versions if one is too old, else None."""
     installed = {name: _version(name) for name in _WANTED}
     if all(numbers is None or numbers >= _WANTED[name] for name, (_, numbers) in installed.items()):
         return None
@@ -31,7 +31,7 @@ def why_too_old() -> str | None:
 
 
 def why_untested() -> str | None:
-    """Which installed versions are newer than those that tests run with, or None."""
+    """Return a message with the installed versions that are newer than the tested ones, or None."""
     newer = []
     for name, tested in _TESTED.items():
         try:
@@ -40,18 +40,18 @@ def why_untested() -> str | None:
             continue
         if numbers is not None and numbers > tested:
             newer.append(f"{name} {version} (tested up to {'.'.join(map(str, tested))})")
-    return f"newer than what torchao_blockwise is tested with: {', '.join(newer)}" if newer else None
+    return f"newer than the versions that torchao_blockwise is tested with: {', '.join(newer)}" if newer else None
 
 
 def check() -> None:
-    """Raise RuntimeError where versions are installed that are too old."""
+    """Raise RuntimeError if an installed version is too old."""
     reason = why_too_old()
     if reason is not None:
         raise RuntimeError(reason)
 
 
 def require(package: str, least: tuple[int, int]) -> None:
-    """Raise ImportError, with the remedy, unless `package` is installed in this version or a newer one."""
+    """Raise ImportError, with the remedy, unless `package` is installed in at least this version."""
     wanted = f"{package}>={least[0]}.{least[1]}"
     needs = f"torchao_blockwise.integrations.{package} needs {wanted}"
     try:

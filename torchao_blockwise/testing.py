@@ -1,4 +1,4 @@
-"""Helpers for tests: inputs that hurt, bitwise comparison, error measures and budgets."""
+"""Helpers for tests: difficult inputs, bitwise comparison and error measures."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def shape_id(shape: tuple[int, ...]) -> str:
 def random_tensor(
     *shape: int, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu", seed: int = 0
 ) -> torch.Tensor:
-    """Normal values whose rows and columns differ in size by powers of two, so that a wrong scale shows."""
+    """Return normal values with rows and columns scaled by random powers of two, so that a wrong scale is noticed."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(*shape, generator=generator, device="cpu")
     for dim in (-1, -2):
@@ -30,7 +30,7 @@ def random_tensor(
 
 
 def with_special_values(x: torch.Tensor, fmt: BlockFormat) -> torch.Tensor:
-    """`x` with a zero block, a block of subnormals, a huge block and negative zeros written over its first rows."""
+    """Return `x` with a zero block, a block of subnormals, a huge block and negative zeros in its first rows."""
     x = x.clone()
     rows, columns = fmt.block
     for index, value in enumerate((0.0, 1e-40, torch.finfo(x.dtype).max, -0.0)):
@@ -40,7 +40,7 @@ def with_special_values(x: torch.Tensor, fmt: BlockFormat) -> torch.Tensor:
 
 
 def assert_bitwise_equal(actual: torch.Tensor, expected: torch.Tensor, what: str = "tensors") -> None:
-    """Same shape, dtype and bits; the message counts the differences and shows the first ones."""
+    """Assert equal shape, dtype and bits; the message counts the differences and shows the first ones."""
     assert actual.shape == expected.shape, f"{what}: shape {list(actual.shape)}, expected {list(expected.shape)}"
     assert actual.dtype == expected.dtype, f"{what}: dtype {actual.dtype}, expected {expected.dtype}"
     if actual.numel() == 0:
@@ -55,7 +55,7 @@ def assert_bitwise_equal(actual: torch.Tensor, expected: torch.Tensor, what: str
 
 
 def assert_operands_equal(actual: Operand, expected: Operand) -> None:
-    """Two quantized operands of one format with the same bits."""
+    """Assert that two quantized operands have the same format and bits."""
     assert type(actual) is type(expected), f"{type(actual).__name__} is not {type(expected).__name__}"
     assert actual.format_name == expected.format_name, f"{actual.format_name} is not {expected.format_name}"
     for name, a, b in zip(("qdata", "scale", "global_scale"), actual.tensors, expected.tensors):
@@ -65,13 +65,13 @@ def assert_operands_equal(actual: Operand, expected: Operand) -> None:
 
 
 def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """‖actual - expected‖ / ‖expected‖ in fp64; 0 for empty tensors and for equal zeros."""
+    """Return ‖actual - expected‖ / ‖expected‖ in fp64; 0 for empty tensors and for equal zeros."""
     actual, expected = actual.double().cpu(), expected.double().cpu()
     error, norm = (actual - expected).norm().item(), expected.norm().item()
     return error / norm if norm else error
 
 
 def sqnr(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """Signal to quantization noise, 20 · log10(‖expected‖ / ‖actual - expected‖) dB, in fp64."""
+    """Return the signal-to-quantization-noise ratio 20 · log10(‖expected‖ / ‖actual - expected‖) in dB, in fp64."""
     error = relative_error(actual, expected)
     return float("inf") if error == 0 else -20 * math.log10(error)

@@ -251,7 +251,7 @@ def test_names_of_an_index_that_are_no_files(name, message, tmp_path):
 def test_json_that_cannot_be_read(text, name, tmp_path):
     exported(tmp_path, "fp8_block")
     (tmp_path / "out" / name).write_bytes(text)
-    with pytest.raises(ValueError, match=rf"load: .*{name} is not JSON that can be read .*; copy it again"):
+    with pytest.raises(ValueError, match=rf"load: .*{name} is not valid JSON .*; copy it again"):
         checkpoint.load(mlp(FP8), tmp_path / "out")
 
 

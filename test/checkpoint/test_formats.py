@@ -148,7 +148,7 @@ def test_files_in_fp32_say_that_scales_are_powers_of_two(kind, masters, tmp_path
 def test_a_cut_block_is_quantized_again(tmp_path):
     """gate and up of experts of 192 rows share the block of rows 128 to 255."""
     model = language_model("Qwen3Moe", moe_intermediate_size=192)
-    with pytest.warns(UserWarning, match=r"6 weights begin inside of a block .* quantized again: .*up_proj"):
+    with pytest.warns(UserWarning, match=r"6 weights are quantized again, as they begin inside of a block .*up_proj"):
         checkpoint.export(model, tmp_path / "out")
     found, up = tensors_in(tmp_path / "out"), "model.layers.0.mlp.experts.1.up_proj.weight"
     expected = model.model.layers[0].mlp.experts.gate_up_proj.hp[1, 192:]
@@ -161,7 +161,7 @@ def test_a_cut_block_is_quantized_again(tmp_path):
 def test_layers_that_engines_join_have_one_tensor_scale(name, masters, tmp_path):
     """That of the largest amax; the payload is what quantizing with it gives: masters, or what Parameters decode to."""
     model = language_model(name, replace(NVFP4, master_weights=masters))
-    with pytest.warns(UserWarning, match="fused by engines with others of another .* quantized again: ") as warned:
+    with pytest.warns(UserWarning, match="again, .* fused by engines with weights of another tensor scale") as warned:
         checkpoint.export(model, tmp_path / "out", "nvfp4_compressed_tensors")
     found = tensors_in(tmp_path / "out")
     (message,) = (str(w.message) for w in warned if "quantized again" in str(w.message))
@@ -221,7 +221,7 @@ def test_an_embedding_is_written_in_high_precision(tmp_path):
         return model
 
     model, name = made(), "model.embed_tokens.weight"
-    with pytest.warns(UserWarning, match=r"embed_tokens\.weight is an embedding's as well"):
+    with pytest.warns(UserWarning, match=r"embed_tokens\.weight is also the weight of an embedding"):
         checkpoint.export(model, tmp_path / "out")
     found = tensors_in(tmp_path / "out")
     assert_bitwise_equal(found[name], model.get_parameter(name).hp.detach())
@@ -290,12 +290,12 @@ REFUSED = {
     "other scales": (
         lambda: mlp(FP8),
         "fp8_block_ue8m0",
-        r"0\.weight trains with scales that are no powers of two, .* as fp8_block",
+        r"0\.weight trains with scales that are not powers of two, .* as fp8_block",
     ),
     "cut blocks": (
         lambda: mlp(NVFP4, features=(200, 304, 144)),
         "nvfp4_compressed_tensors",
-        r"0\.weight has rows that are no multiple of 16, .* leave the layer unconv",
+        r"the rows of 0\.weight are not a multiple of 16 long, .* leave the layer unconv",
     ),
 }
 

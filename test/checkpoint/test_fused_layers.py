@@ -111,8 +111,8 @@ def test_ragged_rows_are_warned_of_once(tmp_path):
         """\
 export: vLLM fuses model.layers.0.mlp.gate_proj+up_proj (320 rows),
 model.layers.0.self_attn.q_a_proj+kv_a_proj_with_mqa (96 rows),
-model.layers.1.self_attn.q_a_proj+kv_a_proj_with_mqa (96 rows) and refuses files where the rows of
-all but the last are no multiple of 128; leave these layers unconverted
+model.layers.1.self_attn.q_a_proj+kv_a_proj_with_mqa (96 rows) and refuses files if the rows of any
+but the last are not a multiple of 128; leave these layers unconverted
 (skip_fqns("model.layers.*.mlp.gate_proj", "model.layers.*.mlp.up_proj",
 "model.layers.*.self_attn.kv_a_proj_with_mqa", "model.layers.*.self_attn.q_a_proj"); convert:
 --skip)""",

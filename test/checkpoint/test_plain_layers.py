@@ -178,7 +178,7 @@ def test_names(tensors, expected):
 
 def test_where_engines_want_all_or_nothing_a_warning_says_so(tmp_path):
     model = partly("Qwen3Moe", FP8, skip_fqns("*.0.self_attn.k_proj"))
-    with pytest.warns(UserWarning, match=r"fuse model.*\.q_proj\+k_proj\+v_proj and want all"):
+    with pytest.warns(UserWarning, match=r"fuse model.*\.q_proj\+k_proj\+v_proj and need all or none"):
         settings(model, tmp_path / "out")
     model = partly("Qwen3Moe", FP8)
     experts = model.model.layers[0].mlp.experts

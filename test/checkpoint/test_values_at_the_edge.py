@@ -62,7 +62,7 @@ def test_a_tensor_scale_is_a_normal_number(format, tmp_path, recwarn):
     """Kernels may take others for zero; the reciprocal of some is infinite."""
     checkpoint.export(layer(values(1e-34), format), tmp_path / "other", format)
     assert not recwarn.list
-    with pytest.warns(UserWarning, match=r"1 weights .* too small for one, and are quantized again: 0\.weight"):
+    with pytest.warns(UserWarning, match=r"1 weights are quantized again, .* too small for a tensor scale: 0\.weight"):
         checkpoint.export(layer(values(1e-36), format), tmp_path / "out", format)
     found = tensors_in(tmp_path / "out")
     scale = found["0.weight_scale_2"] if "0.weight_scale_2" in found else 1 / found["0.weight_global_scale"]
@@ -74,7 +74,7 @@ def test_a_tensor_scale_is_a_normal_number(format, tmp_path, recwarn):
 def test_what_is_no_number_is_not_written(format, bad, tmp_path):
     x = values(1.0)
     x[130, 7] = float(bad)
-    with pytest.raises(ValueError, match=r"export: 0\.weight has NaN or Inf among its values"):
+    with pytest.raises(ValueError, match=r"export: 0\.weight has NaN or Inf, so its quantized values"):
         checkpoint.export(layer(x, format), tmp_path / "out", format)
     assert list(tmp_path.iterdir()) == []
 

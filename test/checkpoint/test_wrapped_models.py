@@ -110,5 +110,5 @@ def test_adapters_that_are_not_merged():
         lambda m: checkpoint.load(m, "in"),
     ):
         for given in (model, model.get_base_model(), torch.compile(model)):
-            with pytest.raises(ValueError, match=r"adapters of PEFT that are not merged.*merge_and_unload"):
+            with pytest.raises(ValueError, match=r"PEFT adapters that are not merged.*merge_and_unload"):
                 call(given)

@@ -67,7 +67,7 @@ def bare(dtype: torch.dtype):
     return change
 
 
-NO_NUMBER = "scales that are no positive numbers; copy"
+NO_NUMBER = "scales that are not positive numbers; copy"
 # (format, what happens to its tensors, what is said)
 TENSORS = [
     (
@@ -85,26 +85,26 @@ TENSORS = [
     ("fp8_block", put("3.bias", torch.ones(7)), r"no place for 3\.bias"),
     ("fp8_block", cast("0.bias", torch.int64), r"0\.bias in .* is in I64, the model wants torch\.float32"),
     ("fp8_block", lambda t: (cast("0.weight", torch.int8)(t), gone("0.weight_scale_inv")(t)), r"is in I8, the model"),
-    ("fp8_block", cast("0.weight_scale_inv", torch.int32), r"0\.weight_scale_inv in .* is in I32; F32"),
-    ("fp8_block", cast("0.weight", torch.float8_e5m2), r"0\.weight in .* is in F8_E5M2, which is not read; take plain"),
-    ("fp8_block", bare(torch.float8_e5m2fnuz), r"is in F8_E5M2FNUZ, which is not read; take plain ones"),
-    ("fp8_block", bare(torch.float8_e4m3fnuz), r"is in F8_E4M3FNUZ, which is not read; take plain ones"),
+    ("fp8_block", cast("0.weight_scale_inv", torch.int32), r"0\.weight_scale_inv in .* is in I32, expected F32"),
+    ("fp8_block", cast("0.weight", torch.float8_e5m2), r"0\.weight .* F8_E5M2, which is not supported; take plain"),
+    ("fp8_block", bare(torch.float8_e5m2fnuz), r"is in F8_E5M2FNUZ, which is not supported; take plain ones"),
+    ("fp8_block", bare(torch.float8_e4m3fnuz), r"is in F8_E4M3FNUZ, which is not supported; take plain ones"),
     (CT, gone("0.weight_scale"), r"0\.weight_packed in .* is in U8 and has no 0\.weight_scale; copy the files again"),
     (CT, gone("2.weight_global_scale"), r"has no 2\.weight_global_scale"),
     (CT, gone("0.weight_packed"), r"has no 0\.weight"),
-    (CT, cast("0.weight_packed", torch.int32), r"0\.weight_packed in .* is in I32; U8 is read there; copy the file"),
-    (CT, first("2.weight_global_scale", 0), r"2\.weight_global_scale in .* is 0\.0, no positive number"),
-    (CT, first("2.weight_global_scale", float("nan")), r"is nan, no positive number; copy the file again"),
-    (CT, first("2.weight_global_scale", float("inf")), r"is inf, no positive number"),
+    (CT, cast("0.weight_packed", torch.int32), r"0\.weight_packed in .* is in I32, expected U8; copy the file"),
+    (CT, first("2.weight_global_scale", 0), r"2\.weight_global_scale in .* is 0\.0, not a positive number"),
+    (CT, first("2.weight_global_scale", float("nan")), r"is nan, not a positive number; copy the file again"),
+    (CT, first("2.weight_global_scale", float("inf")), r"is inf, not a positive number"),
     (CT, first("0.weight_scale", -1), rf"0\.weight_scale in .* has {NO_NUMBER}"),
     (CT, first("0.weight_scale", float("nan")), NO_NUMBER),
     (CT, put("2.weight_scale", torch.ones(31, 10).to(torch.float8_e4m3fn)), r"\[31, 10\], the model wants \[32, 10\]"),
     (CT, put("0.weight_packed", torch.ones(160, 24).to(torch.uint8)), r"\[160, 24\], the model wants \[160, 32\]"),
     (CT, put("0.weight_global_scale", torch.ones(3)), r"has shape \[3\], the model wants \[1\]"),
-    (CT, cast("0.weight_scale", torch.float32), r"0\.weight_scale in .* is in F32; F8_E4M3 is read there"),
+    (CT, cast("0.weight_scale", torch.float32), r"0\.weight_scale in .* is in F32, expected F8_E4M3"),
     (MODELOPT, gone("2.weight_scale_2"), r"2\.weight in .* is in U8 and has no 2\.weight_scale_2"),
     (MODELOPT, gone("0.weight_scale"), r"0\.weight in .* is in U8 and has no 0\.weight_scale;"),
-    (MODELOPT, first("0.weight_scale_2", 0), r"0\.weight_scale_2 in .* is 0\.0, no positive number"),
+    (MODELOPT, first("0.weight_scale_2", 0), r"0\.weight_scale_2 in .* is 0\.0, not a positive number"),
 ]
 
 
@@ -195,9 +195,9 @@ FILES = {
         r"3 files .* their names say 1 and 2; .*remove other ones",
     ),
     "index of more": (indexed("0.weight", "9.bias"), r"index\.json has 9\.bias in model\.saf.*, which lacks it; copy"),
-    "index cut": (written(INDEX, '{"weight'), r"index\.json is not JSON that can be read .*copy it again"),
+    "index cut": (written(INDEX, '{"weight'), r"index\.json is not valid JSON .*copy it again"),
     "index of nothing": (written(INDEX, "{}"), r"index\.json has no weight_map"),
-    "config cut": (written("config.json", '{"a'), r"config\.json is not JSON"),
+    "config cut": (written("config.json", '{"a'), r"config\.json is not valid JSON"),
     "config of a list": (written("config.json", "[]"), r"config\.json holds a list, not an object"),
 }
 

@@ -41,7 +41,7 @@ WRONG = {
     "command": (["docter"], "invalid choice: 'docter'"),
     "option": (["doctor", "--fast"], "unrecognized arguments: --fast"),
     "device": (["doctor", "--device", "tpu"], "doctor: --device must be cpu, cuda or cuda:N, got tpu"),
-    "index": (["doctor", "--device", "cuda:99"], "GPUs, got --device cuda:99; take another one or cpu"),
+    "index": (["doctor", "--device", "cuda:99"], "GPUs, got --device cuda:99; use another one or cpu"),
 }
 
 

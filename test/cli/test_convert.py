@@ -94,7 +94,7 @@ def test_what_is_interrupted_goes_on(to, tmp_path, monkeypatch, capsys):
     (tmp_path / ".out-unfinished" / "part").write_bytes(b"half")
     capsys.readouterr()
     assert run(*command, tmp_path / "out") == 0
-    assert "goes on where it was interrupted, behind " in capsys.readouterr().out
+    assert "tensors that an interrupted run has written" in capsys.readouterr().out
     # 14 weights in all.
     assert 14 < len(calls) < 9 + 14
     files = sorted(p.name for p in (tmp_path / "whole").iterdir())
@@ -118,7 +118,7 @@ def test_a_disk_that_is_full_at_the_end_costs_one_file(tmp_path, monkeypatch, ca
             assert run(*command) == 2
         capsys.readouterr()
         assert run(*command, *options) == 0
-        assert ("goes on where it was interrupted" in capsys.readouterr().out) is goes_on
+        assert ("tensors that an interrupted run has written" in capsys.readouterr().out) is goes_on
         assert not (tmp_path / ".out-unfinished").exists()
         found = tensors_in(tmp_path / "out")
         assert ("model.layers.0.mlp.down_proj.weight_scale_inv" in found) is goes_on
@@ -169,7 +169,7 @@ def test_experts_under_names_that_nobody_reads_are_refused(tmp_path, capsys):
     command = ["convert", tmp_path / "plain", tmp_path / "out"]
     assert run(*command) == 2
     error = capsys.readouterr().err
-    assert "input_linear.weight holds all experts of a layer under a name that readers take for high" in error
+    assert "input_linear.weight holds all experts of a layer under a name that readers treat as high" in error
     assert "convert: --skip" in error and not (tmp_path / "out").exists()
     assert run(*command, "--skip", "*.experts") == 0
     found = tensors_in(tmp_path / "out")

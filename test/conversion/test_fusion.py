@@ -252,7 +252,7 @@ def replaced(model):
 
 
 LEFT_ALONE = {
-    "derived": (derived, "mine.MyMLP is derived from a class that is known; fuse before others wrap it"),
+    "derived": (derived, "mine.MyMLP is derived from a known class; fuse before others wrap it"),
     "patched": (patched, "its forward pass is an attribute of the instance"),
     "wrapped": (wrapped, "gate_proj is a Sequential; fuse before others wrap it"),
     "unknown": (lambda m: setattr(m, "own", Own()), "the forward pass of test_fusion.Own is not known"),

@@ -110,7 +110,7 @@ FAILURES = {
     "fake quantized": (fake_quantized, ITSELF.format("FakeQuantizedLinear", "torchao")),
     "derived": (derived, ITSELF.format("FakeQuantizedLinear", "torchao")),
     "fp8 of transformers": (of("transformers.integrations.finegrained_fp8", "FP8Linear", block_size=(32, 32)),
-                            "its weight is torch.float8_e4m3fn, codes whose scales lie elsewhere"),
+                            "its weight is torch.float8_e4m3fn, codes whose scales are stored elsewhere"),
     "bitnet": (of("transformers.integrations.bitnet", "AutoBitLinear"), ITSELF.format("AutoBitLinear", "transformers")),
     "8 bits": (of("bitsandbytes.nn", "Linear8bitLt"), ITSELF.format("Linear8bitLt", "bitsandbytes")),
     "4 bits": (of("bitsandbytes.nn", "Linear4bit"), ITSELF.format("Linear4bit", "bitsandbytes")),
@@ -210,7 +210,7 @@ def layers() -> nn.Module:
 def test_a_filter_that_is_not_called(call):
     name, model = call.partition("(")[0], layers()
     make = getattr(torchao_blockwise, name)
-    said = rf"^{name}: called with a module and '.*', as filters are, .*; write filter_fn={re.escape(call)}$"
+    said = rf"^{name}: was called with a module and '.*', as a filter is, .*; write filter_fn={re.escape(call)}$"
     for filter_fn in (make, make & is_linear()):
         for wrong in (
             lambda f=filter_fn: quantize_(model, FP8, filter_fn=f),

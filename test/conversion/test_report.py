@@ -220,7 +220,7 @@ def test_matrices_that_no_linear_layer_has_are_shown_with_the_reason():
     model = nn.ModuleDict({"attention": nn.MultiheadAttention(64, 4), "cross": nn.MultiheadAttention(64, 4, kdim=32)})
     model.update({"c_attn": Conv1D(), "raw": Raw(), "embed": nn.Embedding(8, 64), "norm": nn.LayerNorm((8, 64))})
     attention = "nn.MultiheadAttention multiplies by it itself, without an nn.Linear"
-    by_name = "no nn.Linear's; if F.linear multiplies by it, FqnToConfig converts it by name"
+    by_name = "not in an nn.Linear; if F.linear multiplies by it, FqnToConfig converts it by name"
     names = ("attention.in_proj_weight", *(f"cross.{x}_proj_weight" for x in "qkv"))
     expected = dict.fromkeys(names, attention) | {
         "c_attn.weight": "Conv1D holds its weight transposed; replace it by nn.Linear",

@@ -124,7 +124,7 @@ def test_weights_that_ranks_share_are_refused():
     try:
         model = fully_shard(mlp(FP8), mesh=dist.device_mesh.DeviceMesh("cpu", [0]))
         for _ in range(2):
-            with pytest.raises(ValueError, match=r"0.weight: ranks share it; load model.state_dict\(\) into a model"):
+            with pytest.raises(ValueError, match=r"0.weight: it is sharded; load model.state_dict\(\) into an unconv"):
                 unconvert(model)
             model(torch.randn(2, 64))
     finally:

@@ -43,10 +43,10 @@ permute    bfloat16  reference   reference ran             gluon [1], triton [2]
 [1] no Hopper
 [2] too old
 
-a linear layer of each recipe: how far its products are from those in fp32
-recipe  product  error  limit  self-test
-------  -------  -----  -----  ---------
-fp8     output   3.70%  5.20%         ok
+a linear layer of each recipe: the relative errors of its GEMMs, compared with fp32
+recipe  GEMM    error  limit  self-test
+------  ------  -----  -----  ---------
+fp8     output  3.70%  5.20%         ok
 
 note: new""",
     )
@@ -59,7 +59,7 @@ def test_text_of_what_is_wrong():
 not healthy: 2 of 4 checks passed, 1 problem
 matmul     fp8       triton      reference ran, triton failed  gluon [1]
 failed: matmul of fp8 by triton: bits differ
-fp8     output   10.00%  5.20%     failed
+fp8     output  10.00%  5.20%     failed
 problem: too old""",
     )
 

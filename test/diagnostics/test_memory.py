@@ -170,7 +170,7 @@ def test_weights_in_float32_are_noted(dtype, config, batch):
     """The column bf16 has half of their bytes, which no recipe saves."""
     model = mlp(config).to(dtype)
     report = memory_report(model, *(x.to(dtype) for x in batch))
-    assert any("weights are float32, which the column bf16 counts in bf16" in n for n in report.notes) is (
+    assert any("weights are float32, which the column bf16 counts as bf16" in n for n in report.notes) is (
         dtype is torch.float32
     )
     assert (report.predicted.weights == 2 * report.bf16.weights) is (dtype is torch.float32)
@@ -192,5 +192,5 @@ def test_what_needs_values_is_measured_all_the_same():
 
 
 def test_nothing_to_differentiate_is_refused():
-    with pytest.raises(ValueError, match="nothing that the model returns asks for a gradient; pass loss="):
+    with pytest.raises(ValueError, match="no output of the model requires a gradient; pass loss="):
         memory_report(nn.Linear(D, D).requires_grad_(False), torch.randn(T, D))

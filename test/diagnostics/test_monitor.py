@@ -204,9 +204,9 @@ def test_any_number_of_tokens(count):
 def test_layers_that_do_not_run_or_are_in_evaluation_are_not_seen():
     """One warning says so, whatever number of reports follow."""
     for model, said in (
-        (mlp(FP8).eval(), "all of them are in evaluation mode, .* call model.train"),
+        (mlp(FP8).eval(), "all layers are in evaluation mode, .* call model.train"),
         (mlp(FP8), "CUDA graph replays are not observed"),
-        (mlp(), "nor what is not converted, unless what_if names recipes"),
+        (mlp(), "and unconverted layers only with recipes in what_if"),
     ):
         with NumericsMonitor(model, every=1) as monitor, pytest.warns(UserWarning, match="NumericsMonitor") as seen:
             for _ in range(3):
@@ -277,7 +277,7 @@ def test_what_it_refuses(make, options, message):
 
 def test_two_monitors_at_a_time_are_refused():
     model = mlp(FP8)
-    with NumericsMonitor(model), pytest.raises(RuntimeError, match="another monitor looks at this step"):
+    with NumericsMonitor(model), pytest.raises(RuntimeError, match="another monitor observes this step"):
         NumericsMonitor(model)
 
 

@@ -57,8 +57,8 @@ BROKEN = {
         "bits differ from the reference",
     ),
     "shape": (transpose_op, lambda right: right._replace(scale=right.scale[:1]), "bits differ from the reference"),
-    "sums": (matmul_op, lambda right: right * 1.25, "off the reference by 0.25"),
-    "not a number": (matmul_op, lambda right: right * float("nan"), "off the reference by inf"),
+    "sums": (matmul_op, lambda right: right * 1.25, "differs from the reference by 0.25"),
+    "not a number": (matmul_op, lambda right: right * float("nan"), "differs from the reference by inf"),
     "error": (matmul_op, _raise, "RuntimeError: out of"),
     "within rounding": (matmul_op, lambda right: right * (1 + 2.0**-8), ""),
 }

@@ -123,7 +123,7 @@ def test_a_writer_that_fails_warns_once_and_is_left_out(tmp_path):
     with pytest.warns(UserWarning) as caught:
         written = reports(broken, CSVWriter(path), steps=3)
     assert [str(w.message) for w in caught] == [
-        "NumericsMonitor: Broken failed and is left out from now on: OSError: no space left on device"
+        "NumericsMonitor: Broken failed and is not used from now on: OSError: no space left on device"
     ]
     assert broken.calls == 1 and all(written)
     with path.open() as file:

@@ -125,7 +125,7 @@ def test_work_for_vllm_is_in_order_on_all_its_streams(with_vllm, monkeypatch):
 
 def test_without_vllm_a_sentence_says_what_to_do(monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", None)
-    with pytest.raises(ImportError, match=r"install vllm, or hand checkpoint\.quantized_weights"):
+    with pytest.raises(ImportError, match=r"install vllm, or pass checkpoint\.quantized_weights"):
         vllm.weight_source(mlp(FP8))
 
 
@@ -197,7 +197,7 @@ def test_what_sglang_refuses_is_said(answer, model, monkeypatch):
     monkeypatch.setattr(
         sglang, "quantized_weights", lambda *args: (gathered.append(pair) or pair for pair in weights(*args))
     )
-    with pytest.raises(RuntimeError, match=r"refused .* \(.*no such weight\); its weights are now of two steps"):
+    with pytest.raises(RuntimeError, match=r"refused .* \(.*no such weight\); its weights are now a mix of two"):
         sglang.update_weights(engine, model, bucket_bytes=1)
     assert len(gathered) == 6 and len(engine.calls) == 1 and not engine.is_open
     engine.refused = None

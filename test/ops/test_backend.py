@@ -145,7 +145,7 @@ def test_triton_on_a_cpu_needs_the_interpreter_and_triton(interpret, installed, 
     ("triton", "reason"),
     (
         (types.SimpleNamespace(__version__="3.5.1"), r"Triton 3\.6 or newer, got 3\.5\.1 \(pip install -U triton\)"),
-        (None, r"triton cannot be imported \(ModuleNotFoundError: .*\); install it again"),
+        (None, r"triton cannot be imported \(ModuleNotFoundError: .*\); reinstall it"),
     ),
     ids=("too old", "broken"),
 )

@@ -187,13 +187,13 @@ def test_what_works_is_imported_after_one_trial(machine_with, monkeypatch):
     monkeypatch.setitem(sys.modules, "deep_gemm", module)
     assert library.product_on(1) is library.product_on(1) is product
     assert len(tried) == 1 and "set_device(1)" in tried[0][-1]
-    assert library.product_on(0) == "its kernels live on the device that a process used first, cuda:1, got cuda:0"
+    assert library.product_on(0) == "its kernels are on the device that the process used first, cuda:1, got cuda:0"
 
 
 @pytest.mark.parametrize(
     ("broken", "reason", "tries"),
     (
-        ({"nvcc": False}, r"it builds kernels by nvcc, and .*/bin/nvcc is not there; set CUDA_HOME", 0),
+        ({"nvcc": False}, r"it builds kernels with nvcc, and .*/bin/nvcc does not exist; set CUDA_HOME", 0),
         ({"returncode": 1, "stderr": "Traceback\nOSError: libcudart.so.13\n"}, "OSError: libcudart.so.13$", 1),
         ({"returncode": -11}, "exit status -11$", 1),
     ),
@@ -201,7 +201,7 @@ def test_what_works_is_imported_after_one_trial(machine_with, monkeypatch):
 )
 def test_what_is_installed_and_broken_is_warned_about_once(broken, reason, tries, machine_with):
     tried = machine_with(**broken)
-    with pytest.warns(UserWarning, match=f"DeepGEMM is installed and cannot be used: .*{reason}"):
+    with pytest.warns(UserWarning, match=f"DeepGEMM is installed but cannot be used: .*{reason}"):
         said = library.product_on(0)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

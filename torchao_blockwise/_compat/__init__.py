@@ -1,4 +1,4 @@
-"""Names that PyTorch and torchao do not promise to keep: each is used here and nowhere else."""
+"""Private names of PyTorch and torchao, used only in this folder."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 @functools.cache
 def has_triton() -> bool:
-    """Whether Triton can be imported; cheap, imports nothing."""
+    """Whether Triton is installed; does not import it."""
     return importlib.util.find_spec("triton") is not None
 
 
 @functools.cache
 def why_old_triton() -> str | None:
-    """Why the Triton that is installed cannot build the kernels, which are written for 3.6 or newer, or None."""
+    """Return why the installed Triton cannot build the kernels, which need 3.6 or newer, or None if it can."""
     try:
         import triton
     except Exception as error:
-        return f"triton cannot be imported ({type(error).__name__}: {error}); install it again"
+        return f"triton cannot be imported ({type(error).__name__}: {error}); reinstall it"
     if tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 6):
         return f"the kernels need Triton 3.6 or newer, got {triton.__version__} (pip install -U triton)"
     return None
@@ -51,31 +51,32 @@ def why_old_triton() -> str | None:
 
 @functools.cache
 def has_gluon() -> bool:
-    """Whether Triton's Gluon for Hopper is there, in a version whose names are known: 3.6 or newer."""
+    """Whether Triton's Gluon for Hopper is available, in a supported version (3.6 or newer)."""
     return has_triton() and why_old_triton() is None
 
 
-# Copies of many tensors in few launches; seen in torch 2.11 to 2.13.
+# Copies many tensors in few launches; exists in torch 2.11 to 2.13.
 foreach_copy_ = torch._foreach_copy_
 
-# What `torch.nn.functional.grouped_mm` calls, and tensor subclasses are asked about; models call it too.
+# `torch.nn.functional.grouped_mm` calls it and dispatches it to tensor subclasses; models call it too.
 grouped_mm = torch._grouped_mm
 
 
 def grouped_products_of_others() -> list[Operation]:
-    """Operations of libraries in use that do what `grouped_mm` does to (x, weight, offs).
+    """Return operations of imported libraries that compute the same as `grouped_mm` from (x, weight, offs).
 
-    transformers takes its own where it takes `grouped_mm` not to compile: of weights other than bfloat16.
+    transformers uses its own if it expects that `grouped_mm` does not compile: for weights other than bfloat16.
     """
     op = getattr(torch.ops.transformers, "grouped_mm_fallback", None)
     return [] if op is None else [op, op.default]
 
 
 def quantize_call() -> tuple[Any, Any, str | None]:
-    """(model, filter_fn, name of the calling module) of the `quantize_` call on the stack; (None, None, None) if none.
+    """Return (model, filter_fn, name of the calling module) of the `quantize_` call on the stack, or three Nones.
 
-    torchao hands a handler one module at a time. To refuse a model before its first layer changes, and to name the
-    layer, a handler must see the whole call; torchao (seen: 0.17, 0.18) has no hook for that, so this reads the stack.
+    torchao passes a handler one module at a time. To refuse a model before its first layer changes, and to name the
+    layer, a handler needs the arguments of `quantize_`. torchao (0.17, 0.18) does not pass them on, so this reads the
+    stack.
     """
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -87,30 +88,30 @@ def quantize_call() -> tuple[Any, Any, str | None]:
 
 
 def default_filter() -> Callable[[torch.nn.Module, str], bool]:
-    """The filter_fn that `torchao.quantization.quantize_` uses when none is given."""
+    """Return the default filter_fn of `torchao.quantization.quantize_`."""
     from torchao.quantization import quantize_
 
     return inspect.signature(quantize_).parameters["filter_fn"].default
 
 
 def parameters_of(module: torch.nn.Module) -> dict[str, torch.nn.Parameter | None]:
-    """The parameters that `module` itself holds by name; shared ones under each name."""
+    """Return the parameters that `module` directly holds, by name; shared ones under each name."""
     return module._parameters
 
 
 def saved_buffers_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The buffers that `module` itself holds and that state dicts have."""
+    """Return the persistent buffers that `module` directly holds, by name."""
     left_out = module._non_persistent_buffers_set
     return {name: x for name, x in module._buffers.items() if x is not None and name not in left_out}
 
 
 def state_dict_hooks_of(module: torch.nn.Module) -> list[Callable[..., Any]]:
-    """The hooks that run when `module` has filled a state dict."""
+    """Return the state dict hooks of `module`, which run after it has filled a state dict."""
     return list(module._state_dict_hooks.values())
 
 
 def remove_state_dict_hooks(module: torch.nn.Module, hooks: Collection[Callable[..., Any]]) -> None:
-    """Take `hooks` of state dicts and of their loads away from `module`."""
+    """Remove these `state_dict` and `load_state_dict` hooks from `module`."""
     for registered in (module._state_dict_hooks, module._load_state_dict_pre_hooks):
         for key in [key for key, hook in registered.items() if getattr(hook, "hook", hook) in hooks]:
             del registered[key]
@@ -119,9 +120,10 @@ def remove_state_dict_hooks(module: torch.nn.Module, hooks: Collection[Callable[
 def make_wrapper(
     cls: type[_Wrapper], shape: Sequence[int], *, inner: torch.Tensor | None = None, **options: Any
 ) -> _Wrapper:
-    """A tensor of the subclass `cls` that reports `shape` and `options` and has no storage of its own.
+    """Return a tensor of the subclass `cls` that reports `shape` and `options` and has no storage.
 
-    inner: what it holds, and as which it counts changes under inference mode, so that it can be a view of its like.
+    inner: the tensor that it wraps. If that is not an inference tensor, neither is the wrapper, so that it counts
+        changes and can be a view of such tensors under inference mode too.
     """
     if not torch.compiler.is_dynamo_compiling():
         stored_graphs.keep_graphs_apart()
@@ -132,7 +134,7 @@ def make_wrapper(
 
 
 def never_compiled(function: _F) -> _F:
-    """Mark `function`: Dynamo compiles neither it nor what it calls, when code that fell back to eager calls it."""
+    """Mark `function` so that Dynamo compiles neither it nor its callees when code that runs eagerly calls it."""
     dynamo = torch._C._dynamo.eval_frame
     skip = dynamo._FrameAction.SKIP
     dynamo.set_code_exec_strategy(function.__code__, dynamo._FrameExecStrategy(skip, skip))
@@ -140,7 +142,7 @@ def never_compiled(function: _F) -> _F:
 
 
 def reduced_wrapper(x: torch.Tensor) -> tuple[Any, ...]:
-    """What PyTorch's `__reduce_ex__` returns for a tensor subclass with no storage, at whatever offset it reports."""
+    """Return the result of PyTorch's `__reduce_ex__` for a tensor subclass without storage, with any storage offset."""
     size, strides, offset = tuple(x.size()), x.stride(), x.storage_offset()
     args = (type(x), x.dtype, size, strides, offset, x.layout, x.device, x.requires_grad)
     rebuild, state = torch._utils._rebuild_wrapper_subclass, torch._utils._get_obj_state(x)
@@ -148,60 +150,61 @@ def reduced_wrapper(x: torch.Tensor) -> tuple[Any, ...]:
 
 
 def decomposed(op: Operation, args: Args, kwargs: Kwargs) -> Any:
-    """What an operation that is made of others gives, by those; NotImplemented where it is none, or none is asked for.
+    """Run a composite operation by its decomposition, or return NotImplemented if there is none or it is not needed.
 
-    Under inference mode tensor subclasses are asked about `mT` and `to`, elsewhere about what these are made of.
+    Under inference mode composite operations such as `mT` and `to` are dispatched to tensor subclasses; otherwise
+    PyTorch decomposes them first.
     """
     return op.decompose(*args, **kwargs) if torch.is_inference_mode_enabled() else NotImplemented
 
 
 def schema_of(op: Operation) -> torch.FunctionSchema:
-    """The schema of an operator overload."""
+    """Return the schema of an operator overload."""
     return op._schema
 
 
 def version_of(x: torch.Tensor) -> int:
-    """How often `x` or an alias of it was changed in place."""
+    """Return the version counter of `x`: the number of in-place changes of `x` and its aliases."""
     return x._version
 
 
 def carry_grad_dtype(source: torch.Tensor, target: torch.Tensor) -> None:
-    """Let gradients of `target` have the dtype that the program gave to those of `source` (`grad_dtype`), if it did."""
+    """Copy `grad_dtype` from `source` to `target` if the program has set it."""
     dtype = getattr(source, "grad_dtype", source.dtype)
-    # Since torch 2.15 it may also be the dtype of the tensor itself.
+    # Since torch 2.15 an override may equal the dtype of the tensor.
     if getattr(source, "_has_grad_dtype_override", dtype != source.dtype):
         target.grad_dtype = dtype
 
 
 def is_held(x: torch.Tensor) -> bool:
-    """Whether something else than its Python object holds `x`, so that `torch.utils.swap_tensors` would refuse it."""
+    """Whether `x` has owners besides its Python object, so that `torch.utils.swap_tensors` would refuse it."""
     holders: Callable[[], int] = x._use_count  # type: ignore[attr-defined]
     if holders() == 1:
         return False
     if holders() > 2 or not (x.is_leaf and x.requires_grad):
         return True
-    # A gradient accumulator may be the second holder; asking for it makes one, a third holder, if there is none.
+    # The second owner may be a gradient accumulator. If there is none, `get_gradient_edge` creates one, a third owner.
     accumulator = torch.autograd.graph.get_gradient_edge(x).node
     return accumulator is None or holders() > 2
 
 
-# A context in which `__torch_function__` of subclasses is not called, for use inside of it.
+# A context in which `__torch_function__` of subclasses is not called.
 no_torch_function: Callable[[], AbstractContextManager[None]] = torch._C.DisableTorchFunctionSubclass
 
 
 def counting_changes() -> AbstractContextManager[object]:
-    """A context for `__torch_dispatch__`: operations on inner tensors count changes, and views share their counts.
+    """A context for `__torch_dispatch__` in which operations on inner tensors update version counters.
 
-    PyTorch excludes the kernels that keep version counters while a subclass dispatches.
+    PyTorch excludes the kernels that maintain version counters while a subclass dispatches.
     """
     exclude = torch._C._dispatch_tls_local_exclude_set().remove(torch._C.DispatchKey.ADInplaceOrView)
     return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), exclude)
 
 
 def register_sharding(op: Operation, rule: Callable[..., Sequence[Any]]) -> None:
-    """Give `op` a DTensor sharding rule whose answers are cached by all of the op's arguments.
+    """Register a DTensor sharding rule for `op` whose results are cached by all arguments that are not tensors.
 
-    By itself PyTorch caches by the arguments from the first integer on, and would give one format another's rule.
+    By default PyTorch uses only the arguments from the first integer on, and would mix up the rules of two formats.
     """
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor.experimental import register_sharding
@@ -214,7 +217,7 @@ def register_sharding(op: Operation, rule: Callable[..., Sequence[Any]]) -> None
 
 @functools.cache
 def functional_gathers() -> set[Operation]:
-    """The operations by which DTensor gathers the shards of a tensor."""
+    """Return the operations with which DTensor gathers the shards of a tensor."""
     if not torch.distributed.is_available():
         return set()
     from torch.distributed import _functional_collectives  # noqa: F401  # defines them
@@ -228,19 +231,19 @@ def functional_gathers() -> set[Operation]:
 
 
 def waited(x: torch.Tensor) -> torch.Tensor:
-    """`x` itself in the place of a tensor that waits for a collective when it is used."""
+    """Wait for the collective that computes `x`, if there is one, and return a plain tensor."""
     from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
     return x.trigger_wait() if isinstance(x, AsyncCollectiveTensor) else x
 
 
 def local_of(x: torch.Tensor) -> torch.Tensor:
-    """What this rank holds of a DTensor, the very object; another tensor itself."""
+    """Return the local tensor of a DTensor, the same object; any other tensor unchanged."""
     return getattr(x, "_local_tensor", x)
 
 
 def with_local(x: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    """`local` as what this rank holds of a DTensor that is placed as `x`, or `local` itself where `x` is none.
+    """Return a DTensor with this local tensor and the placement of `x`, or `local` if `x` is not a DTensor.
 
     `DTensor.from_local` would move offloaded values to the device of the mesh.
     """
@@ -255,9 +258,9 @@ def with_local(x: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
 
 
 def wait_for(work: torch.ScriptObject) -> None:
-    """Wait for a collective by the handle that its operation returned, which is an empty one where there is no need.
+    """Wait for a collective by the handle that its operation returned, which may be empty.
 
-    A synchronous collective of NCCL runs on the current stream, and so before whatever uses its results.
+    The handle is empty for a synchronous NCCL collective, which runs on the current stream.
     """
     from torch.distributed import Work
 
@@ -267,19 +270,19 @@ def wait_for(work: torch.ScriptObject) -> None:
 
 
 def all_gather(out: torch.Tensor, x: torch.Tensor, group: ProcessGroup | None) -> None:
-    """Each rank's `x`, one after the other, into `out`; by the name since torch 2.13, where the older one warns."""
+    """Gather each rank's `x` into `out`. Uses the name since torch 2.13, in which the older one warns."""
     dist = torch.distributed
     (getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor)(out, x, group=group)
 
 
 def reduce_scatter(out: torch.Tensor, x: torch.Tensor, group: ProcessGroup | None) -> None:
-    """The sum over ranks of this rank's part of `x` into `out`; by the name since torch 2.13, as `all_gather`."""
+    """Write the sum over ranks of this rank's part of `x` to `out`. Uses the name since torch 2.13."""
     dist = torch.distributed
     (getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor)(out, x, group=group)
 
 
 def max_over_ranks(x: torch.Tensor, group: str) -> torch.Tensor:
-    """The elementwise maximum over the ranks of the process group of that name; can be compiled."""
+    """Return the elementwise maximum over the ranks of the process group with this name; can be compiled."""
     from torch.distributed import _functional_collectives  # noqa: F401  # defines them
 
     collectives = torch.ops._c10d_functional
@@ -287,9 +290,9 @@ def max_over_ranks(x: torch.Tensor, group: str) -> torch.Tensor:
 
 
 def take_saved(ctx: Any) -> tuple[torch.Tensor | None, ...]:
-    """The saved tensors of an autograd function, which live on only in the caller, unless the graph is kept.
+    """Return the saved tensors of an autograd function and release the context's references, unless `retain_graph`.
 
-    By itself a function holds all it saved until its backward has returned.
+    By default the context keeps all saved tensors alive until backward has returned.
     """
     saved = ctx.saved_tensors
     if not torch.compiler.is_compiling():
@@ -298,17 +301,17 @@ def take_saved(ctx: Any) -> tuple[torch.Tensor | None, ...]:
 
 
 def in_backward() -> bool:
-    """Whether the autograd engine runs a backward pass in this thread, recomputation included."""
+    """Whether a backward pass, including recomputation, runs in this thread."""
     return torch._C._current_graph_task_id() != -1
 
 
 def default_store() -> Store:
-    """The key-value store that the ranks of `torch.distributed` met at."""
+    """Return the key-value store with which `torch.distributed` was initialized."""
     return torch.distributed.distributed_c10d._get_default_store()  # type: ignore[return-value]
 
 
 def nccl_timeout(group: ProcessGroup) -> timedelta | None:
-    """What a collective of `group` on a GPU may take, after which NCCL ends the process; None where it has no NCCL."""
+    """Return the timeout of NCCL collectives in `group`, after which NCCL ends the process; None without NCCL."""
     try:
         backend = group._get_backend(torch.device("cuda"))
     except RuntimeError:
@@ -317,5 +320,5 @@ def nccl_timeout(group: ProcessGroup) -> timedelta | None:
 
 
 def keeping_version(x: torch.Tensor) -> AbstractContextManager[None]:
-    """A context in which changes of `x` are not counted: it gets back the values that autograd saved."""
+    """A context that preserves the version counter of `x`, for restoring the values that autograd saved."""
     return torch.autograd.grad_mode._unsafe_preserve_version_counter(x)

@@ -1,9 +1,8 @@
-"""DeepGEMM as the package sgl-deep-gemm brings it, from 0.1.4 on and below 0.2.
+"""DeepGEMM from the package sgl-deep-gemm, version 0.1.4 or newer and below 0.2.
 
-It is a library in C++ for one version of CUDA, and builds a kernel with the machine's nvcc when a product needs a new
-one: about ten seconds, once a machine, for kernels are kept in DG_JIT_CACHE_DIR or ~/.deep_gemm. Beside some builds of
-PyTorch importing it ends the process, without nvcc it raises at its first product. So it is tried in another process
-first, once, by a product of which the kernel is built there.
+It is a C++ library for one version of CUDA and builds each new kernel with nvcc. That takes about ten seconds, once for
+each machine, since kernels are cached in DG_JIT_CACHE_DIR or ~/.deep_gemm. With some builds of PyTorch, importing it
+ends the process; without nvcc its first GEMM raises. So one GEMM is tried in another process first.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ assert bool((out == 128).all()), "its product of ones is wrong"
 
 @functools.cache
 def why_absent() -> str | None:
-    """Why DeepGEMM cannot be imported, as far as can be seen without trying, or None."""
+    """Return why DeepGEMM is not available, as far as is known without importing it, or None."""
     if importlib.util.find_spec(_MODULE) is None:
         return f"{_MODULE} is not installed (pip install torchao_blockwise[{_MODULE}])"
     try:
@@ -53,21 +52,22 @@ def why_absent() -> str | None:
 
 @functools.cache
 def product_on(device: int) -> Product | str:
-    """(a, a_scale), (b, b_scale), out -> None on this CUDA device, the current one in its calls; or why there is none.
+    """Return DeepGEMM's function ((a, a_scale), (b, b_scale), out) -> None for this CUDA device, or why there is none.
 
-    What is installed and fails is warned about, once. Kernels live on the device that asks first.
+    The device must be the current one in calls. Kernels are loaded on the first device that is used. Warns once if
+    DeepGEMM is installed but fails.
     """
     if (reason := why_absent()) is not None:
         return reason
     if _devices and device not in _devices:
-        return f"its kernels live on the device that a process used first, cuda:{_devices[0]}, got cuda:{device}"
+        return f"its kernels are on the device that the process used first, cuda:{_devices[0]}, got cuda:{device}"
     _devices.append(device)
     if (reason := _why_no_compiler() or _failure_of_trial(device)) is not None:
-        warnings.warn(f"DeepGEMM is installed and cannot be used: {reason}", stacklevel=2)
+        warnings.warn(f"DeepGEMM is installed but cannot be used: {reason}", stacklevel=2)
         return reason
     import deep_gemm
 
-    # Its memory for cuBLASLt, 32 MiB, is taken now and not inside of what may be a CUDA graph's.
+    # Allocates its workspace for cuBLASLt, 32 MiB, now and not later in the memory pool of a CUDA graph.
     deep_gemm.get_num_sms()
     product: Product = deep_gemm.fp8_gemm_nt
     return product
@@ -77,16 +77,16 @@ _devices: list[int] = []
 
 
 def _why_no_compiler() -> str | None:
-    """Why there is no nvcc where DeepGEMM looks for it, or None."""
+    """Return why DeepGEMM does not find nvcc, or None if it does."""
     found = shutil.which("nvcc")
     default = Path(found).parent.parent if found else "/usr/local/cuda"
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or default
     nvcc = Path(os.environ.get("DG_JIT_NVCC_COMPILER") or Path(home, "bin", "nvcc"))
-    return None if nvcc.exists() else f"it builds kernels by nvcc, and {nvcc} is not there; set CUDA_HOME"
+    return None if nvcc.exists() else f"it builds kernels with nvcc, and {nvcc} does not exist; set CUDA_HOME"
 
 
 def _failure_of_trial(device: int) -> str | None:
-    """How a product in another process failed, or None."""
+    """Return the error of a GEMM in another process, or None."""
     command = [sys.executable, "-c", _TRIAL.format(device=device)]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     try:

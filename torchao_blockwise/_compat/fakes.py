@@ -1,4 +1,4 @@
-"""Fake tensors: shapes, dtypes and devices without memory; where they are defined is not promised."""
+"""Fake tensors, whose module is private in PyTorch."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import torch
 
 
 def fake_mode() -> AbstractContextManager[object]:
-    """A context in which tensors are fake: they have a device, shapes and dtypes, and no memory."""
+    """A context in which operations return fake tensors, with device, shape and dtype but no memory."""
     from torch._subclasses import FakeTensorMode
 
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def is_fake(x: torch.Tensor) -> bool:
-    """Whether `x` has a device, a shape and a dtype, and no memory."""
+    """Whether `x` is a fake tensor."""
     from torch._subclasses import FakeTensor
 
     return isinstance(x, FakeTensor)

@@ -1,4 +1,4 @@
-"""Names that transformers and accelerate do not promise to keep; an import of this file imports neither."""
+"""Private names of transformers, accelerate and PEFT. Importing this module imports none of them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torchao_blockwise import _compat
 
 
 def adapters_in(model: torch.nn.Module) -> set[torch.nn.Module]:
-    """The modules of `model` that PEFT's tuners have added, and all that lie in them."""
+    """Return the modules that PEFT's tuners have added to `model`, and their submodules."""
     peft: Any = sys.modules.get("peft")
     found: set[torch.nn.Module] = set()
     for module in () if peft is None else model.modules():
@@ -30,10 +30,10 @@ def adapters_in(model: torch.nn.Module) -> set[torch.nn.Module]:
 
 
 def tell_lora_how_to_merge(kind: type) -> None:
-    """Let PEFT's LoRA on a converted layer quantize what it merges by the config, of class `kind`, of the weight.
+    """Make PEFT's LoRA on a converted layer use the config of the weight, of class `kind`, when it merges.
 
-    Called by conversions, where PEFT is imported. It merges by `quantize_`, and knows a config only of models that
-    transformers has loaded quantized.
+    PEFT merges by calling `quantize_`, but has a config only for models that transformers has loaded quantized. Each
+    conversion calls this; it does nothing if PEFT is not imported.
     """
     lora = getattr(sys.modules.get("peft.tuners.lora.torchao"), "TorchaoLoraLinear", None)
     if lora is None or hasattr(lora.__init__, "__wrapped__"):
@@ -45,7 +45,7 @@ def tell_lora_how_to_merge(kind: type) -> None:
         inner = base_layer.get_base_layer() if hasattr(base_layer, "get_base_layer") else base_layer
         config = getattr(inner.weight, "config", None)
         if isinstance(config, kind):
-            # To be pickled with the layer.
+            # A partial and not a lambda, because it is pickled with the layer.
             options.setdefault("get_apply_tensor_subclass", functools.partial(copy.copy, config))
         own(self, base_layer, *args, **options)
 
@@ -53,30 +53,30 @@ def tell_lora_how_to_merge(kind: type) -> None:
 
 
 def is_offloaded_by_accelerate(module: torch.nn.Module) -> bool:
-    """Whether accelerate puts plain values in the place of the module's weights on every use."""
+    """Whether accelerate offloads the module and replaces its weights by plain ones on every use."""
     return bool(getattr(getattr(module, "_hf_hook", None), "offload", False))
 
 
 def transformers_quantizes() -> bool:
-    """Whether transformers has called `quantize_` while it loads a model, as a `TorchAoConfig` makes it do."""
+    """Whether transformers called `quantize_` while loading a model with a `TorchAoConfig`."""
     return _compat.quantize_call()[2] == "transformers.integrations.torchao"
 
 
 def is_silu(activation: torch.nn.Module) -> bool:
-    """Whether `activation` computes x · sigmoid(x): PyTorch's module, or the one that transformers wrote."""
+    """Whether `activation` is SiLU, by its class in PyTorch or transformers."""
     cls = type(activation)
     return cls is torch.nn.SiLU or (cls.__module__, cls.__name__) == ("transformers.activations", "SiLUActivation")
 
 
 def kept_in_fp32(model: torch.nn.Module) -> list[str] | None:
-    """Names of modules that transformers keeps in fp32 whatever dtype the model is loaded in."""
+    """Return the names of modules that transformers keeps in fp32, whatever dtype the model is loaded in."""
     return getattr(model, "_keep_in_fp32_modules", None)
 
 
-def passed_over(model: torch.nn.Module) -> set[str]:
-    """Patterns of what files may have beside what `model` has; empty for models that are not of transformers.
+def ignored_on_load(model: torch.nn.Module) -> set[str]:
+    """Return patterns of names that files may have and `model` does not; empty for models of other libraries.
 
-    Layers that predict further tokens, of DeepSeek-V3 and GLM-4.5 for instance; positions that old files hold.
+    Examples are layers for multi-token prediction in DeepSeek-V3 and GLM-4.5, and rotary frequencies in old files.
     """
     named = getattr(model, "_keys_to_ignore_on_load_unexpected", None)
     is_theirs = hasattr(model, "_tied_weights_keys")
@@ -87,9 +87,9 @@ _given_state_dict: ContextVar[dict[str, Any] | None] = ContextVar("given_state_d
 
 
 def remember_given_state_dicts() -> None:
-    """Have `PreTrainedModel.save_pretrained` remember its `state_dict` while it runs, for `given_state_dict`.
+    """Wrap `PreTrainedModel.save_pretrained` to record its `state_dict` argument for `given_state_dict`.
 
-    transformers passes a quantizer only the model, and drops the state dict, which Trainer has gathered from all ranks.
+    transformers passes only the model to a quantizer, and drops the state dict, which Trainer has gathered.
     """
     from transformers import PreTrainedModel
 
@@ -108,12 +108,15 @@ def remember_given_state_dicts() -> None:
 
 
 def given_state_dict() -> dict[str, Any] | None:
-    """The state dict that the `save_pretrained` which is running was given; None if it was given none."""
+    """Return the `state_dict` argument of the running `save_pretrained`, or None."""
     return _given_state_dict.get()
 
 
 def reverted(model: torch.nn.Module, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """A part of a state dict as transformers writes it: other names, and experts one by one. Of other models itself."""
+    """Convert a part of a state dict to what transformers writes: its names, and experts one by one.
+
+    The state dict of a model of another library is returned unchanged.
+    """
     if "transformers" not in sys.modules or not hasattr(model, "_tied_weights_keys"):
         return state
     from transformers import core_model_loading

@@ -1,4 +1,4 @@
-"""Modes that see every operation, and what they need to know of tensors; profilers."""
+"""Dispatch modes, and what they need to know about tensors."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ __all__ = [
 
 
 def without_modes() -> AbstractContextManager[Any]:
-    """A context in which no dispatch mode sees operations.
+    """A context in which no dispatch mode intercepts operations.
 
-    Selective checkpointing is one: it counts operations, and would take those of an observer for the layer's.
+    For example, selective checkpointing is a mode that counts operations, and would count those of an observer too.
     """
     return _python_dispatch._disable_current_modes()
 
 
 def storage_of(x: torch.Tensor) -> int:
-    """A number that tells storages apart that are alive."""
+    """Return a number that is unique among live storages."""
     return x.untyped_storage()._cdata
 
 
@@ -43,12 +43,13 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def is_intercepted(values: Iterable[Any]) -> bool:
-    """Whether something is to see an operation on `values`: a compiler, a mode (selective checkpointing, a counter of
-    FLOPs, fake tensors), a profiler, a transform of `torch.func`, or a tensor that is a subclass or has no memory.
+    """Whether an operation on `values` must go through PyTorch's dispatcher.
 
+    That is so for a compiler, a mode (selective checkpointing, a FLOP counter, fake tensors), a profiler, a transform
+    of `torch.func`, and for tensors that are subclasses or on the meta device.
     values: tensors, tuples and lists that begin with one, and others.
     """
-    # First what compilers know; they cannot ask the others.
+    # `is_compiling` comes first, because compilers cannot trace the other calls.
     if torch.compiler.is_compiling() or _dispatch_modes() or _function_modes() or is_profiling():
         return True
     if _has_transforms() or _is_tracing():

@@ -1,4 +1,4 @@
-"""Hooks of modules, which PyTorch lists under private names."""
+"""Hooks of modules, which are private attributes in PyTorch."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ import torch
 
 
 def runs_alone(module: torch.nn.Module) -> bool:
-    """Whether no hook sees what goes into `module` or comes out, and its forward pass is that of its class."""
+    """Whether `module` has no hooks and uses the forward pass of its class."""
     hooks = module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks
     return not ("forward" in module.__dict__ or any(hooks))

@@ -1,8 +1,8 @@
-"""What keeps graphs apart that torch.compile stores on disk: of other recipes, and of other versions of this package.
+"""Distinguish graphs in torch.compile's disk cache by recipe and by version of this package.
 
-Inductor finds a stored graph by a hash of the traced one and of its inputs. A tensor of ours hashes itself
-(`tensors.base`), but PyTorch asks a DTensor alone, which answers for its placement and not for what it holds. And
-operations of ours are known by name: shapes and strides that an older version gave them would be taken for today's.
+Inductor finds a stored graph by a hash of the traced graph and its inputs. Tensor subclasses of this package provide a
+hash (`tensors.base`), but the hash of a DTensor covers only its placement and not its local tensor. And operations are
+hashed by name, so a graph stored by an older version, with other shapes and strides, could be reused.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ _done: set[str] = set()
 
 
 def keep_graphs_apart() -> None:
-    """Have stored graphs found by what DTensors hold and by this package's version; runs when a weight is made.
+    """Add the local tensors of DTensors and this package's version to the keys of the cache; called for every wrapper.
 
-    Importing the package changes nothing of PyTorch; whatever compiles a graph with tensors of ours makes one first.
+    It runs when a weight is made and not at import, since importing the package must not change PyTorch.
     """
     if "version" not in _done:
         _done.add("version")
@@ -34,10 +34,10 @@ def keep_graphs_apart() -> None:
 
 
 def _hash_what_dtensors_hold(dtensor: Any) -> None:
-    """Add to the hash of a DTensor that of what it holds, where that hashes itself. `dtensor` is the class."""
+    """Include the local tensor's hash, if it has one, in the hash of a DTensor. dtensor: the class."""
     hash_of_placement = getattr(dtensor, "_stable_hash_for_caching", None)
     if hash_of_placement is None:
-        # Without a hash of its own PyTorch flattens it, down to what it holds.
+        # Without such a method PyTorch flattens the DTensor, and hashes its local tensor.
         return
 
     @functools.wraps(hash_of_placement)

@@ -1,6 +1,6 @@
-"""Names of FSDP2 that PyTorch does not promise to keep: each is used here and nowhere else.
+"""Private names of FSDP2, used only here.
 
-An import wraps nothing: that is done where a model is converted (`install`).
+FSDP2's methods are wrapped when a model is converted (`install`), not at import.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
     from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
-# What is wrapped of FSDP2, or called by what wraps it.
+# The methods of FSDP2 that are wrapped, or called by the wrappers.
 _NEEDED = (
     "torch.distributed.fsdp.FSDPModule._get_fsdp_state",
     "torch.distributed.fsdp.FSDPModule.unshard",
     "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._lazy_init",
     "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._root_pre_forward",
 )
-# FSDP2's state of a module that `fully_shard` was called on.
+# FSDP2's state of a module to which `fully_shard` was applied.
 State: TypeAlias = "FSDPState"
 _installed = False
 _before_gathers: Callable[[State], None] = lambda state: None  # noqa: E731
 
 
 def install() -> None:
-    """Wrap what must be wrapped of FSDP2, once a process; nothing where it lacks a name: gathers are refused then."""
+    """Wrap FSDP2's methods, once in a process. If one is missing, nothing is wrapped and gathers raise later."""
     global _installed
     if not _installed and torch.distributed.is_available() and why_unknown() is None:
         _watch()
@@ -40,23 +40,23 @@ def install() -> None:
 
 
 def why_not_installed() -> str | None:
-    """Why FSDP2 must not be given converted weights, with the remedy, or None if it may be."""
+    """Return why FSDP2 cannot gather converted weights in this process, with the remedy, or None if it can."""
     if _installed:
         return None
     return why_unknown() or (
-        "what it calls for such weights is installed where a model is converted, and none was in this process; call "
-        "torchao_blockwise.distributed.sync_weight_scales(model) on all ranks"
+        "the hooks that such weights need are installed when a model is converted, and no model was converted in this "
+        "process; call torchao_blockwise.distributed.sync_weight_scales(model) on all ranks"
     )
 
 
 def why_unknown() -> str | None:
-    """Why this PyTorch's FSDP2 cannot shard converted weights, with the remedy, or None if it can."""
+    """Return why FSDP2 of the installed PyTorch cannot shard converted weights, with the remedy, or None if it can."""
     missing = [path for path in _NEEDED if torch.distributed.is_available() and not _exists(path)]
     if not missing:
         return None
     return (
-        f"FSDP2 of PyTorch {torch.__version__} has no {' and no '.join(missing)}, by which shards are quantized; "
-        "take a PyTorch that has it (2.11 to 2.15 do), or another way than fully_shard to split the model"
+        f"FSDP2 of PyTorch {torch.__version__} has no {' and no '.join(missing)}, which quantizing shards needs; use a "
+        "PyTorch that has it (2.11 to 2.15 do), or shard the model without fully_shard"
     )
 
 
@@ -68,12 +68,12 @@ def _exists(path: str) -> bool:
 
 
 class FsdpParameter(NamedTuple):
-    """A parameter as FSDP2 shards it: of dim `dim` this rank holds [rank · ⌈n / ranks⌉, ...) in `local`.
+    """A parameter that FSDP2 shards: of dim `dim` (size n) this rank holds [rank · ⌈n / ranks⌉, ...) in `local`.
 
-    shape: of what the group holds together. dtype: what the mixed precision policy gathers in. mesh_ranks: every rank
-    that shards or replicates it. modules: those that hold the very parameter. split_groups, split_dims: over which
-    tensor or expert parallelism has split what the groups of FSDP2 hold, and in which dim each. offloaded: its policy
-    keeps the shard on the CPU.
+    shape: of the parameter within the FSDP2 group. dtype: the dtype in which the mixed precision policy gathers.
+    mesh_ranks: all ranks that shard or replicate it. modules: the modules that hold the parameter. split_groups,
+    split_dims: the process groups over which tensor or expert parallelism splits the parameter further, and the dim of
+    each. offloaded: whether the offload policy keeps the shard on the CPU.
     """
 
     source: FSDPParam
@@ -93,17 +93,17 @@ class FsdpParameter(NamedTuple):
 
     @property
     def local(self) -> torch.Tensor:
-        """This rank's part; another tensor after a load, a move or FSDP2's first forward pass."""
+        """This rank's shard. It may be a different tensor after a load, a move or FSDP2's first forward pass."""
         return self.source._sharded_local_tensor
 
     @property
     def parameter(self) -> torch.Tensor:
-        """The DTensor that optimizers know."""
+        """The DTensor that optimizers hold."""
         return self.source.sharded_param
 
 
 def state_of(module: torch.nn.Module) -> FSDPState | None:
-    """FSDP2's state of a module that `fully_shard` was called on, else None."""
+    """Return FSDP2's state of a module to which `fully_shard` was applied, else None."""
     if not torch.distributed.is_available():
         return None
     from torch.distributed.fsdp import FSDPModule
@@ -112,7 +112,7 @@ def state_of(module: torch.nn.Module) -> FSDPState | None:
 
 
 def places_of_shards(modules: Iterable[torch.nn.Module]) -> set[tuple[torch.nn.Module, str]]:
-    """(module, attribute) of the parameters that FSDP2 shards in these modules; it swaps them where they are used."""
+    """Return (module, attribute) of the parameters that FSDP2 shards in these modules, and swaps during a pass."""
     states = [state for state in map(state_of, modules) if state is not None]
     infos = [p._module_info for group in _groups_of(states) for p in group.fsdp_params]
     places = {(info.module, info.param_name) for info in infos}
@@ -120,10 +120,10 @@ def places_of_shards(modules: Iterable[torch.nn.Module]) -> set[tuple[torch.nn.M
 
 
 def release_held_gathers(states: Iterable[FSDPState], kinds: tuple[type, ...]) -> None:
-    """Let go of the gathered parameters that a pass before has left, in groups with a shard of one of `kinds`.
+    """Release parameters that an earlier pass has left gathered, in groups with a shard of one of `kinds`.
 
-    FSDP2 holds them with `reshard_after_forward=False`, a root's default, until a backward pass, and would use them
-    again whatever became of the shards.
+    With `reshard_after_forward=False`, the default of a root, FSDP2 keeps them until a backward pass, and would use
+    them again even if the shards have changed.
     """
     for group in _groups_of(states):
         if group.is_unsharded and any(isinstance(p._sharded_local_tensor, kinds) for p in group.fsdp_params):
@@ -131,36 +131,36 @@ def release_held_gathers(states: Iterable[FSDPState], kinds: tuple[type, ...]) -
 
 
 def scope_of(state: FSDPState) -> tuple[object, tuple[FSDPState, ...]] | None:
-    """(owner, states): the states below the root of `state`, and what they share; None before a first forward pass."""
+    """Return (object that the states share, all states below the root of `state`); None before the first forward."""
     context = state._state_ctx
     return (context, tuple(context.all_states)) if context.all_states else None
 
 
 def notes_of(owner: object) -> dict[str, Any]:
-    """A dict that lives as long as `owner`, a state or what states share.
+    """Return a dict that lives as long as `owner`, a state or the object that states share.
 
-    A weak dictionary would not do: what is noted holds the model, which holds the owner.
+    A weak dictionary would leak, since its values hold the model, which holds the owner.
     """
     return vars(owner).setdefault("torchao_blockwise", {})
 
 
 def parameters_of(states: Iterable[FSDPState], names: Mapping[torch.Tensor, str]) -> list[FsdpParameter]:
-    """The parameters that these FSDP2 states shard, in one order on every rank.
+    """Return the parameters that these FSDP2 states shard, in the same order on every rank.
 
-    names: of parameters, where FSDP2 does not know them yet.
+    names: names of parameters, used if FSDP2 has not set them yet.
     """
     return [_described(p, names) for group in _groups_of(states) for p in group.fsdp_params]
 
 
 def lazy_init(states: Iterable[FSDPState]) -> None:
-    """Have FSDP2 take what its parameters hold now; it may put new tensors in the place of those that it made."""
+    """Let FSDP2 read the current content of its parameters; it may replace its tensors by new ones."""
     for group in _groups_of(states):
         group.lazy_init()
 
 
 def _described(p: FSDPParam, names: Mapping[torch.Tensor, str]) -> FsdpParameter:
     info = p._module_info
-    # Attributes that their declared types do not have.
+    # Typed as Any for attributes that their declared types lack.
     mesh: Any = p.mesh_info
     dtensor: Any = p.sharded_param
     sharded = hasattr(mesh, "shard_process_group")
@@ -188,12 +188,12 @@ def _described(p: FSDPParam, names: Mapping[torch.Tensor, str]) -> FsdpParameter
 
 
 def modules_of(state: FSDPState) -> tuple[torch.nn.Module, ...]:
-    """The modules that one call of `fully_shard` made this state for."""
+    """Return the modules of the `fully_shard` call that made this state."""
     return tuple(state._modules)
 
 
 def partial_reshards(states: Iterable[FSDPState]) -> list[tuple[torch.nn.Module, list[torch.Tensor]]]:
-    """The modules that reshard to fewer ranks than share their parameters (`reshard_after_forward=int`), and shards."""
+    """Return (module, its shards) for modules that reshard to a smaller group (`reshard_after_forward=int`)."""
     found = []
     for state in states:
         groups = [g for g in _groups_of((state,)) if g.post_forward_mesh_info not in (None, g.mesh_info)]
@@ -213,16 +213,16 @@ def _groups_of(states: Iterable[FSDPState]) -> list[FSDPParamGroup]:
 
 
 def before_gathers(call: Callable[[FSDPState], None]) -> None:
-    """Have `call(state)` called where a pass of FSDP2 begins, once it is installed."""
+    """Register `call(state)` to run where an FSDP2 pass begins, after `install`."""
     global _before_gathers
     _before_gathers = call
 
 
 def _watch() -> None:
-    """Have FSDP2 call what `before_gathers` was given where a pass begins.
+    """Wrap FSDP2's methods to call the function of `before_gathers` where a pass begins.
 
-    That is a forward pass of a root, by whatever method it is entered, or `unshard()` by hand outside of one. FSDP2 has
-    no hook there: module hooks come after its own, which gather, or are left out by `register_fsdp_forward_method`.
+    A pass begins with a forward pass of a root, through any method, or with `unshard()` outside of one. FSDP2 has no
+    hook there: module hooks run after FSDP2's own, which gather, and `register_fsdp_forward_method` skips them.
     """
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
@@ -231,7 +231,7 @@ def _watch() -> None:
 
     @functools.wraps(root_pre_forward)
     def watched_root_pre_forward(self: FSDPState, *args: Any, **kwargs: Any) -> Any:
-        # What the method itself begins with: it decides which state is the root.
+        # `_root_pre_forward` begins with this call, which determines the root state.
         self._lazy_init()
         if self._state_ctx.iter_forward_root is None:
             _before_gathers(self)
@@ -249,9 +249,9 @@ def _watch() -> None:
 
 
 def check_not_flattened(x: torch.Tensor, layer: str) -> None:
-    """Raise NotImplementedError where `x` is a view of what `FullyShardedDataParallel` (FSDP1) made of parameters.
+    """Raise NotImplementedError if `x` is a view of a flat parameter of `FullyShardedDataParallel` (FSDP1).
 
-    layer: whose weight `x` has replaced.
+    layer: the name of the layer whose weight `x` has replaced.
     """
     if torch.distributed.is_available():
         from torch.distributed.fsdp import FlatParameter

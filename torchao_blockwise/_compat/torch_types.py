@@ -1,4 +1,4 @@
-"""Types of what PyTorch hands to this package, which PyTorch itself names privately, in part, or not at all."""
+"""Types of PyTorch objects that are private, incomplete or missing in PyTorch."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ if TYPE_CHECKING:
     from torch._C import _distributed_c10d
 
     class Store(_distributed_c10d.Store):
-        """A key-value store, with what PyTorch's stubs leave out."""
+        """A key-value store with the attributes that PyTorch's stubs lack."""
 
         timeout: timedelta
 
         def clone(self) -> Store: ...
 
 
-# One overload of an operation, as tensor subclasses are asked about it.
+# An operator overload, the first argument of `__torch_dispatch__`.
 Operation: TypeAlias = "torch._ops.OpOverload[..., Any]"
-# What `__torch_function__` and `__torch_dispatch__` are given beside it: PyTorch says no more of them.
+# The other arguments of `__torch_function__` and `__torch_dispatch__`.
 Function: TypeAlias = Callable[..., Any]
 Types: TypeAlias = Sequence[type]
 Args: TypeAlias = tuple[Any, ...]

@@ -1,4 +1,4 @@
-"""What torchao logs and warns of when it is imported, and does not mean this package."""
+"""Import torchao without the messages that do not concern this package."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator
 
-# By logger: what its messages about torchao contain. Compiled kernels for recipes that are not ours, and an enum of
-# torchao that PyTorch 2.13 says is registered in an older way.
+# {logger: text of its messages to drop}: compiled kernels that this package does not use, and an enum of torchao that
+# is registered in a deprecated way since PyTorch 2.13.
 _NOISE = {"torchao": "Failed to load", "torch.utils._pytree": "register_constant"}
 
 
 @contextlib.contextmanager
 def without_noise() -> Iterator[None]:
-    """A context in which torchao is imported without messages that concern nothing here; others are shown.
+    """A context for importing torchao that drops messages which do not concern this package; others are shown.
 
-    Python warns of torchao's source where it compiles it, so once an installation. Filters that others set meanwhile
-    stay.
+    Python's syntax warnings about torchao's source, which appear once after an installation, are dropped too. Warning
+    filters that are set meanwhile stay.
     """
     filters = {name: _without(text) for name, text in _NOISE.items()}
     for name, drop in filters.items():
@@ -27,7 +27,7 @@ def without_noise() -> Iterator[None]:
     try:
         yield
     finally:
-        # Whoever left a `catch_warnings` meanwhile has taken it away already.
+        # Leaving a `catch_warnings` context meanwhile may have removed it already.
         with contextlib.suppress(ValueError):
             warnings.filters.remove(of_source)  # type: ignore[attr-defined]  # a list, promised to be a sequence
         for name, drop in filters.items():

@@ -1,4 +1,4 @@
-"""Launching compiled kernels without Triton's Python launcher: Triton's private names, in one place."""
+"""Launch compiled kernels without Triton's Python launcher, with private names of Triton."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 _log = logging.getLogger(__name__)
 
-# Versions of Triton whose launchers are known, by the arguments that they take.
+# Versions of Triton whose launchers' arguments are known.
 _KNOWN = ((3, 6), (3, 7), (3, 8), (3, 9))
 
 
 class Descriptor:
-    """A matrix as Triton's function that encodes tensor maps reads it. Triton's own class checks its arguments."""
+    """A matrix for Triton's encoder of tensor maps. Triton's own class checks its arguments, which takes time."""
 
     __slots__ = ("base", "shape", "strides")
     padding, round_f32_to_tf32 = "zero", False
@@ -34,10 +34,10 @@ class Descriptor:
 
 
 class Launcher(NamedTuple):
-    """Launches one build: launch(grid, 1, 1, stream, *before, *values, *last), with a value for each run-time argument.
+    """Launches a compiled kernel: launch(grid, 1, 1, stream, *before, *values, *last).
 
-    launch: of Triton, which replaces each `Descriptor` among the values by a tensor map, shape and strides.
-    packs: whether it takes the values and `last` as one tuple.
+    values: one for each run-time argument. launch: Triton's function, which replaces each `Descriptor` among the values
+    by a tensor map, shape and strides. packs: whether it takes values and `last` in a single tuple.
     """
 
     launch: Callable[..., None]
@@ -46,13 +46,13 @@ class Launcher(NamedTuple):
     packs: bool
 
     def run(self, grid: int, stream: int, values: Sequence[Any]) -> None:
-        """Launch."""
+        """Launch the kernel."""
         arguments = (*values, *self.last)
         self.launch(grid, 1, 1, stream, *self.before, *((arguments,) if self.packs else arguments))
 
 
 class Launching:
-    """Names of Triton that launches of compiled kernels need."""
+    """The names of Triton that are needed to launch compiled kernels."""
 
     def __init__(self, version: tuple[int, ...]):
         from triton import knobs
@@ -63,7 +63,7 @@ class Launching:
         self.current_stream: Callable[[int], int] = driver.active.get_current_stream
 
     def is_watched(self, kernel: JITFunction) -> bool:
-        """Whether hooks observe launches or builds of `kernel`, or builds are debugged."""
+        """Whether hooks observe launches or builds of `kernel`, or Triton's debug mode is on."""
         knobs = self._knobs
         # A chain of hooks, or a hook, or None.
         enter, leave = knobs.launch_enter_hook, knobs.launch_exit_hook
@@ -71,14 +71,15 @@ class Launching:
         return bool(hooks or knobs.debug or knobs.add_stages_inspection_hook)
 
     def launcher_of(self, compiled: CompiledKernel, kernel: JITFunction, runtime_args: int) -> Launcher | None:
-        """The launcher of a compiled kernel that takes `runtime_args` before its constexprs.
+        """Return the launcher of a compiled kernel that takes `runtime_args` arguments before its constexprs.
 
-        None where Triton's own has more to do: a kernel that needs scratch memory or instrumentation. No hooks run.
+        None if the kernel needs scratch memory or instrumentation, which Triton's own launcher sets up. Hooks do not
+        run.
         """
         behind, launcher = kernel.params[runtime_args:], compiled.run
         needs_memory = launcher.global_scratch_size or launcher.profile_scratch_size
         if needs_memory or getattr(launcher, "gsan_enabled", False) or not all(p.is_constexpr for p in behind):
-            _say_once(f"{kernel.__name__} needs scratch memory or instrumentation")
+            _log_once(f"{kernel.__name__} needs scratch memory or instrumentation")
             return None
         options: tuple[Any, ...] = launcher.launch_cooperative_grid, launcher.launch_pdl
         no_hooks, scratch = (None, None, None), (None, None)
@@ -88,16 +89,16 @@ class Launching:
             before = *options, compiled.packed_metadata, *no_hooks, *scratch, *about
         else:
             before = *options, *scratch, compiled.packed_metadata, *no_hooks
-        # Values of constexprs are not read.
+        # The values of constexprs are ignored.
         return Launcher(launcher.launch, (compiled.function, *before), (None,) * len(behind), packs)
 
 
-# Kept until the process ends, when it is removed.
+# Kept until the process ends, when the folders are removed.
 _temporary_caches: list[tempfile.TemporaryDirectory[str]] = []
 
 
 def with_cache(build: Callable[[], _T]) -> _T:
-    """`build()`, which may write compiled kernels; if Triton's cache folder is read-only, into a temporary one."""
+    """Return `build()`, which may write compiled kernels; use a temporary folder if Triton's cache is read-only."""
     try:
         return build()
     except OSError as error:
@@ -105,12 +106,12 @@ def with_cache(build: Callable[[], _T]) -> _T:
 
         folder, path = os.path.abspath(knobs.cache.dir), os.path.abspath(error.filename or os.devnull)
         if os.path.commonpath((path, folder)) not in (path, folder):
-            # A compiler that is missing, or the like.
+            # Another error, such as a missing compiler.
             raise
         _temporary_caches.append(tempfile.TemporaryDirectory(prefix="torchao_blockwise_", ignore_cleanup_errors=True))
         knobs.cache.dir = _temporary_caches[-1].name
         warnings.warn(
-            f"Triton cannot keep kernels in {folder} ({error}); this process keeps them in {knobs.cache.dir}; set "
+            f"Triton cannot cache kernels in {folder} ({error}), so this process caches them in {knobs.cache.dir}; set "
             "TRITON_CACHE_DIR to a folder that can be written",
             stacklevel=2,
         )
@@ -119,7 +120,7 @@ def with_cache(build: Callable[[], _T]) -> _T:
 
 @functools.cache
 def why_by_triton() -> str | None:
-    """Why compiled kernels are launched by Triton's own launcher, which takes the host longer; None if they are not."""
+    """Return why kernels are launched by Triton's own launcher, which has more host overhead, or None if not."""
     import triton
 
     if triton.knobs.runtime.interpret:
@@ -134,17 +135,17 @@ def why_by_triton() -> str | None:
 
 @functools.cache
 def launching() -> Launching | None:
-    """What launches compiled kernels; None where Triton's own launcher does. The reason is logged once."""
+    """Return the names for launching compiled kernels, or None to use Triton's own launcher; logs the reason once."""
     import triton
 
     why = why_by_triton()
     if why is None:
         return Launching(tuple(int(part) for part in triton.__version__.split(".")[:2]))
     if not triton.knobs.runtime.interpret:
-        _say_once(why)
+        _log_once(why)
     return None
 
 
 @functools.cache
-def _say_once(why: str) -> None:
-    _log.warning("kernels are launched by Triton's own launcher, which takes the host longer: %s", why)
+def _log_once(why: str) -> None:
+    _log.warning("kernels are launched by Triton's own launcher, which has more host overhead: %s", why)

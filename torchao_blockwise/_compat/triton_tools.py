@@ -1,4 +1,4 @@
-"""What Triton brings along to build kernels: names that it does not promise to keep, here alone."""
+"""Triton's tools for building kernels, with private names of Triton."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import os
 
 
 def ptxas_version(capability: tuple[int, int]) -> str | None:
-    """The version of the assembler that Triton calls for GPUs of this capability, or None if that is unknown."""
+    """Return the version of the ptxas that Triton uses for GPUs of this capability, or None if it is unknown."""
     try:
         from triton.backends.nvidia.compiler import get_ptxas
 
         return str(get_ptxas(10 * capability[0] + capability[1]).version)
     except Exception:
-        # Triton raises RuntimeError without the program, and whatever the program ends with.
+        # Triton raises RuntimeError if ptxas is missing; running ptxas may raise other errors.
         return None
 
 
 def why_no_cache() -> str | None:
-    """Why Triton cannot keep built kernels, or None where it can or is not there."""
+    """Return why Triton cannot cache kernels, or None if it can or is not installed."""
     try:
         from triton import knobs
 
@@ -29,4 +29,4 @@ def why_no_cache() -> str | None:
         existing = os.path.dirname(existing)
     if os.path.isdir(existing) and os.access(existing, os.W_OK | os.X_OK):
         return None
-    return f"Triton cannot keep kernels in {folder}; set TRITON_CACHE_DIR to a folder that can be written"
+    return f"Triton cannot cache kernels in {folder}; set TRITON_CACHE_DIR to a folder that can be written"

@@ -1,4 +1,4 @@
-"""Checkpoints in the formats of inference engines: the quantized weights that trained, written and read as they are."""
+"""Checkpoints in the formats of inference engines, which hold the same quantized weights that training used."""
 
 from torchao_blockwise.checkpoint.checking import checksum, checksums
 from torchao_blockwise.checkpoint.reading import load

@@ -1,4 +1,4 @@
-"""Checksums of tensors: what is sent, written or received is compared without a second copy of it."""
+"""Checksums of tensors, to compare what was sent or written with what arrived, without a second copy."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ from collections.abc import Iterable
 import torch
 from torch.nn import functional as F
 
-# Bytes at a time: their words take twice as many, in int64.
+# Bytes that are summed at a time. Their words, as int64, take twice as many.
 _CHUNK = 1 << 24
 
 
 @torch.no_grad()
 def checksum(x: torch.Tensor) -> torch.Tensor:
-    """A number of the bytes of `x`: bytes + Σ word[i] · (2i + 1) mod 2^64, int64 [].
+    """Return bytes + Σ word[i] · (2i + 1) mod 2^64 over the bytes of `x`, int64 [].
 
-    It is made on the device of `x`, which is not waited for.
-    word: int32, little-endian, in row-major order; the last one is filled up with zeros. A change of one word always
-    changes it, and so do two words that change places. It finds errors, and nobody who means to deceive.
+    word: int32, little-endian, in row-major order; the last one is padded with zeros.
+    Runs on the device of `x` and does not synchronize. Changing one word, or exchanging two different ones, always
+    changes the checksum. It detects accidental errors; it is not a cryptographic hash.
     """
     data = x.detach().reshape(-1).contiguous().view(torch.uint8)
     total = torch.full((), data.numel(), dtype=torch.int64, device=data.device)
     for start in range(0, data.numel(), _CHUNK):
         chunk = data[start : start + _CHUNK]
         chunk = F.pad(chunk, (0, -chunk.numel() % 4))
-        # Words lie at multiples of four bytes, parts of tensors need not.
+        # A view as int32 needs an offset that is a multiple of four bytes; a slice of a tensor may have another.
         chunk = chunk.clone() if chunk.storage_offset() % 4 else chunk
         words = chunk.view(torch.int32).long()
         first = start // 4
@@ -34,10 +34,11 @@ def checksum(x: torch.Tensor) -> torch.Tensor:
 
 
 def checksums(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str]:
-    """{name: `checksum` as 16 hexadecimal digits} of (name, tensor), one by one.
+    """Return {name: `checksum` as 16 hexadecimal digits} for an iterable of (name, tensor).
 
-    Devices are waited for once, at the end. Of `quantized_weights` it is what a receiver computes of what it got, in
-    whatever pieces that came. Where ranks share the model all of them call it.
+    Synchronizes with each device once, at the end. To verify a transfer, compare `checksums(quantized_weights(model))`
+    with the checksums of the tensors that arrived, however they were split on the way. If the model is sharded, all
+    ranks must call it.
     """
     names, sums = [], []
     for name, x in tensors:

@@ -1,4 +1,4 @@
-"""Folders of safetensors files: written whole or not at all, and read tensor by tensor."""
+"""Folders of safetensors files, written atomically and read tensor by tensor."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ import torch
 
 INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
-# The file of a run that may be resumed; the name of a file while it is written.
+# The file that identifies a run which may be resumed, and the name of a file while it is being written.
 _PLAN, _PART = "plan.json", "part"
 _SHARD = re.compile(r"model-\d+-of-(\d+)\.safetensors")
 _SHOWN = 3
-# The second is what compressed-tensors called it at first.
+# Keys of config.json. compressed-tensors used the second one at first.
 _SETTINGS = ("quantization_config", "compression_config")
-# A file that is open is mapped, so that what was read of it stays in memory.
+# Open files are mapped, so everything that was read from them stays in memory.
 _OPEN_FILES = 8
-# What belongs to a tokenizer, in the folder that a model came from.
+# The files of a tokenizer.
 _COPIED = ("tokenizer*", "special_tokens_map.json", "vocab*", "merges.txt", "chat_template*", "added_tokens.json")
 
 
 def safetensors() -> Any:
-    """`safetensors`, an optional package."""
+    """Import and return `safetensors`, an optional package."""
     try:
         return importlib.import_module("safetensors")
     except ImportError as error:
@@ -39,9 +39,9 @@ def safetensors() -> Any:
 
 
 def inside(folder: Path, name: str) -> Path:
-    """The file `name` of `folder`; raises ValueError where it does not lie there, or is not a file.
+    """Return the path of file `name` in `folder`; raise ValueError if it is not a file or lies outside of the folder.
 
-    Hugging Face's cache links files of `snapshots/<revision>` to `blobs`, which belong to the folder.
+    Hugging Face's cache links files in `snapshots/<revision>` to `blobs`, so `blobs` counts as part of the folder.
     """
     try:
         home, path = folder.resolve(), (folder / name).resolve()
@@ -57,25 +57,26 @@ def inside(folder: Path, name: str) -> Path:
 
 
 class Folder:
-    """A folder that is made whole: in a temporary one next to it, which takes its name when all is written.
+    """A folder that is written atomically: files go to a temporary folder next to it, which is renamed at the end.
 
-    resume: what decides all that is written, JSON-able. With it files that an interrupted run has finished are kept, in
-        a folder of a fixed name, and a run of the same goes on there: `done` has the names of their tensors, which need
-        no `add`. Without it what is interrupted leaves nothing; what is killed leaves the temporary folder, hidden.
-    nbytes: of all tensors.
-    Raises FileExistsError where there is something already, ValueError where a folder cannot be replaced, OSError where
-    nothing can be written.
+    resume: JSON-able data that determines everything that is written. With it, an interrupted run keeps its finished
+        files in a temporary folder with a fixed name. A later run with equal data continues there: `done` has the
+        names of the tensors that are already written, which need no `add`. Without it an interrupted run removes the
+        temporary folder; a killed process leaves it behind, as a hidden folder.
+    nbytes: the bytes of all tensors so far.
+    Raises FileExistsError if the folder exists and is not empty, ValueError if it cannot be replaced, OSError if it
+    cannot be written.
     """
 
     def __init__(self, directory: str | os.PathLike[str], shard_bytes: int, resume: object = None) -> None:
-        # A link stays one: what it leads to is replaced.
+        # A symbolic link stays; the folder that it points to is replaced.
         self.final, self.shard_bytes = Path(directory).resolve(), shard_bytes
         self._check_place()
         self._pending: dict[str, torch.Tensor] = {}
         self.nbytes = self._pending_bytes = 0
         self._shards: list[list[str]] = []
         self._resumes = resume is not None
-        # Not by `tempfile`, whose folders nobody else may read.
+        # `tempfile` would make a folder that only its owner may read.
         self.path = self.final.parent / f".{self.final.name}-{'unfinished' if self._resumes else secrets.token_hex(4)}"
         with self.writing():
             self.final.parent.mkdir(parents=True, exist_ok=True)
@@ -85,7 +86,7 @@ class Folder:
                 self.path.mkdir()
 
     def _check_place(self) -> None:
-        """Raise unless there is nothing, or an empty folder that can be replaced by one of its name."""
+        """Raise unless the folder does not exist, or is empty and can be replaced."""
         if not self.final.exists():
             return
         if not self.final.is_dir():
@@ -95,29 +96,29 @@ class Folder:
         is_here = self.final == Path.cwd()
         if is_here or self.final.is_mount():
             raise ValueError(
-                f"export: {self.final} is {'the working directory' if is_here else 'a mount point'}, which a folder "
-                f"that is written whole cannot take the place of; give one in it, {self.final / 'model'}"
+                f"export: {self.final} is {'the working directory' if is_here else 'a mount point'}, which cannot be "
+                f"replaced by a finished folder; give a folder inside it, such as {self.final / 'model'}"
             )
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Errors of the system in it are raised as an OSError that says where, how much, and what to do."""
+        """A context that turns errors of the file system into an OSError with the folder, the bytes and the remedy."""
         try:
             yield
         except (OSError, safetensors().SafetensorError) as error:
             if error.__cause__ is not None:
-                # A sentence already.
+                # It went through here before.
                 raise
             free = shutil.disk_usage(next(place for place in self.final.parents if place.exists())).free
-            what = "the same command goes on" if self._resumes else "nothing is left of it"
+            after = "run the same command again to continue" if self._resumes else "the temporary folder was removed"
             raise OSError(
-                f"export: {self.final} cannot be written ({error}): it is made in {self.final.parent} and takes its "
-                f"name when it is whole; {free:,} bytes are free there, {self.nbytes:,} were to be written so far, "
-                f"{what}; give a directory that can be written, or make room"
+                f"export: {self.final} cannot be written ({error}). It is written to a temporary folder in "
+                f"{self.final.parent}, where {free:,} bytes are free; {self.nbytes:,} bytes were to be written so far "
+                f"({after}); give a directory that can be written, or free some space"
             ) from error
 
     def _take_up(self, plan: object) -> None:
-        """Go on with the files of an earlier run, if it had the same plan."""
+        """Continue with the files of an earlier run if it had the same plan, else start again."""
         written = self.path / _PLAN
         if not written.exists() or json.loads(written.read_text()) != plan:
             self.discard()
@@ -132,7 +133,7 @@ class Folder:
 
     @property
     def done(self) -> set[str]:
-        """The tensors of finished files."""
+        """The names of the tensors in finished files."""
         return {name for names in self._shards for name in names}
 
     def __enter__(self) -> Folder:
@@ -149,8 +150,8 @@ class Folder:
         except OSError as error:
             if self.final.is_dir() and any(self.final.iterdir()):
                 raise FileExistsError(
-                    f"export: {self.final} has got files since this began, from another export perhaps, and stays as "
-                    "it is; give each a separate directory"
+                    f"export: {self.final} received files while this export ran, perhaps from another export, and was "
+                    "not replaced; give each export a separate directory"
                 ) from error
             raise
         finally:
@@ -158,12 +159,12 @@ class Folder:
                 self.discard()
 
     def discard(self) -> None:
-        """Leave nothing but what took its name."""
+        """Remove the temporary folder."""
         shutil.rmtree(self.path, ignore_errors=True)
 
     def add(self, name: str, x: torch.Tensor) -> None:
-        """Write a tensor; a file is written when its share is there."""
-        # A copy: what is given may be a view, and change.
+        """Add a tensor; once `shard_bytes` of them are pending, a file is written."""
+        # A copy, because `x` may be a view of memory that changes later.
         self._pending[name] = x.detach().to("cpu", copy=True).contiguous()
         self._pending_bytes += x.nbytes
         self.nbytes += x.nbytes
@@ -175,7 +176,7 @@ class Folder:
             (self.path / name).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
 
     def copy_tokenizer(self, source: Path) -> None:
-        """The tokenizer's files of the folder that the model came from, except links that lead out of it."""
+        """Copy the tokenizer's files from folder `source`, except symbolic links that lead out of it."""
         for file in (file for pattern in _COPIED for file in sorted(source.glob(pattern))):
             try:
                 found = inside(source, file.name)
@@ -192,14 +193,14 @@ class Folder:
         with self.writing():
             save_file = importlib.import_module(f"{safetensors().__name__}.torch").save_file
             save_file(self._pending, str(part), metadata={"format": "pt"})
-            # safetensors lets only its user read it; an engine may be another.
+            # safetensors makes the file readable by its owner only; the engine may run as another user.
             part.chmod(self.path.stat().st_mode & 0o666)
             part.rename(self._shard(len(self._shards)))
         self._shards.append(list(self._pending))
         self._pending, self._pending_bytes = {}, 0
 
     def _shard(self, number: int) -> Path:
-        """A finished file, until the number of all is known."""
+        """The name of a finished file until the number of files is known."""
         return self.path / f"shard-{number}.safetensors"
 
     def _finish(self) -> None:
@@ -217,11 +218,11 @@ class Folder:
 
 
 class Files:
-    """The tensors of a folder of safetensors files, by name. A few files are open at a time.
+    """The tensors in a folder of safetensors files, by name. Only a few files are open at a time.
 
-    They are those that the index lists; without an index those of `model.safetensors`, else of `model-*-of-*`, else of
-    all files. A warning names the files and tensors that are ignored.
-    Raises FileNotFoundError for a folder without any, ValueError for files that cannot be read.
+    Tensors are those that the index lists. Without an index they are those of `model.safetensors`, else of
+    `model-*-of-*`, else of all files. A warning names the files and tensors that are ignored.
+    Raises FileNotFoundError for a folder without safetensors files, ValueError for files that cannot be read.
     """
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
@@ -242,8 +243,8 @@ class Files:
                     strays += [name] * (name not in listed)
                 elif name in self._held:
                     raise ValueError(
-                        f"load: {self.where(name)} is in {file} as well, so that there are two checkpoints in the "
-                        "folder; remove one"
+                        f"load: {self.where(name)} is in {file} as well, so the folder holds two checkpoints; remove "
+                        "one of them"
                     )
                 else:
                     part = opened.get_slice(name)
@@ -257,7 +258,7 @@ class Files:
             warnings.warn(f"load: {self.path}: ignored {shown(strays)}, because {why}", stacklevel=2)
 
     def _weight_map(self) -> dict[str, str] | None:
-        """{tensor: file} of the index, None without one."""
+        """Return {tensor: file} from the index, or None without one."""
         index = self.path / INDEX
         if not index.exists():
             return None
@@ -267,7 +268,7 @@ class Files:
         return listed
 
     def _opened(self, file: str) -> Any:
-        """The file, open; the one that was used least recently is closed for it."""
+        """Return the opened file; if too many are open, the least recently used one is closed."""
         opened = self._open.pop(file, None)
         if opened is None:
             if not file.endswith(".safetensors"):
@@ -278,7 +279,7 @@ class Files:
             if len(self._open) == _OPEN_FILES:
                 del self._open[next(iter(self._open))]
             try:
-                # It checks sizes and offsets against the file's own size, and maps the file.
+                # `safe_open` checks sizes and offsets against the size of the file, and maps the file.
                 opened = safetensors().safe_open(str(inside(self.path, file)), framework="pt")
             except ValueError as reason:
                 raise ValueError(f"load: {reason}") from None
@@ -305,7 +306,7 @@ class Files:
             )
 
     def dtype(self, name: str) -> str:
-        """As the files call it, "F8_E4M3" or "BF16"."""
+        """The dtype as files spell it, for example "F8_E4M3" or "BF16"."""
         return self._held[name][1]
 
     def read(self, name: str) -> torch.Tensor:
@@ -316,11 +317,11 @@ class Files:
         return tensor
 
     def where(self, name: str) -> str:
-        """For messages."""
+        """Return "NAME in FILE", for messages."""
         return f"{name} in {self.path / self._held[name][0]}"
 
     def config(self) -> dict[str, Any]:
-        """`quantization_config` of the model or of its language model, empty for plain files."""
+        """Return `quantization_config` of the model or of its language model; empty for unquantized files."""
         file = self.path / "config.json"
         content = _object_in(file) if file.exists() else {}
         found = (part[key] for part in _parts_of(content) for key in _SETTINGS if part.get(key))
@@ -339,12 +340,12 @@ class Files:
 
 
 def shown(names: Sequence[str]) -> str:
-    """The first names, and how many more there are."""
+    """Return the first names and the number of the others, for messages."""
     return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if names[_SHOWN:] else "")
 
 
 def _without_index(folder: Path, names: list[str]) -> list[str]:
-    """The files of a checkpoint without an index, by their names; all if none has such a name."""
+    """Return the files of a checkpoint without an index: those with the usual names, or all if there are none."""
     if _SINGLE in names:
         return [_SINGLE]
     shards = {name: int(match[1]) for name in names if (match := _SHARD.fullmatch(name))}
@@ -358,17 +359,17 @@ def _without_index(folder: Path, names: list[str]) -> list[str]:
 
 
 def _parts_of(config: dict[str, Any]) -> list[dict[str, Any]]:
-    """A model's config and that of its language model, which may have quantization settings."""
+    """Return a model's config and its language model's config; either may hold the quantization settings."""
     text = config.get("text_config")
     return [config, text] if isinstance(text, dict) else [config]
 
 
 def _object_in(file: Path) -> dict[str, Any]:
-    """The object in a JSON file; raises ValueError for other content."""
+    """Return the object in a JSON file; raise ValueError for other content."""
     try:
         content = json.loads(file.read_text())
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"load: {file} is not JSON that can be read ({error}); copy it again") from None
+        raise ValueError(f"load: {file} is not valid JSON ({error}); copy it again") from None
     if not isinstance(content, dict):
         raise ValueError(f"load: {file} holds a {type(content).__name__}, not an object; copy it again")
     return content

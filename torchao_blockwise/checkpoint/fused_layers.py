@@ -1,7 +1,8 @@
-"""Layers that inference engines fuse: q, k and v; gate and up; all experts'. In NVFP4 they share one tensor scale.
+"""Layers that inference engines fuse: q, k and v; gate and up; all experts. In NVFP4 they share one tensor scale.
 
-An engine concatenates their weights and keeps one tensor scale. Each trained with its own, so that those without the
-largest amax are quantized for the file with it. So are weights too small for a tensor scale that engines can read.
+An engine concatenates their weights and keeps one tensor scale, but each weight trained with a separate one. So the
+weights with a smaller amax are quantized again for the file, with the scale of the largest amax. Weights too small for
+a tensor scale that engines can read are quantized again as well.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from torchao_blockwise.ops.quantization.operations import tensor_amax_bits_op
 from torchao_blockwise.tensors import MasterWeightTensor
 from torchao_blockwise.tensors.fsdp import gathered_dtype
 
-# Layers that vLLM fuses, by the last parts of their names in files, in its order. Of 0.33.0, read on 2026-11-26:
-# `packed_modules_mapping` and the stacked weights of all its models, except convolutions and what it runs in high
-# precision always (wk + weights_proj and wkv + wgate of indexers, hyper-connections).
+# Layers that vLLM fuses, by the last parts of their names in files, in vLLM's order. Source: vLLM 0.33.0, read on
+# 2026-11-26, `packed_modules_mapping` and the stacked weights of all models. Left out are convolutions and layers that
+# always run in high precision (wk + weights_proj and wkv + wgate of indexers, hyper-connections).
 FUSED_BY_ENGINES = (
     ("q_proj", "k_proj", "v_proj"),
     ("gate_proj", "up_proj"),
@@ -39,7 +40,7 @@ FUSED_BY_ENGINES = (
     ("fc1", "fc3"),
     ("wq_a", "wkv"),
     ("wq_du", "wk_dv", "wv_dv", "wr_du"),
-    # Where some of them are missing, or another layer is next to them.
+    # Models in which some of these layers are missing, or that fuse another layer with them.
     ("q_proj", "k_proj"),
     ("k_proj", "v_proj"),
     ("key_net", "value_net"),
@@ -57,17 +58,17 @@ FUSED_BY_ENGINES = (
     ("q_proj", "k_proj", "v_proj", "b_proj", "f_a_proj", "g_a_proj"),
     ("q_proj", "k_proj", "v_proj", "sparse_indexer_q", "sparse_indexer_k", "sparse_indexer_z", "g_proj"),
 )
-# The amax of a tensor whose scale is one, and of one whose scale is the least normal number.
+# The amax that leads to a tensor scale of one, and the amax that leads to the smallest normal number.
 TENSOR_MAX = NVFP4_16X16.element.max * NVFP4_16X16.scale_max
 _LEAST = TENSOR_MAX * torch.finfo(torch.float32).smallest_normal
 _EXPERT = re.compile(r"\bexperts\.\d+\.")
 
 
 def fused_layers(names: Iterable[str]) -> dict[str, str]:
-    """{name of a weight: that of all layers which engines fuse with it; its own name where there are none}.
+    """Return {name of a weight: name of the fused layer that engines make of it, or its own name}.
 
-    names: all weights of a model, or of its files: layers are fused where all of a row of `FUSED_BY_ENGINES` are there,
-    and the longest such row counts. Experts that are modules of a list count as one weight.
+    names: all weights of a model or of its files. Layers are fused if all names in a row of `FUSED_BY_ENGINES` exist;
+        the longest such row counts. Experts that are modules of a list count as one weight.
     """
     whole = {name: _EXPERT.sub("experts.*.", name) for name in names}
     split = {name: name.removesuffix(".weight").rpartition(".")[::2] for name in whole.values()}
@@ -82,42 +83,42 @@ def fused_layers(names: Iterable[str]) -> dict[str, str]:
     return {name: fused[of_all] for name, of_all in whole.items()}
 
 
-def storable(amax: torch.Tensor) -> torch.Tensor:
-    """The amaxes, f32, that tensor scales in files are derived from: `amax`, but the least that such a scale holds.
+def clamp_to_normal_scale(amax: torch.Tensor) -> torch.Tensor:
+    """Return the amaxes, f32, from which the tensor scales in files are derived: `amax`, clamped to a normal scale.
 
-    Below it amax / 2688 is subnormal, which kernels of engines may take for zero, and its reciprocal infinite. A weight
-    of zeros stays one, NaN stays NaN.
+    For a smaller amax the scale amax / 2688 is subnormal: kernels of engines may flush it to zero, and its reciprocal
+    is infinite. Zero stays zero, NaN stays NaN.
     """
     return torch.where(amax > 0, amax.clamp(min=_LEAST), amax)
 
 
 def shared_amaxes(model: nn.Module) -> dict[str, torch.Tensor]:
-    """{name: the amax that its tensor scale is to be derived from} of weights that do not have that scale yet.
+    """Return {name: amax for the tensor scale in the files} for the weights whose own tensor scale differs from it.
 
-    A collective where ranks share the model: one for all weights that are placed alike. Devices are waited for once.
+    If the model is sharded this is a collective: one for all weights with the same placement. Synchronizes once.
     """
     weights = {name: x for name, x in tensors_of(model).items() if is_converted(x)}
     if not weights:
         return {}
-    # As bits of |fp32|, whose largest is NaN where there is one.
+    # As the bits of |fp32|: their maximum is a NaN if there is one.
     own = _amax_bits([*weights.values()])
     groups, numbers = fused_layers(weights), dict[str, int]()
     of_group = torch.tensor([numbers.setdefault(groups[name], len(numbers)) for name in weights], device=own.device)
     largest = own.new_zeros(len(numbers)).scatter_reduce(0, of_group, own, "amax")[of_group]
-    wanted = storable(largest.view(torch.float32))
+    wanted = clamp_to_normal_scale(largest.view(torch.float32))
     differs = (wanted.view(torch.int32) != own).tolist()
     return {name: amax.to(x.device) for (name, x), amax, is_other in zip(weights.items(), wanted, differs) if is_other}
 
 
 def _amax_bits(weights: list[Any]) -> torch.Tensor:
-    """The amaxes of whole weights, |fp32| viewed as int32 [weights]."""
+    """Return the amax of each unsharded weight, |fp32| viewed as int32 [weights]."""
     bits: list[torch.Tensor] = []
     placed: dict[Any, list[int]] = {}
     for i, weight in enumerate(weights):
         local: Any = _compat.local_of(weight)
         if not isinstance(local, MasterWeightTensor):
-            # Decoded again it is within one rounding of the amax that it was made of, and equal where scales are.
-            # Shards have the tensor scale of all.
+            # The decoded scale is within one rounding of the original amax, and equal scales decode to equal amaxes.
+            # A shard has the tensor scale of the unsharded weight.
             bits.append((local.global_scale * TENSOR_MAX).view(torch.int32))
             continue
         values = local.hp.detach().to(gathered_dtype(local))
@@ -132,7 +133,7 @@ def _amax_bits(weights: list[Any]) -> torch.Tensor:
 
 
 def _largest_of_ranks(bits: torch.Tensor, mesh: Any, placements: tuple[Any, ...]) -> torch.Tensor:
-    """Over all ranks that hold parts of weights which are placed so."""
+    """Return the maximum over the ranks that hold parts of weights with these placements."""
     from torch.distributed.tensor import DTensor, Partial, Replicate
 
     held = [p if p.is_replicate() else Partial("max") for p in placements]

@@ -1,4 +1,4 @@
-"""Whole weights of a model that ranks share, a few at a time, and parts of whole ones; what ranks agree on."""
+"""Gather the weights of a sharded model, a few at a time, and raise the errors of one rank on all ranks."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from torchao_blockwise.distributed import sync_weight_scales
 from torchao_blockwise.tensors import MasterWeightTensor, QuantizedShard, QuantizedTensor, fsdp
 
 _T = TypeVar("_T")
-# Of whole tensors that travel together, so held next to the model: a layer of models of 8 billion parameters.
+# The bytes of gathered tensors held at once, in addition to the model: about a layer of a model with 8 billion
+# parameters.
 _BUCKET_BYTES = 256 * 2**20
 
 
-def is_shared(model: nn.Module) -> bool:
-    """Whether ranks hold parts of the model, which is made ready to be gathered; a collective where FSDP2 shards it.
+def prepare_gather(model: nn.Module) -> bool:
+    """Prepare the model for gathering and return whether it is sharded; a collective if FSDP2 shards it.
 
-    What FSDP2 has left gathered is sharded again, and the quantized payload of shards is that of their values now.
+    Parameters that FSDP2 has left gathered are resharded, and shards are quantized from their current values.
     """
     if dist.is_available():
         from torch.distributed.fsdp import FSDPModule
@@ -35,7 +36,10 @@ def is_shared(model: nn.Module) -> bool:
 
 
 class _Piece(NamedTuple):
-    """A whole tensor x; or a DTensor x, this rank's part, the shape of all parts, and what makes the whole of them."""
+    """A tensor to gather. x: an unsharded tensor, or a DTensor, for which the other fields are set.
+
+    part: what this rank sends. shape: of the gathered parts. make: builds the weight from the gathered parts.
+    """
 
     x: Any
     part: torch.Tensor | None = None
@@ -43,13 +47,14 @@ class _Piece(NamedTuple):
     make: Callable[[torch.Tensor], torch.Tensor] = lambda gathered: gathered
 
 
-def wholes(tensors: Iterable[tuple[torch.Tensor, bool]]) -> Iterator[torch.Tensor]:
-    """Each tensor, whole, in this order; on all ranks, with the bytes that one device would have.
+def gather_weights(tensors: Iterable[tuple[torch.Tensor, bool]]) -> Iterator[torch.Tensor]:
+    """Yield each tensor, gathered, in this order and on all ranks, bitwise identical to the unsharded model's.
 
-    tensors: (tensor, whether its values are wanted).
-    What FSDP2 gathers quantized travels so: a byte an element in FP8, half a byte in NVFP4 where rows split evenly.
-    Other parts of master weights, those that tensor parallelism splits as well, and where values are wanted all travel
-    in high precision. A few travel together, of _BUCKET_BYTES at most: most take longer to ask for than to send.
+    tensors: (tensor, whether its high-precision values are needed).
+    Weights that FSDP2 gathers quantized are sent quantized: one byte an element in FP8, half a byte in NVFP4 if rows
+    split evenly. All others are sent in high precision: weights whose values are needed, and those that tensor
+    parallelism splits as well. Collectives are coalesced up to _BUCKET_BYTES, since launching most of them takes longer
+    than sending the data.
     """
     waiting: list[_Piece] = []
     held = 0
@@ -73,7 +78,7 @@ def _piece_of(x: torch.Tensor, values: bool) -> _Piece:
     if not isinstance(local, MasterWeightTensor):
         return _Piece(x, local, x.shape)
     shard = local.shard
-    # FSDP2's ranks have payload and scales; under tensor parallelism as well they are those of a part.
+    # With tensor parallelism in addition, FSDP2's payload and scales cover only a part of the weight.
     if isinstance(shard, QuantizedShard) and not values and shard.part.shape == x.shape:
         return _piece_of_shard(x, shard)
     hp = local.hp.to(fsdp.gathered_dtype(local))
@@ -84,9 +89,9 @@ def _piece_of_shard(x: Any, shard: QuantizedShard) -> _Piece:
     layout, element = shard.part, shard.fmt.element
     payload, stored = shard.qdata.view(torch.uint8), shard.qdata.dtype
     if shard.ready is not None:
-        # Weights may be asked for on another stream.
+        # The current stream may not be the one that quantized the weight.
         torch.cuda.current_stream(payload.device).wait_event(shard.ready)
-    # Ranks may cut other dims than rows between any two codes.
+    # A split of another dim than rows may fall between two codes of one byte.
     as_codes = layout.dim > 0 and element.per_byte > 1
 
     def quantized(gathered: torch.Tensor) -> QuantizedTensor:
@@ -100,7 +105,7 @@ def _piece_of_shard(x: Any, shard: QuantizedShard) -> _Piece:
 
 
 def _made(pieces: list[_Piece]) -> Iterator[torch.Tensor]:
-    """The whole tensors of the pieces; each is let go of when the next is asked for."""
+    """Gather the pieces and yield each tensor; its memory is released when the next one is requested."""
     gathered = _gathered(pieces)
     for piece in pieces:
         parts = gathered.pop(0)
@@ -108,7 +113,7 @@ def _made(pieces: list[_Piece]) -> Iterator[torch.Tensor]:
 
 
 def _gathered(pieces: list[_Piece]) -> list[torch.Tensor | None]:
-    """All ranks' parts of each piece, None of a whole tensor."""
+    """Return the gathered parts of each piece, None for an unsharded tensor."""
     from torch.distributed.tensor import DTensor, Shard
 
     gathered: list[torch.Tensor | None] = [None] * len(pieces)
@@ -118,7 +123,7 @@ def _gathered(pieces: list[_Piece]) -> list[torch.Tensor | None]:
             continue
         mesh = x.device_mesh
         if mesh.ndim == 1 and x.placements == (Shard(0),) and x.shape[0] % mesh.size() == 0:
-            # All parts one behind another are the whole tensor. One call takes tensors of a group and a device.
+            # The concatenated parts are the tensor. One call takes tensors of one process group and one device.
             together.setdefault((mesh.get_group(), part.device), []).append(i)
         else:
             stride = torch.empty(shape, device="meta").stride()
@@ -136,14 +141,14 @@ def _gathered(pieces: list[_Piece]) -> list[torch.Tensor | None]:
 
 
 def shard_of(whole: torch.Tensor, x: Any) -> torch.Tensor:
-    """This rank's part of `whole`, placed as the DTensor `x`; nothing is sent."""
+    """Return this rank's part of `whole`, placed as the DTensor `x`, without communication."""
     from torch.distributed.tensor import distribute_tensor
 
     return distribute_tensor(whole, x.device_mesh, x.placements, src_data_rank=None).to_local()
 
 
-def agreed_by_all(shared: bool, work: Callable[[], _T]) -> _T:
-    """Return `work()` on this rank; an error of the first rank that has one is raised on all."""
+def on_all_ranks(shared: bool, work: Callable[[], _T]) -> _T:
+    """Return `work()` of this rank; if it raises on a rank, raise the error of the first such rank on all ranks."""
     if not shared:
         return work()
     result, raised = None, None
@@ -151,14 +156,14 @@ def agreed_by_all(shared: bool, work: Callable[[], _T]) -> _T:
         result = work()
     except Exception as error:
         raised = error
-    said: list[Exception | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(said, raised)
-    for failed in said:
-        if failed is not None:
-            raise failed
+    errors: list[Exception | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(errors, raised)
+    for error_of_rank in errors:
+        if error_of_rank is not None:
+            raise error_of_rank
     return result  # type: ignore[return-value]  # it raised nothing
 
 
-def agreed(shared: bool, work: Callable[[], _T]) -> _T | None:
-    """Return `work()` on the first rank, None on others; its error is raised on all."""
-    return agreed_by_all(shared, work if not shared or dist.get_rank() == 0 else lambda: None)
+def on_first_rank(shared: bool, work: Callable[[], _T]) -> _T | None:
+    """Return `work()` on the first rank and None on the others; an error is raised on all ranks."""
+    return on_all_ranks(shared, work if not shared or dist.get_rank() == 0 else lambda: None)

@@ -1,4 +1,4 @@
-"""The formats of files as data: which tensors a quantized weight is made of, and what config.json says of them.
+"""The file formats as data: the tensors that represent a quantized weight, and the settings in config.json.
 
 | format | payload | block scales | tensor scale |
 |---|---|---|---|
@@ -7,8 +7,9 @@
 | nvfp4_compressed_tensors (NVFP4A16) | `weight_packed`, uint8 | `weight_scale`, e4m3, 1×16 | `weight_global_scale` |
 | nvfp4_modelopt (W4A16_NVFP4) | `weight`, uint8 | `weight_scale`, e4m3, 1×16 | `weight_scale_2` |
 
-Payload and scales are our own: the payload is multiplied by all of them, whatever `weight_scale_inv` is called, and
-divided by `weight_global_scale` only. Our NVFP4 blocks are 16×16, so that 16 rows of a file have the same scales.
+Payload and scales are those of training. To decode, the payload is multiplied by every scale (also by
+`weight_scale_inv`, despite its name), except `weight_global_scale`, which divides. NVFP4 blocks of weights are 16×16,
+so 16 rows of a file have the same scales.
 Sources: transformers, integrations/finegrained_fp8.py and its quantizer; compressed-tensors, compressors/nvfp4;
 nvidia-modelopt 0.47, export/unified_export_hf.py and convert_hf_config.py; vLLM 0.33, quantization/modelopt.py.
 """
@@ -25,28 +26,29 @@ from torchao_blockwise.checkpoint.model_tensors import Part
 from torchao_blockwise.checkpoint.plain_layers import PlainLayers
 from torchao_blockwise.formats import FP8_128X128, NVFP4_1X16, NVFP4_16X16, BlockFormat, Operand
 
-# In `quantization_config`, where all scales are powers of two: vLLM 0.33 and SGLang 0.5.23 then round the scales of
+# Added to `quantization_config` if all scales are powers of two. vLLM 0.33 and SGLang 0.5.23 then round the scales of
 # activations to powers of two as well.
 SCALE_FMT = {"scale_fmt": "ue8m0"}
-# How the `model_type` begins of models for which vLLM 0.33 and SGLang 0.5.23 read scales called `scale`.
+# The prefix of `model_type` for which vLLM 0.33 and SGLang 0.5.23 read scales called `scale`.
 UE8M0_MODEL_TYPE = "deepseek_v4"
 # `format` of compressed-tensors: NVFP4, blocks of FP8, and groups of layers with a format each.
 PACKED, FLOAT, MIXED = "nvfp4-pack-quantized", "float-quantized", "mixed-precision"
 # `quant_algo` of Model Optimizer: NVFP4 weights with activations in high precision, or in NVFP4 too.
 _ALGORITHMS = ("W4A16_NVFP4", "NVFP4")
-# `quant_method` of `save_pretrained` and Trainer with `integrations.transformers`: the recipe of plain weights.
+# `quant_method` that `integrations.transformers` writes with `save_pretrained` and Trainer. The weights are plain.
 _RECIPES = ("blockwise_fp8", "blockwise_nvfp4")
 TAKE_PLAIN = "take plain ones, in bfloat16"
 
 
 class Layout(NamedTuple):
-    """A format of files.
+    """A file format.
 
-    method: `quant_method` of config.json. format: of the weights that it holds.
-    suffixes: of a weight's name, for payload, block scales and the tensor scale.
-    scale_dtype: of block scales. has_reciprocal: the tensor scale divides, shape [1]; else it multiplies, shape [].
-    power_of_2_scales: only weights with such scales fit.
-    settings: `quantization_config` for the layers that are not quantized.
+    method: `quant_method` in config.json. format: the format of the weights.
+    suffixes: added to a weight's name for payload, block scales and tensor scale.
+    scale_dtype: the dtype of block scales.
+    has_reciprocal: whether the tensor scale divides, with shape [1]; else it multiplies, with shape [].
+    power_of_2_scales: whether the format holds only scales that are powers of two.
+    settings: returns `quantization_config`, given the layers that are not quantized.
     """
 
     name: str
@@ -59,13 +61,13 @@ class Layout(NamedTuple):
     power_of_2_scales: bool = False
 
     def names(self, weight: str) -> list[str]:
-        """The files' tensors of a weight: payload, block scales, tensor scale."""
+        """Return the names in files of a weight's payload, block scales and tensor scale."""
         names = [weight + suffix for suffix in self.suffixes]
-        # DeepSeek-V4 has `scale` next to `weight`.
+        # DeepSeek-V4 stores `scale` next to `weight`.
         return [re.sub(r"weight_scale$", "scale", name) for name in names] if self is FP8_UE8M0 else names
 
     def described(self, weight: str, shape: tuple[int, ...]) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-        """{name: (dtype, shape)} of the files' tensors of a weight [.., N, K]."""
+        """Return {name: (dtype, shape)} of the tensors in files for a weight [.., N, K]."""
         blocks = NVFP4_1X16 if self.format.has_global_scale else self.format
         tensors: list[tuple[torch.dtype, tuple[int, ...]]] = [
             (self.format.element.storage_dtype, self.format.qdata_shape(*shape)),
@@ -75,20 +77,20 @@ class Layout(NamedTuple):
         return dict(zip(self.names(weight), tensors))
 
     def tensors(self, part: Part, weight: Operand) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, tensor) of the files for a part of a weight that is quantized as a whole.
+        """Yield (name, tensor) in files for a part of a quantized weight.
 
-        Raises ValueError for rows of NVFP4 that end inside of a block: files have none of parts.
+        Raises ValueError for NVFP4 rows that end inside of a block, which files cannot represent.
         """
         names, rows = self.names(part.name), self.format.block[0]
         if weight.global_scale is None:
             yield names[0], part.of(weight.qdata)
-            # To e8m0 it is exact: those are powers of two.
+            # The cast to e8m0 is exact, since such scales are powers of two.
             yield names[1], part.in_blocks(rows).of(weight.scale).to(self.scale_dtype)
             return
         if weight.qdata.shape[-1] * self.format.element.per_byte != weight.scale.shape[-1] * self.format.block[1]:
             raise ValueError(
-                f"{self.name}: {part.name} has rows that are no multiple of {self.format.block[1]}, which files in "
-                "NVFP4 do not hold; leave the layer unconverted (filter_fn)"
+                f"{self.name}: the rows of {part.name} are not a multiple of {self.format.block[1]} long, and files "
+                "in NVFP4 cannot hold them; leave the layer unconverted (filter_fn)"
             )
         scale = weight.scale.view(torch.uint8).repeat_interleave(rows, -2)[..., : weight.qdata.shape[-2], :]
         factor = weight.global_scale.reciprocal().reshape(1) if self.has_reciprocal else weight.global_scale.reshape(())
@@ -96,7 +98,7 @@ class Layout(NamedTuple):
 
 
 def _fp8_settings(plain: PlainLayers) -> dict[str, Any]:
-    """As transformers, vLLM and SGLang read it."""
+    """The settings that transformers, vLLM and SGLang read."""
     return {
         "activation_scheme": "dynamic",
         "fmt": "e4m3",
@@ -107,7 +109,7 @@ def _fp8_settings(plain: PlainLayers) -> dict[str, Any]:
 
 
 def _compressed_tensors_settings(plain: PlainLayers) -> dict[str, Any]:
-    """As transformers and vLLM read it, which asks for single experts."""
+    """The settings that transformers and vLLM read; vLLM looks up single experts, hence the pattern."""
     weights = {
         "num_bits": COMPRESSED_TENSORS.format.element.bits,
         "type": "float",
@@ -127,7 +129,7 @@ def _compressed_tensors_settings(plain: PlainLayers) -> dict[str, Any]:
 
 
 def _modelopt_settings(plain: PlainLayers) -> dict[str, Any]:
-    """As vLLM reads it."""
+    """The settings that vLLM reads."""
     size = MODELOPT.format.block[1]
     weights = {"dynamic": False, "num_bits": MODELOPT.format.element.bits, "type": "float", "group_size": size}
     return {
@@ -141,7 +143,7 @@ def _modelopt_settings(plain: PlainLayers) -> dict[str, Any]:
 
 
 def hf_quant_config(settings: dict[str, Any]) -> dict[str, Any]:
-    """hf_quant_config.json, which Model Optimizer has next to config.json."""
+    """Return the content of hf_quant_config.json, which Model Optimizer writes next to config.json."""
     quantization = {
         "quant_algo": settings["quant_algo"],
         "kv_cache_quant_algo": None,
@@ -176,7 +178,7 @@ LAYOUTS = {layout.name: layout for layout in (FP8, FP8_UE8M0, COMPRESSED_TENSORS
 
 
 def why_not_read(config: dict[str, Any]) -> str | None:
-    """Why files with this `quantization_config` are not read, with the remedy, or None."""
+    """Return why files with this `quantization_config` cannot be read, with the remedy, or None if they can."""
     method = config.get("quant_method")
     try:
         if method in _RECIPES:
@@ -201,7 +203,10 @@ def _why_not_blocks(key: str, value: Any) -> str | None:
 
 
 def _why_not_compressed(format: str | None, groups: Any, where: str = "") -> str | None:
-    """Of groups of layers that have this format, or each its own where formats are mixed. where: of one group."""
+    """Check groups of layers in this format; if formats are mixed, each group in its format.
+
+    where: the name of the group, for the message.
+    """
     if format == PACKED:
         return None
     if format == FLOAT:

@@ -1,7 +1,7 @@
-"""The tensors of a model: what they are called on disk, which part each name has, and which are quantized there.
+"""The tensors of a model: their names on disk, the part that each name stands for, and which are quantized there.
 
-transformers keeps experts in one Parameter [E, 2I, H], and writes a file's tensor for each expert and projection. It is
-asked how: a tensor of row numbers goes through its own conversion, which shows where each row goes.
+transformers keeps experts in one Parameter [E, 2I, H] but writes one tensor for each expert and projection. To find the
+mapping, a tensor of row numbers is passed through its own conversion, which shows where each row goes.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from torchao_blockwise._compat import hugging_face, wrappers
 from torchao_blockwise.tensors import MasterWeightTensor, QuantizedTensor
 
 DIMS_OF_EXPERTS = 3
-# Scales of activations, keys and values that an engine quantizes. They are no part of a model, and training derives its
-# own: where a model has no such name, `load`, `convert` and `verify` ignore them.
-OF_AN_ENGINE = r"\.(q|k|v|kv|prob|input|output|input_global)_scale$"
+# Scales with which an engine quantizes activations, keys and values. They are not part of a model, and training derives
+# its own. If a model has no such name, `load`, `convert` and `verify` ignore them.
+ENGINE_SCALES = r"\.(q|k|v|kv|prob|input|output|input_global)_scale$"
 
 
 def unwrapped(op: str, model: nn.Module) -> nn.Module:
-    """The model that files are of: `model` without torch.compile, checkpoint_wrapper and DDP around it.
+    """Return the model whose tensors files hold: `model` without torch.compile, checkpoint_wrapper and DDP around it.
 
-    Of a program's own module around one model of transformers that model, where it has all tensors.
-    Raises ValueError for a model with adapters of PEFT, whose layers no file is of.
+    If a user's module wraps one model of transformers which has all of its tensors, that model is returned.
+    Raises ValueError for a model with PEFT adapters, which files do not hold.
     """
     if hugging_face.adapters_in(model):
         raise ValueError(
-            f"{op}: {type(model).__name__} has adapters of PEFT that are not merged, and files have no place for them; "
-            "export what model.merge_and_unload() returns, and load files before PEFT adds adapters"
+            f"{op}: {type(model).__name__} has PEFT adapters that are not merged, and files cannot hold them; export "
+            "the model that model.merge_and_unload() returns, and load files before PEFT adds adapters"
         )
     model = wrappers.wrapped_in(model)
     inner = wrappers.model_of_transformers_in(model)
@@ -39,7 +39,7 @@ def unwrapped(op: str, model: nn.Module) -> nn.Module:
 
 
 def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and persistent buffers by name, each once; modules that wrap others are not in names."""
+    """Return Parameters and persistent buffers by name, each once. Names do not include wrapping modules."""
     found: dict[str, torch.Tensor] = dict(model.named_parameters())
     for path, module in model.named_modules():
         found |= {f"{path}.{name}".lstrip("."): x for name, x in _compat.saved_buffers_of(module).items()}
@@ -51,12 +51,12 @@ def is_converted(x: torch.Tensor) -> bool:
 
 
 def has_power_of_2_scales(x: Any) -> bool:
-    """Whether a converted weight is quantized with scales that are powers of two."""
+    """Whether a converted weight is quantized with power-of-two scales."""
     return bool(getattr(x.config if isinstance(x, MasterWeightTensor) else x, "power_of_2_scales", False))
 
 
 def weights_of_embeddings(model: nn.Module) -> set[str]:
-    """Parameters that embeddings look values up in, whatever layers share them."""
+    """Return the names of embeddings' weights, also of those that are tied to other layers."""
     own = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     return {name for name, x in tensors_of(model).items() if id(x) in own}
 
@@ -64,8 +64,8 @@ def weights_of_embeddings(model: nn.Module) -> set[str]:
 class Part(NamedTuple):
     """A part of a tensor that has a separate name on disk.
 
-    name: there. expert: index in the first dim, None for all of it. start, end: rows of that expert, or of the tensor;
-    None for all of them.
+    name: the name on disk. expert: index in the first dim, None for all. start, end: rows of that expert, or of the
+    tensor; None for all.
     """
 
     name: str
@@ -74,26 +74,26 @@ class Part(NamedTuple):
     end: int | None = None
 
     def of(self, x: torch.Tensor) -> torch.Tensor:
-        """The part of `x`, a view."""
+        """Return this part of `x`, a view."""
         x = x if self.expert is None else x[self.expert]
         return x if self.start is None else x[self.start : self.end]
 
     def in_blocks(self, block: int) -> Part:
-        """The part of a grid that has a row for `block` rows."""
+        """Return the same part of a tensor that has one row for each `block` rows, such as block scales."""
         if self.start is None or self.end is None:
             return self
         return self._replace(start=self.start // block, end=-(-self.end // block))
 
     def cuts(self, block: int) -> bool:
-        """Whether it begins inside of a block of `block` rows, so that it has no separate blocks."""
+        """Whether this part begins inside of a block of `block` rows, which it then shares with another part."""
         return bool(self.start) and self.start % block != 0  # type: ignore[operator]  # a number
 
 
 def all_parts_on_disk(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, list[Part]]:
-    """`parts_on_disk` of tensors of `model`, by name.
+    """Return `parts_on_disk` of each of these tensors of `model`, by name.
 
-    Whoever asks transformers waits until it has gone through all modules. So it is asked once for all that are not
-    experts: what comes back as it was given has got another name at most.
+    A conversion by transformers visits all modules, so one conversion serves all tensors that are not experts. A tensor
+    that comes back unchanged was at most renamed.
     """
     if not tensors:
         return {}
@@ -108,9 +108,9 @@ def all_parts_on_disk(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> 
 
 
 def parts_on_disk(model: nn.Module, name: str, shape: torch.Size) -> list[Part]:
-    """The parts of the tensor `name` of `model`, in the order of the files' names.
+    """Return the parts of the tensor `name` of `model`, ordered by their names in files.
 
-    Raises NotImplementedError where transformers writes it by more than splitting it.
+    Raises NotImplementedError if transformers does more than split the tensor.
     """
     reverted = hugging_face.reverted(model, {name: torch.empty(shape, device="meta")})
     if len(reverted) == 1:
@@ -128,7 +128,7 @@ def parts_on_disk(model: nn.Module, name: str, shape: torch.Size) -> list[Part]:
         first = int(held[0]) if held.numel() else 0
         expert, start = divmod(first, rows)
         is_run = x.shape[-1] == 2 and torch.equal(held, torch.arange(first, first + held.numel(), device="cpu"))
-        # A depthwise convolution has one row a channel, and no blocks.
+        # A depthwise convolution has one row for each channel, and no blocks.
         if is_run and rows == 1 and x.dim() == len(shape):
             parts.append(Part(other, None, first, first + held.numel()))
             continue
@@ -140,13 +140,17 @@ def parts_on_disk(model: nn.Module, name: str, shape: torch.Size) -> list[Part]:
 
 def _refusal(model: nn.Module, name: str, reverted: dict[str, torch.Tensor]) -> str:
     return (
-        f"checkpoint: transformers writes {name} of {type(model).__name__} as {next(iter(reverted))} and others by "
-        "more than splitting it, which quantized blocks cannot follow; save it with model.save_pretrained"
+        f"checkpoint: transformers rearranges {name} of {type(model).__name__} when it writes "
+        f"{next(iter(reverted))} and others, and quantized blocks can only be split; save the model with "
+        "model.save_pretrained"
     )
 
 
 class Written(NamedTuple):
-    """A tensor of the files. name: there. own: names in the model, several where it is tied, none of what it lacks."""
+    """A tensor in the files.
+
+    name: its name there. own: its names in the model; several for a tied weight, none if the model does not have it.
+    """
 
     name: str
     own: tuple[str, ...]
@@ -157,7 +161,7 @@ class Written(NamedTuple):
 def written(
     model: nn.Module, tensors: Mapping[str, torch.Tensor], on_disk: Mapping[str, list[Part]]
 ) -> Iterator[Written]:
-    """The tensors that `export` writes of `model`."""
+    """Yield the tensors that `export` writes for `model`."""
     # Other names of a tensor, in the model and on disk.
     first = {id(x): name for name, x in tensors.items()}
     named = ((wrappers.own_name(name), p) for name, p in model.named_parameters(remove_duplicate=False))

@@ -1,8 +1,9 @@
-"""The names under which engines and transformers find what files have in high precision.
+"""The names of layers that stay in high precision, as engines and transformers look them up.
 
-They take all other layers for quantized. So the names come from the tensors that are written, not from the classes of
-modules: a router may be a plain Parameter, and files may have layers that the model does not build. Engines look a
-layer up by its name in the files, transformers by its own; both are given where they differ.
+Engines and transformers assume that all other layers are quantized. So the names come from the tensors that are
+written, not from the classes of modules: a router may be a plain Parameter, and files may have layers that the model
+does not build. Engines look up a layer by its name in the files, transformers by its name in the model; if these
+differ, both are listed.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from torchao_blockwise.checkpoint.files import shown
 from torchao_blockwise.checkpoint.fused_layers import fused_layers
 from torchao_blockwise.checkpoint.model_tensors import DIMS_OF_EXPERTS, Written
 
-# Of path.experts.3.up_proj.weight: path.experts, one layer to engines.
+# Matches path.experts in path.experts.3.up_proj.weight: engines treat all of its experts as one layer.
 _EXPERTS = re.compile(r"(.*\bexperts)\.\d+\.")
 _NUMBER = re.compile(r"\.\d+\b")
-# Names of all experts' weights in one tensor, as transformers and vLLM read them quantized.
+# The names under which transformers and vLLM read one tensor with all experts as quantized.
 _READ = (".gate_up_proj", ".gate_proj", ".up_proj", ".down_proj")
 
 
@@ -37,25 +38,25 @@ class PlainLayers(NamedTuple):
         return [*self.linears, *self.experts]
 
 
-def check_read(op: str, model: nn.Module, tensors: Iterable[Written]) -> None:
-    """Raise ValueError where files of a model of transformers have experts under names that readers do not quantize."""
+def check_expert_names(op: str, model: nn.Module, tensors: Iterable[Written]) -> None:
+    """Raise ValueError if experts of a transformers model have names that readers do not treat as quantized."""
     if not hasattr(model, "_tied_weights_keys"):
         return
     for x in tensors:
         if x.is_quantized and len(x.shape) == DIMS_OF_EXPERTS and not x.name.endswith(_READ):
             layer = x.own[0].rpartition(".")[0]
             raise ValueError(
-                f"{op}: {x.name} holds all experts of a layer under a name that readers take for high precision, so "
-                f'that they would load its codes as values; leave it unconverted (skip_fqns("{layer}"); for all '
-                f'layers "*.{layer.rpartition(".")[2]}"; convert: --skip)'
+                f"{op}: {x.name} holds all experts of a layer under a name that readers treat as high precision: they "
+                f'would load its codes as values; leave it unconverted (skip_fqns("{layer}"); for all layers '
+                f'"*.{layer.rpartition(".")[2]}"; convert: --skip)'
             )
 
 
 def plain_layers(tensors: Iterable[Written]) -> PlainLayers:
-    """The layers of all tensors of two or more dims that are not quantized.
+    """Return the layers of all tensors with two or more dims that are not quantized.
 
-    A Parameter that lies among layers that are quantized is named itself, as its module's name would stand for them
-    too. What a quantized layer has next to its weight, as biases of experts, has no name: it is asked about with it.
+    A Parameter next to quantized layers is listed by its own name, since its module's name would match them too. Other
+    tensors of a quantized layer, such as biases of experts, are not listed: readers look them up with the layer.
     """
     tensors = [x for x in tensors if len(x.shape) > 1]
     quantized = sorted({name for x in tensors if x.is_quantized for name in (x.name, *x.own)})
@@ -83,23 +84,23 @@ def _is_of_experts(x: Written) -> bool:
 
 
 def _layer(name: str) -> str:
-    """The module that engines look up for a tensor of this name."""
+    """Return the name of the module that engines look up for this tensor."""
     if match := _EXPERTS.match(name):
         return match[1]
     return name.removesuffix(".weight") if name.endswith(".weight") else name.rpartition(".")[0]
 
 
 def _begins_one_of(names: list[str], start: str) -> bool:
-    """Whether one of the sorted names begins so."""
+    """Whether one of the sorted names has this prefix."""
     i = bisect.bisect_left(names, start)
     return i < len(names) and names[i].startswith(start)
 
 
 def warn_of_fused(tensors: Sequence[Written], block: int | None) -> None:
-    """Warn of layers that engines fuse, and of experts of one module, which engines refuse.
+    """Warn about fused layers, and experts of one module, that engines refuse.
 
-    They do where some are quantized and some are not, and where the rows of another than the last are no multiple of
-    `block`; None where each row has its own scales.
+    Engines refuse them if only some are quantized, and if the rows of any but the last are not a multiple of `block`.
+    block: None if each row has separate scales.
     """
     tensors = sorted(x for x in tensors if len(x.shape) > 1)
     fused = fused_layers(x.name for x in tensors)
@@ -114,32 +115,33 @@ def warn_of_fused(tensors: Sequence[Written], block: int | None) -> None:
             ragged.setdefault(group, x.shape[-2])
     if mixed := [group for group, found in kinds.items() if len(found) > 1]:
         _warn(
-            f"engines fuse {shown(mixed)} and want all of it quantized or nothing, but some weights are not "
-            "converted; convert all (filter_fn), or none"
+            f"engines fuse {shown(mixed)} and need all or none of its weights quantized, but only some of them are "
+            "converted; convert all of them or none (filter_fn)"
         )
     if ragged:
         groups = shown([f"{group} ({rows} rows)" for group, rows in ragged.items()])
         layers = (_layer((*x.own, x.name)[0]) for x in tensors if fused[x.name] in ragged)
         patterns = ", ".join(dict.fromkeys(f'"{_NUMBER.sub(".*", layer)}"' for layer in layers))
         _warn(
-            f"vLLM fuses {groups} and refuses files where the rows of all but the last are no multiple of {block}; "
+            f"vLLM fuses {groups} and refuses files if the rows of any but the last are not a multiple of {block}; "
             f"leave these layers unconverted (skip_fqns({patterns}); convert: --skip)"
         )
 
 
 def warn_of_ragged(tensors: Iterable[Written], block: int) -> None:
-    """Warn of weights whose blocks transformers' dequantizing reader takes for others.
+    """Warn about weights that transformers dequantizes with a wrong block size.
 
-    It takes rows divided by rows of scales for the height of a block. That is `block` where it divides the rows, and of
-    no account where there is one row of scales; else its values are wrong, or it raises. So with columns.
+    It computes the height of a block as the number of rows over the number of rows of scales. That is right if `block`
+    divides the rows, or if there is only one row of scales. Else its values are wrong, or it raises. The same holds for
+    columns.
     Source: transformers 5.23, integrations/finegrained_fp8.py, `Fp8Dequantize`.
     """
     quantized = sorted(x for x in tensors if x.is_quantized)
     if ragged := [x for x in quantized if any(n > block and n % block for n in x.shape[-2:])]:
         _warn(
-            "where transformers dequantizes files, as it does without an FP8 GPU, it raises or loads wrong values for "
-            f"{shown([f'{x.name} {list(x.shape)}' for x in ragged])}: it reads dims above {block} only if they are "
-            "multiples of it; use checkpoint.load there, or leave these layers unconverted"
+            "if transformers dequantizes the files, as it does without an FP8 GPU, it raises or loads wrong values for "
+            f"{shown([f'{x.name} {list(x.shape)}' for x in ragged])}, because it supports dims above {block} only if "
+            "they are multiples of it; use checkpoint.load instead, or leave these layers unconverted"
         )
 
 

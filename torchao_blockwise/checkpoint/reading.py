@@ -1,4 +1,4 @@
-"""Reading checkpoints into a model, converted or not: payload as it is, or the values that it stands for."""
+"""Load checkpoints into a model, converted or not: the quantized payload itself, or the values that it decodes to."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from torchao_blockwise._compat import hugging_face
 from torchao_blockwise._names import did_you_mean
 from torchao_blockwise.checkpoint.files import shown
 from torchao_blockwise.checkpoint.fused_layers import TENSOR_MAX
-from torchao_blockwise.checkpoint.gathering import agreed_by_all, is_shared, shard_of
+from torchao_blockwise.checkpoint.gathering import on_all_ranks, prepare_gather, shard_of
 from torchao_blockwise.checkpoint.layouts import FP8
 from torchao_blockwise.checkpoint.model_tensors import (
-    OF_AN_ENGINE,
+    ENGINE_SCALES,
     Part,
     all_parts_on_disk,
     has_power_of_2_scales,
@@ -29,39 +29,41 @@ from torchao_blockwise.checkpoint.stored_weights import StoredWeights
 from torchao_blockwise.tensors import MasterWeightTensor, NVFP4Tensor, QuantizedShard, QuantizedTensor
 from torchao_blockwise.tensors.state_values import over_blocks, plain_values
 
-# As files call dtypes.
+# Prefixes of dtypes as files spell them.
 _INTEGERS = ("I", "U", "BOOL")
 
 
 def load(model: nn.Module, directory: str | os.PathLike[str]) -> None:
-    """Load the values of `model`, in place, from files in blockwise FP8 or NVFP4, or plain ones; tensor by tensor.
+    """Load a checkpoint in blockwise FP8, NVFP4 or high precision into `model`, in place, one tensor at a time.
 
-    FP8: blocks of 128×128, scales in f32 (DeepSeek-V3), e8m0 (DeepSeek-V4), or f32 or bf16 (compressed-tensors); a
-    scale of zero is read where all codes of its block are zeros, as that of a block of zeros. NVFP4: as
-    compressed-tensors and NVIDIA's Model Optimizer have it.
-    A quantized Parameter takes payload and scales as they are in the files, where these have its blocks: 128×128, or
-    in NVFP4 one scale for 16 rows, and one tensor scale for all that the Parameter holds. Else a weight gets the
-    values that the files stand for, in its dtype.
-    `load`, then `export` in the files' format, repeats every byte of what `export` wrote of this model if
-      - `power_of_2_scales` of the model is that of the files, whether or not these say `scale_fmt`: else a warning
-        names the config that fits. Quantized Parameters with other scales take powers of two as they are;
-      - master weights are in fp32, or in the dtype of those that were exported. In bf16 or fp16 they repeat files of
-        fp32 ones except for scales in fp32 that are no powers of two, which may change in the last place;
-      - experts' projections have multiples of 128 rows: a block of others lies in two of them;
-      - in NVFP4, blocks of master weights have a value above 3.5e-5 of the largest one that their tensor scale is for:
-        the scales of others are subnormal.
-    Of other tools' files it repeats those of quantized Parameters, except scales of zero, and of master weights those
-    of blocks whose scale is what their largest value leads to.
-    Names are those that transformers writes. Tied weights may be missing; layers that transformers passes over, as
-    those that predict further tokens, and scales of activations and of an engine's cache may be there.
-    Where FSDP2, tensor or expert parallelism shard the model all ranks call it: each reads the files and keeps its
+    FP8: blocks of 128×128 with scales in f32 (DeepSeek-V3), e8m0 (DeepSeek-V4), or f32 or bf16 (compressed-tensors).
+    A scale of zero is accepted if all codes of its block are zero. NVFP4: the formats of compressed-tensors and of
+    NVIDIA's Model Optimizer.
+    A quantized Parameter takes payload and scales unchanged if the files have the same blocks: 128×128, or in NVFP4
+    one scale for 16 rows and one tensor scale for the whole Parameter. Otherwise a weight gets the decoded values, in
+    its dtype.
+    `load` followed by `export` in the same format reproduces every byte of files that `export` wrote for this model if
+      - the model's `power_of_2_scales` matches the files, whether or not these have `scale_fmt`; otherwise a warning
+        names the right config. Quantized Parameters with other scales take powers of two unchanged;
+      - master weights are in fp32, or in the dtype of the exported ones. Master weights in bf16 or fp16 reproduce files
+        of fp32 ones, except that fp32 scales which are not powers of two may change in the last place;
+      - the rows of experts' projections are multiples of 128: otherwise two projections share a block;
+      - in NVFP4, each block of a master weight has a value above 3.5e-5 of the largest value under its tensor scale;
+        otherwise the block's scale is subnormal.
+    For files of other tools, quantized Parameters are reproduced except for scales of zero, and master weights in
+    blocks whose scale follows from the largest value.
+    Names are those that transformers writes. Tied weights may be missing. Files may have further tensors that
+    transformers ignores, such as layers for multi-token prediction, and scales of activations and of an engine's cache.
+    If FSDP2, tensor or expert parallelism shard the model, all ranks must call it: each reads the files and keeps its
     shards, one weight at a time.
-    Everything is checked before the first value changes, on all ranks.
-    Raises ValueError for files of another method, truncated files, scales that are missing, of a wrong shape or no
-    numbers, and tensors of a wrong shape; KeyError for names that do not match; NotImplementedError for shards of
-    quantized Parameters. On all ranks what the first that fails raises.
+    Everything is checked, on all ranks, before the first value changes.
+    Raises ValueError for other quantization methods, truncated files, scales that are missing, not finite or of a wrong
+    shape, and tensors of a wrong shape; KeyError for names that do not match; NotImplementedError for shards of
+    quantized Parameters. All ranks raise the error of the first rank that fails.
     """
-    weights, tensors, wanted = agreed_by_all(is_shared(model), lambda: _checked(unwrapped("load", model), directory))
+    weights, tensors, wanted = on_all_ranks(
+        prepare_gather(model), lambda: _checked(unwrapped("load", model), directory)
+    )
     with torch.no_grad():
         for name, x in tensors.items():
             _fill(x, wanted[name], weights)
@@ -70,18 +72,18 @@ def load(model: nn.Module, directory: str | os.PathLike[str]) -> None:
 def _checked(
     model: nn.Module, directory: str | os.PathLike[str]
 ) -> tuple[StoredWeights, dict[str, torch.Tensor], dict[str, list[Part]]]:
-    """(the folder's weights, the model's tensors by name, the parts of each that files have), after a look at all."""
+    """Check everything; return the folder's weights, the model's tensors by name, and the parts of each on disk."""
     weights, tensors = StoredWeights(directory), tensors_of(model)
     for name, x in tensors.items():
         if isinstance(_compat.local_of(x), QuantizedShard):
             raise NotImplementedError(f"load: {name} is a shard of a quantized Parameter; load before fully_shard")
     wanted = {
-        # Files may have experts as the model has them, one tensor for all.
+        # Files may store experts as the model does, in one tensor.
         name: [Part(name)] if name in weights.names and weights.names.isdisjoint(x.name for x in parts) else parts
         for name, parts in all_parts_on_disk(model, tensors).items()
     }
-    passed_over = hugging_face.passed_over(model) | {OF_AN_ENGINE}
-    _check_names(weights, {part.name for parts in wanted.values() for part in parts}, passed_over)
+    ignored_on_load = hugging_face.ignored_on_load(model) | {ENGINE_SCALES}
+    _check_names(weights, {part.name for parts in wanted.values() for part in parts}, ignored_on_load)
     # {(whether scales of the files are powers of two, whether those of the model are): one of these weights}
     kinds: dict[tuple[bool, bool], str] = {}
     for name, x in tensors.items():
@@ -96,30 +98,30 @@ def _checked(
 
 
 def _check_kind(weights: StoredWeights, name: str, x: torch.Tensor) -> None:
-    """Raise ValueError where files have integers, codes of an unknown format, for numbers of the model, or reverse."""
+    """Raise ValueError if files have integers (codes of an unknown format) for a floating-point tensor, or reverse."""
     if weights.format(name) is not None:
         return
     if (dtype := weights.files.dtype(name)).startswith(_INTEGERS) == x.is_floating_point():
-        remedy = "files of such a format are not read, take them dequantized"
+        remedy = "such a format is not supported, dequantize the files first"
         raise ValueError(
             f"load: {weights.files.where(name)} is in {dtype}, the model wants {x.dtype}; "
-            f"{remedy if x.is_floating_point() else 'take files of this model'}"
+            f"{remedy if x.is_floating_point() else 'use files of this model'}"
         )
 
 
-def _check_names(weights: StoredWeights, wanted: set[str], passed_over: set[str]) -> None:
+def _check_names(weights: StoredWeights, wanted: set[str], ignored_on_load: set[str]) -> None:
     path, there = weights.files.path, weights.names
-    others = (name for name in there - wanted if not any(re.search(pattern, name) for pattern in passed_over))
+    others = (name for name in there - wanted if not any(re.search(pattern, name) for pattern in ignored_on_load))
     missing, unknown = sorted(wanted - there), sorted(others)
     if missing:
-        near = did_you_mean(missing[0], unknown) or "; is it of another model?"
+        near = did_you_mean(missing[0], unknown) or "; do the files belong to another model?"
         raise KeyError(f"load: {path} has no {shown(missing)}{near}")
     if unknown:
         raise KeyError(f"load: the model has no place for {shown(unknown)} of {path}{did_you_mean(unknown[0], wanted)}")
 
 
 def _fill(x: torch.Tensor, parts: list[Part], weights: StoredWeights) -> None:
-    """Give `x`, a tensor of a model or this rank's shard of one, the values of its parts in the files."""
+    """Copy the values of its parts in the files to `x`, a tensor of the model or this rank's shard of one."""
     local: Any = _compat.local_of(x)
     if isinstance(x, QuantizedTensor) and (payload := _payload(x, parts, weights)) is not None:
         x.copy_(payload)
@@ -138,7 +140,7 @@ def _fill(x: torch.Tensor, parts: list[Part], weights: StoredWeights) -> None:
 
 
 def _payload(x: Any, parts: list[Part], weights: StoredWeights) -> QuantizedTensor | None:
-    """The payload of a quantized Parameter, where files have its blocks and scales as it has them; else None."""
+    """Return the payload of a quantized Parameter if the files have the same blocks and kind of scales, else None."""
     rows = x.fmt.block[0]
     if any(part.cuts(rows) for part in parts):
         return None
@@ -161,18 +163,18 @@ def _payload(x: Any, parts: list[Part], weights: StoredWeights) -> QuantizedTens
 
 
 def _master_values(x: Any) -> torch.Tensor:
-    """The values of `x`, in its dtype, such that quantizing them as our weights are gives these values again.
+    """Return values for a master weight, in the dtype of `x`, that quantize to `x` again.
 
-    In NVFP4 that is with the tensor scale of the files, which may be that of a larger weight that an engine fuses
-    with this one. Blocks of rows, which our weights do not have, are decoded and no more.
+    In NVFP4 that holds with the tensor scale of the files, which may come from a larger weight that an engine fuses
+    with this one. Blocks of 1×16, which weights in training do not have, are only decoded.
     """
     if isinstance(x, NVFP4Tensor):
         return plain_values(x, lambda values: _quantized_as(x, values)) if x.fmt.is_square else x.dequantize()
     values = plain_values(x)
     if not x.power_of_2_scales:
         return values
-    # A block's largest value that was rounded down to 224, half of what a code holds, would get half of the scale. It
-    # is moved by one unit in the last place, up to which it is coded as 224 and needs the whole one.
+    # If the largest value of a block was rounded down to 224, half of the largest code, quantizing it again would halve
+    # the scale. Adding one unit in the last place keeps the code 224 and the scale.
     again = ops.quantize(values, x.fmt, power_of_2_scales=True).rowwise
     assert again is not None
     is_half = x.qdata.float().abs() == x.fmt.element.max / 2
@@ -182,23 +184,23 @@ def _master_values(x: Any) -> torch.Tensor:
 
 
 def _quantized_as(x: NVFP4Tensor, values: torch.Tensor) -> NVFP4Tensor:
-    """`values` in the blocks of `x` and with its tensor scale."""
+    """Quantize `values` in the blocks of `x` and with its tensor scale."""
     made = ops.quantize(values, x.fmt, tensor_amax=x.global_scale * TENSOR_MAX).rowwise
     assert made is not None and made.global_scale is not None
     return NVFP4Tensor(made.qdata, made.scale, made.global_scale, x.columns, x.block_size, x.dtype)
 
 
 def _power_of_2_scales_wanted(x: Any) -> bool | None:
-    """Whether a weight in FP8 needs scales that are powers of two; None for others, and for one that takes any."""
+    """Whether an FP8 weight needs power-of-two scales; None for other weights and for those that accept any scales."""
     if isinstance(x, MasterWeightTensor):
         return has_power_of_2_scales(x) if x.config.weight_format is FP8.format else None
-    # A quantized Parameter takes any scales, if they need not be powers of two.
+    # Without power_of_2_scales a quantized Parameter accepts any scales.
     return True if getattr(x, "fmt", None) is FP8.format and has_power_of_2_scales(x) else None
 
 
 def _warn_of_scales(weights: StoredWeights, kinds: dict[tuple[bool, bool], str]) -> None:
-    """Warn where files have scales that are powers of two and the model trains with others, or the reverse."""
-    # All scales of a weight may be powers of two by chance.
+    """Warn if the files have power-of-two scales and the model trains with other scales, or the reverse."""
+    # The scales of a single weight may be powers of two by chance.
     if (True, False) in kinds and (False, False) not in kinds:
         name, theirs, option = kinds[True, False], "powers of two", True
     elif (False, True) in kinds:
@@ -207,7 +209,7 @@ def _warn_of_scales(weights: StoredWeights, kinds: dict[tuple[bool, bool], str])
         return
     warnings.warn(
         f"load: scales of {weights.files.where(name)} are {theirs}, and those that the model trains with are"
-        f"{' not' * option}: GEMMs and exports get other codes than the files have; to keep them convert the model "
-        f"with BlockwiseFP8TrainingConfig(power_of_2_scales={option})",
+        f"{' not' * option}, so GEMMs and exports use other codes than the files have; to keep the codes, convert the "
+        f"model with BlockwiseFP8TrainingConfig(power_of_2_scales={option})",
         stacklevel=2,
     )

@@ -1,4 +1,4 @@
-"""The weights in a folder of files: plain tensors, and quantized ones as they are stored."""
+"""The weights in a folder of files, plain or quantized, under the names that models use."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from torchao_blockwise.formats import NVFP4_1X16, NVFP4_16X16, BlockFormat
 from torchao_blockwise.tensors import BlockwiseFP8Tensor, NVFP4Tensor, QuantizedTensor
 from torchao_blockwise.tensors.state_values import over_blocks
 
-# Formats that are read, by the names that tell them apart. compressed-tensors calls the scales of FP8 `weight_scale`.
+# Formats that are read, told apart by names of tensors. compressed-tensors calls the scales of FP8 `weight_scale`.
 _READ = (FP8, FP8_UE8M0, FP8._replace(suffixes=("", "_scale")), COMPRESSED_TENSORS, MODELOPT)
-# Names of nothing else, whatever dtype there is.
+# Formats whose names nothing else uses, so that the dtype need not be checked.
 _UNMISTAKABLE = (FP8, COMPRESSED_TENSORS)
-# As files call dtypes: codes; block scales of FP8 and of NVFP4; all that is read.
+# Dtypes as files spell them: of codes, of block scales, and all that are read.
 _CODES = {FP8.format: "F8_E4M3", NVFP4_16X16: "U8"}
 _SCALES = {FP8.format: ("F32", "BF16", "F16", "F8_E8M0"), NVFP4_16X16: ("F8_E4M3",)}
 _DTYPES = re.compile(r"F64|F32|F16|BF16|F8_E4M3|F8_E8M0|[IU](8|16|32|64)|BOOL")
@@ -35,11 +35,11 @@ _COPY = "copy the file again"
 
 
 class StoredWeights:
-    """The weights of a folder, by the names that models have; a quantized one is one, whatever tensors it is made of.
+    """The weights in a folder, by the names that models use. A quantized weight is one entry for all of its tensors.
 
-    names: of all of them. `check` a weight before you `read` it.
-    Raises FileNotFoundError for a folder without files, ValueError for files that cannot be read or are of a format
-    that is not.
+    names: the names of all weights. Call `check` for a weight before `read`.
+    Raises FileNotFoundError for a folder without files, ValueError for files that cannot be read or have an unsupported
+    format.
     """
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
@@ -47,7 +47,7 @@ class StoredWeights:
         config = self.files.config()
         if config and (reason := why_not_read(config)) is not None:
             raise ValueError(f"load: {self.files.path}: {reason}")
-        # (format, its tensors) of each quantized weight.
+        # (layout, names of its tensors) of each quantized weight.
         self._quantized: dict[str, tuple[Layout, list[str]]] = {}
         for tensor in self.files.names():
             for layout in _READ:
@@ -62,15 +62,15 @@ class StoredWeights:
         self.names = self.files.names() - parts | self._quantized.keys()
         for name in self.names - self._quantized.keys():
             if self.files.dtype(name) == _CODES[FP8.format]:
-                # `check` says that the scales are missing.
+                # `check` raises, since the scales are missing.
                 self._quantized[name] = FP8, FP8.names(name)
 
     def format(self, name: str) -> BlockFormat | None:
-        """The format of a quantized weight; None of a plain tensor."""
+        """Return the format of a quantized weight, None for a plain tensor."""
         return self._quantized[name][0].format if name in self._quantized else None
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of a weight's values."""
+        """Return the shape of a weight's values."""
         if name not in self._quantized:
             return tuple(self.files.shape(name))
         layout, (payload, *_) = self._quantized[name]
@@ -78,14 +78,14 @@ class StoredWeights:
         return (*rows, columns * layout.format.element.per_byte)
 
     def check(self, name: str, shape: tuple[int, ...]) -> bool | None:
-        """Raise ValueError unless the weight is there whole, has this shape, and scales that can be meant.
+        """Raise ValueError unless the weight is complete, has this shape and valid scales.
 
-        Returns whether the scales of a weight in FP8 are powers of two, zeros aside; None for other weights.
+        Returns whether the scales of an FP8 weight are powers of two (or zero); None for other weights.
         """
         files = self.files
         layout, names = self._quantized.get(name, (None, [name]))
         if not _DTYPES.fullmatch(dtype := files.dtype(names[0])):
-            raise ValueError(f"load: {files.where(names[0])} is in {dtype}, which is not read; {TAKE_PLAIN}")
+            raise ValueError(f"load: {files.where(names[0])} is in {dtype}, which is not supported; {TAKE_PLAIN}")
         if layout is None:
             files.check_shape(name, shape)
             return None
@@ -98,29 +98,29 @@ class StoredWeights:
                 raise ValueError(f"load: {files.where(payload)} is in {dtype} and has no {part}; copy the files again")
             if files.dtype(part) not in read:
                 raise ValueError(
-                    f"load: {files.where(part)} is in {files.dtype(part)}; {', '.join(read)} is read there; {_COPY}"
+                    f"load: {files.where(part)} is in {files.dtype(part)}, expected {' or '.join(read)}; {_COPY}"
                 )
-            # A tensor scale has one element, with or without a dim.
+            # A tensor scale may have shape [] or [1].
             if part not in factors or files.shape(part) not in ([], [1]):
                 files.check_shape(part, wanted)
         scale = files.read(scale_name).float()
         is_sound = bool((scale >= 0).logical_and(scale.isfinite()).all())
         if is_sound and layout.format is FP8.format and bool((is_zero := scale == 0).any()):
             codes = files.read(payload)
-            # A code in such a block stands for zero unless it has other bits than the sign.
+            # A code is zero if no bit except the sign is set.
             is_sound = not bool(
                 (codes.view(torch.uint8) & 0x7F)[over_blocks(is_zero, codes.shape, layout.format)].any()
             )
         if not is_sound:
-            raise ValueError(f"load: {files.where(scale_name)} has scales that are no positive numbers; {_COPY}")
+            raise ValueError(f"load: {files.where(scale_name)} has scales that are not positive numbers; {_COPY}")
         for factor in factors:
             value = files.read(factor)
             if not bool((value > 0).logical_and(value.isfinite()).all()):
-                raise ValueError(f"load: {files.where(factor)} is {value.item()}, no positive number; {_COPY}")
+                raise ValueError(f"load: {files.where(factor)} is {value.item()}, not a positive number; {_COPY}")
         return _are_powers_of_2(scale) if layout.format is FP8.format else None
 
     def read(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        """A plain tensor as it is, a quantized weight as a `QuantizedTensor` of values in `dtype`."""
+        """Return a plain tensor unchanged, a quantized weight as a `QuantizedTensor` with values in `dtype`."""
         if name not in self._quantized:
             return self.files.read(name)
         layout, names = self._quantized[name]
@@ -130,7 +130,7 @@ class StoredWeights:
         return _nvfp4_tensor(qdata, scale, decode_factor(*factor) if layout.has_reciprocal else factor[0], dtype)
 
     def values(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        """A plain tensor as it is, a quantized weight decoded to `dtype`."""
+        """Return a plain tensor unchanged, a quantized weight decoded to `dtype`."""
         x = self.read(name, dtype)
         return x.dequantize() if isinstance(x, QuantizedTensor) else x
 
@@ -142,16 +142,16 @@ def _are_powers_of_2(scale: torch.Tensor) -> bool:
 
 def _fp8_tensor(qdata: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> BlockwiseFP8Tensor:
     powers_of_2 = _are_powers_of_2(scale)
-    # Some tools give a block of zeros no scale.
+    # Some tools store a scale of zero for a block of zeros.
     of_zeros = ops.quantize(scale.new_zeros(1, 1), FP8.format, power_of_2_scales=powers_of_2).rowwise
     assert of_zeros is not None
     return BlockwiseFP8Tensor(qdata, torch.where(scale == 0, of_zeros.scale, scale), dtype, powers_of_2)
 
 
 def _nvfp4_tensor(qdata: torch.Tensor, rows: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> NVFP4Tensor:
-    """With the blocks of our weights where 16 rows have one scale, else with those of rows.
+    """Return a weight with blocks of 16×16 if each 16 rows have equal scales, else with blocks of 1×16.
 
-    rows: e4m3 [.., N, K/16]. factor: what it is multiplied by, f32 of one element.
+    rows: block scales, e4m3 [.., N, K/16]. factor: the tensor scale, f32 with one element.
     """
     codes, block = rows.view(torch.uint8), NVFP4_16X16.block[0]
     first = codes[..., ::block, :]
@@ -161,10 +161,10 @@ def _nvfp4_tensor(qdata: torch.Tensor, rows: torch.Tensor, factor: torch.Tensor,
 
 
 def decode_factor(stored: torch.Tensor) -> torch.Tensor:
-    """amax / 2688 of a stored 2688 / amax.
+    """Return the tensor scale amax / 2688 for a stored 2688 / amax.
 
-    Where one exists it is a number that has this very reciprocal, so that it is written as it was read, and that an
-    amax leads to. Such a number lies next to the rounded reciprocal, as rounding twice moves by one step at most.
+    If possible it is a number whose reciprocal is exactly `stored`, so that it is written as it was read, and that
+    follows from an amax. Such a number is at most one step from the rounded reciprocal, since it was rounded twice.
     """
     near = stored.reshape(()).reciprocal()
     around = [torch.nextafter(near, torch.full_like(near, bound)) for bound in (0.0, float("inf"))]

@@ -1,4 +1,4 @@
-"""Writing a model's weights for inference engines: the bytes that a forward pass now would read."""
+"""Write a model's weights for inference engines: the quantized bytes that a forward pass would use now."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torchao_blockwise import _compat, ops
 from torchao_blockwise._names import did_you_mean
 from torchao_blockwise.checkpoint.files import Folder
 from torchao_blockwise.checkpoint.fused_layers import shared_amaxes
-from torchao_blockwise.checkpoint.gathering import agreed, is_shared, wholes
+from torchao_blockwise.checkpoint.gathering import gather_weights, on_first_rank, prepare_gather
 from torchao_blockwise.checkpoint.layouts import (
     FP8,
     FP8_UE8M0,
@@ -39,7 +39,7 @@ from torchao_blockwise.checkpoint.model_tensors import (
     weights_of_embeddings,
     written,
 )
-from torchao_blockwise.checkpoint.plain_layers import check_read, plain_layers, warn_of_fused, warn_of_ragged
+from torchao_blockwise.checkpoint.plain_layers import check_expert_names, plain_layers, warn_of_fused, warn_of_ragged
 from torchao_blockwise.formats import BlockFormat, Operand
 from torchao_blockwise.tensors import MasterWeightTensor, QuantizedTensor
 
@@ -54,45 +54,45 @@ def export(
     tokenizer_from: str | os.PathLike[str] | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Write `model` as inference engines and transformers load it, its converted weights quantized.
+    """Write `model` for inference engines and transformers, with its converted weights quantized.
 
-    Of a converted weight the payload and scales are the bytes that a layer's product would read now: a master weight
-    quantized, a quantized Parameter as it is. All else is written in its dtype. Tensors are named as transformers
-    names them, experts one by one; torch.compile, checkpoint_wrapper, DDP or a module of yours around the model do not
-    change names.
-    directory: is made whole or not at all: safetensors files, an index of several, and where `model` has a config its
+    For a converted weight the files hold the payload and scales that a GEMM would read now: a master weight is
+    quantized, a quantized Parameter is written unchanged. All other tensors are written in their dtype. Tensors have
+    the names that transformers writes, with separate tensors for each expert. torch.compile, checkpoint_wrapper, DDP or
+    your own module around the model do not change names.
+    directory: written atomically: safetensors files, an index if there are several, and if `model` has a config its
         config.json with `quantization_config`.
-    format: "fp8_block", blocks of 128×128 as in DeepSeek-V3's files, with `scale_fmt: "ue8m0"` in config.json where all
-        weights train with `power_of_2_scales`; "fp8_block_ue8m0", these scales in e8m0, for DeepSeek-V4 and models
-        without a config; "nvfp4_compressed_tensors" and "nvfp4_modelopt", as vLLM reads NVFP4 weights next
-        to activations in high precision.
-    tokenizer_from: a folder whose tokenizer's files are copied; default the one that the model was loaded from.
-    shard_bytes: how large a file may become before the next one is begun; at most that is held on the CPU.
-    Where FSDP2, tensor or expert parallelism shard the model, all ranks call it, and the first one writes: weights are
-    gathered a few at a time, and the bytes are those of the model on one device.
+    format: "fp8_block", blocks of 128×128 as in DeepSeek-V3's files, with `scale_fmt: "ue8m0"` in config.json if all
+        weights train with `power_of_2_scales`; "fp8_block_ue8m0", the same with scales in e8m0, for DeepSeek-V4 and
+        models without a config; "nvfp4_compressed_tensors" and "nvfp4_modelopt", which vLLM reads as NVFP4 weights with
+        activations in high precision.
+    tokenizer_from: a folder whose tokenizer files are copied; default the folder that the model was loaded from.
+    shard_bytes: the size at which a new file is started; at most this much is held on the CPU.
+    If FSDP2, tensor or expert parallelism shard the model, all ranks must call it, and the first one writes. Weights
+    are gathered a few at a time, and the files are bitwise identical to those of the model on one device.
 
-    An expert's up projection that begins inside of a block, as its width is not a multiple of 128, has no separate
-    blocks: it is quantized again, from the weight's values, and a warning says so. So are, in NVFP4, weights that
-    engines fuse (q, k and v; gate and up; all experts') where their tensor scales differ: all get the largest one's;
-    and weights whose amax is below 3.2e-35, which get the least tensor scale that engines can read.
-    Raises ValueError for another format, for one that engines do not read for this model ("fp8_block_ue8m0" of a
-    Llama), for a model without weights of that format, for weights of another one, for
-    experts of a layer in one tensor under a name that no reader quantizes (GraniteMoe's input_linear), for
-    converted weights with NaN or Inf, and for a directory that is the working one or a mount point; FileExistsError
-    for one that is not empty; OSError where it cannot be written. On all ranks.
+    If the width of an expert is not a multiple of 128, its up projection begins inside of a block and is quantized
+    again from the weight's values, with a warning. In NVFP4 the same happens to weights that engines fuse (q, k and v;
+    gate and up; all experts) if their tensor scales differ: all get the largest one. Weights with an amax below 3.2e-35
+    get the smallest tensor scale that engines can read.
+    Raises on all ranks: ValueError for an unknown format, for one that engines do not read for this model
+    ("fp8_block_ue8m0" for a Llama), for a model without converted weights or with weights in another format, for the
+    experts of a layer in one tensor under a name that no reader quantizes (GraniteMoe's input_linear), for converted
+    weights with NaN or Inf, and for a directory that is the working directory or a mount point; FileExistsError for a
+    directory that is not empty; OSError if it cannot be written.
     """
-    weights, shared = QuantizedWeights("export", model, format), is_shared(model)
-    folder = agreed(shared, lambda: Folder(directory, shard_bytes))
+    weights, shared = QuantizedWeights("export", model, format), prepare_gather(model)
+    folder = on_first_rank(shared, lambda: Folder(directory, shard_bytes))
     if tied := [n for n in weights_of_embeddings(weights.model) if is_converted(tensors_of(weights.model)[n])]:
         warnings.warn(
-            f"export: {tied[0]} is an embedding's as well, and engines read these in high precision, so that it is "
-            "written in it; leave the layer that shares it unconverted (recommended_layers(model))",
+            f"export: {tied[0]} is also the weight of an embedding, which engines read in high precision, so it is "
+            "written in high precision; leave the layer that shares it unconverted (recommended_layers(model))",
             stacklevel=2,
         )
     failed: Exception | None = None
     try:
         for name, x in weights.tensors(check_finite):
-            # A rank whose disk is full goes on with the others, who wait for its parts, and says so at the end.
+            # If its disk is full, the rank still takes part in the collectives, and raises at the end.
             if folder is not None and failed is None:
                 try:
                     folder.add(name, x)
@@ -110,17 +110,17 @@ def export(
                 raise failed
             _write_others(weights, folder, tokenizer_from)
 
-    agreed(shared, finish)
+    on_first_rank(shared, finish)
     if requantized := weights.requantized:
-        why = "begin inside of a block of the Parameter that they are a part of"
+        why = "they begin inside of a block of their Parameter"
         if weights.layout.format.has_global_scale:
-            why += ", or are fused by engines with others of another tensor scale, or are too small for one,"
+            why += ", are fused by engines with weights of another tensor scale, or are too small for a tensor scale"
         names = ", ".join(dict.fromkeys(re.sub(r"\.\d+\b", ".*", name) for name in requantized))
-        warnings.warn(f"export: {len(requantized)} weights {why} and are quantized again: {names}", stacklevel=2)
+        warnings.warn(f"export: {len(requantized)} weights are quantized again, as {why}: {names}", stacklevel=2)
 
 
 def _write_others(weights: QuantizedWeights, folder: Folder, tokenizer_from: str | os.PathLike[str] | None) -> None:
-    """Configs, and the tokenizer's files."""
+    """Write the configs and copy the tokenizer's files."""
     config: Any = getattr(weights.model, "config", None)
     if hasattr(config, "save_pretrained"):
         with folder.writing():
@@ -138,9 +138,9 @@ def _write_others(weights: QuantizedWeights, folder: Folder, tokenizer_from: str
 
 
 class QuantizedWeights:
-    """The tensors of a model's files: an iterable of (name, tensor), which may be gone through again.
+    """The tensors that `export` writes for a model: an iterable of (name, tensor) that can be iterated repeatedly.
 
-    requantized: names of weights that the last pass quantized for the files.
+    requantized: the names of the weights that the last iteration quantized again.
     """
 
     def __init__(self, op: str, given: nn.Module, format: str) -> None:
@@ -149,15 +149,15 @@ class QuantizedWeights:
         tensors = tensors_of(self.model)
         self._parts = all_parts_on_disk(self.model, tensors)
         self.written = [*written(self.model, tensors, self._parts)]
-        check_read(op, self.model, self.written)
+        check_expert_names(op, self.model, self.written)
         self.requantized: list[str] = []
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        is_shared(self._given)
+        prepare_gather(self._given)
         return self.tensors()
 
     def metadata(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-        """{name: (dtype, shape)} in the order of the tensors, which nobody gathers for it."""
+        """Return {name: (dtype, shape)} in the order of the tensors, without gathering them."""
         found: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
         tensors = tensors_of(self.model)
         for x in self.written:
@@ -166,9 +166,9 @@ class QuantizedWeights:
         return found
 
     def tensors(self, check: Callable[[str, Operand], None] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, tensor), one weight at a time, of a model that is ready to be gathered.
+        """Yield (name, tensor), one weight at a time; the model must be prepared for gathering.
 
-        check: is called with each weight that is quantized, before parts of it are given.
+        check: called with the name and operand of each quantized weight before its parts are yielded.
         """
         layout, self.requantized = self.layout, []
         rows = layout.format.block[0]
@@ -178,7 +178,7 @@ class QuantizedWeights:
             (x, name in embeddings or name in amaxes or any(part.cuts(rows) for part in self._parts[name]))
             for name, x in tensors.items()
         )
-        for name, x in zip(tensors, wholes(wanted), strict=True):
+        for name, x in zip(tensors, gather_weights(wanted), strict=True):
             parts, is_weight = self._parts[name], isinstance(x, (MasterWeightTensor, QuantizedTensor))
             if name in embeddings or not is_weight:
                 plain = _values(x).to(tensors[name].dtype) if is_weight else x
@@ -201,19 +201,19 @@ class QuantizedWeights:
 
 
 def quantized_weights(model: nn.Module, format: str = FP8.name) -> QuantizedWeights:
-    """The tensors that `export` would write: (name, tensor) one by one, for an engine that takes weights over.
+    """Iterate over the tensors that `export` would write, as (name, tensor), to send them to an inference engine.
 
-    Tensors are whole and on the model's device; each is a new one, or the Parameter's memory. Where ranks share the
-    model all of them go through the iterable in lockstep, and what FSDP2 shards is gathered quantized. `metadata()` of
-    it has names, dtypes and shapes beforehand, `checksums` of it what a receiver can compare. Nothing waits for a look
-    at values, so that a weight with NaN is given as one.
+    Tensors are unsharded and on the model's device; each is new or shares the Parameter's memory. If the model is
+    sharded, all ranks must iterate in lockstep, and weights that FSDP2 shards are gathered quantized. `metadata()` of
+    the result returns names, dtypes and shapes beforehand; `checksums` of it can be compared by the receiver.
+    Values are not checked, since that would synchronize: weights with NaN are passed on.
     Raises ValueError as `export` does.
     """
     return QuantizedWeights("quantized_weights", model, format)
 
 
 def _layout_for(op: str, model: nn.Module, format: str) -> Layout:
-    """The format of this name; raises ValueError for another, and for a model that it cannot hold."""
+    """Return the format with this name; raise ValueError for an unknown name and for a model that it cannot hold."""
     if format not in LAYOUTS:
         raise ValueError(
             f"{op}: format must be one of {', '.join(LAYOUTS)}, got {format!r}{did_you_mean(format, LAYOUTS)}"
@@ -232,13 +232,13 @@ def _layout_for(op: str, model: nn.Module, format: str) -> Layout:
             )
         if layout.power_of_2_scales and not has_power_of_2_scales(weight):
             raise ValueError(
-                f"{op}: {name} trains with scales that are no powers of two, and {layout.name} holds only such; "
-                f"convert the model with power_of_2_scales=True, or export it as {FP8.name}"
+                f"{op}: {name} trains with scales that are not powers of two, and {layout.name} holds only powers of "
+                f"two; convert the model with power_of_2_scales=True, or export it as {FP8.name}"
             )
         if weight.dim() > 2 and _has_scales_of_experts(weight):
             raise ValueError(
-                f"{op}: each expert of {name} trains with a separate tensor scale (scale_per_expert), and "
-                "engines run all experts with one; unconvert(model), and convert it with scale_per_expert=False"
+                f"{op}: each expert of {name} trains with a separate tensor scale (scale_per_expert), but engines use "
+                "one for all experts; call unconvert(model), and convert it with scale_per_expert=False"
             )
         found += 1
     if not found:
@@ -249,7 +249,7 @@ def _layout_for(op: str, model: nn.Module, format: str) -> Layout:
 
 
 def check_model(op: str, model: nn.Module, layout: Layout) -> None:
-    """Raise ValueError for a model whose config says that engines do not read such files of it."""
+    """Raise ValueError if, by the model's config, engines do not read this layout for it."""
     model_type = getattr(getattr(model, "config", None), "model_type", None)
     if layout is FP8_UE8M0 and isinstance(model_type, str) and not model_type.startswith(UE8M0_MODEL_TYPE):
         option = " and --power-of-2-scales" if op == "convert" else ""
@@ -261,13 +261,13 @@ def check_model(op: str, model: nn.Module, layout: Layout) -> None:
 
 
 def check_finite(name: str, weight: Operand) -> None:
-    """Raise ValueError where a quantized weight does not stand for numbers; its device is waited for."""
+    """Raise ValueError if a quantized weight decodes to NaN or Inf; synchronizes with its device."""
     scale = weight.scale if weight.global_scale is None else weight.global_scale
-    # A quantized Parameter may have got codes from files, with their scales.
+    # The codes and scales of a quantized Parameter may come from files.
     if bool(weight.format.element.has_nan(weight.qdata) | ~scale.float().isfinite().all()):
         raise ValueError(
-            f"export: {name} has NaN or Inf among its values, so that what they are quantized to decodes to NaN; "
-            "export an earlier state of the model, or repair the weight"
+            f"export: {name} has NaN or Inf, so its quantized values decode to NaN; export an earlier state of the "
+            "model, or repair the weight"
         )
 
 
@@ -291,12 +291,12 @@ def _quantized_again(values: torch.Tensor, weight: Any, fmt: BlockFormat, tensor
 def write_settings(
     folder: Folder, config: dict[str, Any], layout: Layout, tensors: Sequence[Written], power_of_2_scales: bool
 ) -> None:
-    """config.json with what engines must know of the format, and what else of files they ask for.
+    """Write config.json with the quantization settings, and hf_quant_config.json if the format has one.
 
-    tensors: all of the files. Warns of those that engines refuse or transformers misreads.
-    power_of_2_scales: whether all quantized weights have them.
+    tensors: all tensors in the files. Warns about those that engines refuse or transformers misreads.
+    power_of_2_scales: whether all quantized weights have power-of-two scales.
     """
-    # NVFP4's files have scales for each row.
+    # NVFP4 files have separate scales for each row.
     block = None if layout.format.has_global_scale else layout.format.block[0]
     warn_of_fused(tensors, block)
     if block is not None:

@@ -1,7 +1,7 @@
 """Commands: `python -m torchao_blockwise COMMAND`. Each is a module with HELP, `add_arguments(parser)` and `run(args)`.
 
-`run` returns the exit code: 0, or 1 for what it found to be wrong. Input that cannot work raises `UsageError`, which is
-said in one sentence, with exit code 2.
+`run` returns the exit code: 0, or 1 if it found a problem. Invalid input raises `UsageError`, whose message is printed,
+with exit code 2.
 """
 
 from __future__ import annotations
@@ -19,24 +19,22 @@ COMMANDS = {"doctor": doctor, "report": report, "convert": convert, "verify": ve
 PROGRAM = "python -m torchao_blockwise"
 
 
-def parser() -> argparse.ArgumentParser:
-    """The parser of all commands."""
-    whole = argparse.ArgumentParser(
-        prog=PROGRAM, description="Train in blockwise FP8 and in NVFP4: what helps around it."
-    )
-    commands = whole.add_subparsers(dest="command", metavar="COMMAND", required=True)
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser for all commands."""
+    parser = argparse.ArgumentParser(prog=PROGRAM, description="Tools for training in blockwise FP8 and NVFP4.")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, command in COMMANDS.items():
         options: dict[str, Any] = {
             "description": command.__doc__,
             "formatter_class": argparse.RawDescriptionHelpFormatter,
         }
         command.add_arguments(commands.add_parser(name, help=command.HELP, **options))
-    return whole
+    return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command that `argv`, by default the process's arguments, names; returns the exit code."""
-    args = parser().parse_args(argv)
+    """Run the command in `argv`, by default the arguments of the process; return the exit code."""
+    args = make_parser().parse_args(argv)
     try:
         with torchao_import.without_noise():
             return COMMANDS[args.command].run(args)

@@ -1,14 +1,13 @@
 """Quantize a checkpoint of a Hugging Face model on disk, tensor by tensor, for inference engines.
 
-IN is a folder with config.json and safetensors files, plain or quantized, OUT a new one. The
-`recommended_layers` are quantized, in NVFP4 those of the last blocks too; --skip leaves out more by name. What IN has
-quantized is decoded first, and with --to plain left so, in bfloat16; its scales of activations and of an engine's cache
-(input_scale, k_scale) belong to its format and are left out. One tensor is quantized at a time, and a file is
-written when its 5 GB are there; NVFP4 reads each twice, as layers that engines fuse share a tensor scale. OUT is
-made whole or not at all: until then finished files lie next to it, and where it was interrupted the same command goes
-on behind them.
+IN is a folder with config.json and safetensors files, plain or quantized; OUT is a new folder. The
+`recommended_layers` are quantized (in NVFP4 also those in the last blocks); --skip leaves out more by name. Quantized
+weights in IN are decoded first; with --to plain they are written in bfloat16. Scales in IN for activations and for an
+engine's cache (input_scale, k_scale) are left out. One tensor is quantized at a time, and files of 5 GB are written.
+NVFP4 reads each tensor twice, since layers that engines fuse share a tensor scale. OUT appears when it is complete.
+Until then finished files are in a hidden folder next to it; if the command is interrupted, run it again to continue.
 
-exit code: 0 done, 2 wrong arguments or files
+exit code: 0 success, 2 invalid arguments or files
 """
 
 from __future__ import annotations
@@ -26,17 +25,17 @@ from torchao.quantization import quantize_
 
 from torchao_blockwise import conversion, ops
 from torchao_blockwise.checkpoint.files import Folder
-from torchao_blockwise.checkpoint.fused_layers import fused_layers, storable
+from torchao_blockwise.checkpoint.fused_layers import clamp_to_normal_scale, fused_layers
 from torchao_blockwise.checkpoint.layouts import FP8, LAYOUTS
 from torchao_blockwise.checkpoint.model_tensors import (
-    OF_AN_ENGINE,
+    ENGINE_SCALES,
     Part,
     Written,
     all_parts_on_disk,
     tensors_of,
     written,
 )
-from torchao_blockwise.checkpoint.plain_layers import check_read
+from torchao_blockwise.checkpoint.plain_layers import check_expert_names
 from torchao_blockwise.checkpoint.stored_weights import StoredWeights
 from torchao_blockwise.checkpoint.writing import SHARD_BYTES, check_finite, check_model, write_settings
 from torchao_blockwise.cli.inputs import UsageError, meta_model
@@ -50,8 +49,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("output", metavar="OUT", type=Path)
     parser.add_argument("--to", choices=(*LAYOUTS, PLAIN), default=FP8.name, help="default: %(default)s")
     parser.add_argument("--skip", action="append", default=[], metavar="PATTERN", help='names to leave out: "*.wo"')
-    parser.add_argument("--shard-gb", type=float, default=SHARD_BYTES / 2**30, help="of a file; default: %(default)g")
-    parser.add_argument("--power-of-2-scales", action="store_true")
+    parser.add_argument("--shard-gb", type=float, default=SHARD_BYTES / 2**30, help="file size; default: %(default)g")
+    parser.add_argument("--power-of-2-scales", action="store_true", help="use scales that are powers of two (FP8)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -70,19 +69,19 @@ def run(args: argparse.Namespace) -> int:
         quantized, bits = _convert(args, model, StoredWeights(args.input))
     except (OSError, ValueError, NotImplementedError) as error:
         raise UsageError(str(error)) from None
-    print(f"{quantized} tensors quantized, {bits:.2f} bits an element in {args.output}")
+    print(f"{quantized} tensors quantized, {bits:.2f} bits per element in {args.output}")
     return 0
 
 
 def _convert(args: argparse.Namespace, model: nn.Module, weights: StoredWeights) -> tuple[int, float]:
-    """(tensors that were quantized, bits an element in the files)."""
+    """Convert, and return (number of quantized tensors, bits per element in the files)."""
     tensors, layout, files = tensors_of(model), LAYOUTS.get(args.to), weights.files
     of_model = {x.name: x for x in written(model, tensors, all_parts_on_disk(model, tensors))}
-    check_read("convert", model, of_model.values())
-    names = sorted(name for name in weights.names if name in of_model or not re.search(OF_AN_ENGINE, name))
+    check_expert_names("convert", model, of_model.values())
+    names = sorted(name for name in weights.names if name in of_model or not re.search(ENGINE_SCALES, name))
     if missing := sorted({x.name for x in of_model.values() if x.is_quantized}.difference(names)):
-        raise ValueError(f"{args.input} has no {missing[0]}, which its config.json asks for; copy the files again")
-    # Files may have more than the model builds: layers that predict further tokens.
+        raise ValueError(f"{args.input} has no {missing[0]}, which its config.json needs; copy the files again")
+    # Files may have layers that the model does not build, such as those for multi-token prediction.
     outputs = [
         Written(name, x.own if x else (), weights.shape(name), x is not None and x.is_quantized)
         for name, x in ((name, of_model.get(name)) for name in names)
@@ -99,7 +98,7 @@ def _convert(args: argparse.Namespace, model: nn.Module, weights: StoredWeights)
     }
     with Folder(args.output, int(args.shard_gb * 2**30), resume=plan) as folder:
         if done := folder.done:
-            print(f"goes on where it was interrupted, behind {len(done)} tensors")
+            print(f"continues after {len(done)} tensors that an interrupted run has written")
         for x in _with_progress(outputs):
             target = layout if x.is_quantized else None
             if done.issuperset([x.name] if target is None else target.names(x.name)):
@@ -124,23 +123,23 @@ def _convert(args: argparse.Namespace, model: nn.Module, weights: StoredWeights)
 
 
 def _values(weights: StoredWeights, name: str, dtype: torch.dtype) -> torch.Tensor:
-    """The values of a weight that the files have whole."""
+    """Return the values of a weight in the files."""
     weights.check(name, weights.shape(name))
     return weights.values(name, dtype)
 
 
 def _group_amaxes(weights: StoredWeights, fused: dict[str, str]) -> dict[str, torch.Tensor]:
-    """The largest amax of each group of layers that engines fuse. fused: {name of a weight: its group}."""
+    """Return the largest amax of each group of layers that engines fuse. fused: {name of a weight: its group}."""
     largest: dict[str, torch.Tensor] = {}
     for name in _with_progress([*fused]):
         amax, group = _values(weights, name, torch.float32).abs().amax().float(), fused[name]
-        # Not by Python's max, which loses a NaN.
+        # Python's max would lose a NaN.
         largest[group] = torch.maximum(amax, largest.get(group, amax))
-    return {group: storable(amax) for group, amax in largest.items()}
+    return {group: clamp_to_normal_scale(amax) for group, amax in largest.items()}
 
 
 def _with_progress(items: Sequence[Any]) -> Any:
-    """The items, with a bar; whoever has transformers has tqdm."""
+    """Return the items with a progress bar. tqdm is installed, since transformers needs it."""
     from tqdm import tqdm
 
     return tqdm(items, unit="tensor", disable=None)

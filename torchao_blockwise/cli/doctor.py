@@ -1,10 +1,10 @@
-"""Say what is installed, which operation runs on which backend here and why others do not, and test each of them.
+"""Show installed versions, the backend of each operation and why others cannot run, and test all backends.
 
-Every operation runs on small inputs by every backend that can, and is compared with the reference, eager PyTorch. The
-first time on a GPU this builds kernels, which takes a minute or two. On a CPU TRITON_INTERPRET=1 also tests the
-kernels, in Triton's interpreter, in about a minute.
+Every operation runs on small inputs with every backend that can run it, and is compared with the reference, eager
+PyTorch. The first run on a GPU builds kernels, which takes a minute or two. On a CPU, TRITON_INTERPRET=1 also tests
+the kernels in Triton's interpreter, in about a minute.
 
-exit code: 0 healthy, 1 a problem or a wrong result, 2 wrong arguments
+exit code: 0 healthy, 1 a problem or a wrong result, 2 invalid arguments
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ HELP = "versions, backends of each operation, and a self-test"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--device", help="cpu, cuda or cuda:1; default the GPU, or the CPU where there is none")
-    parser.add_argument("--no-run", action="store_true", help="say which backends would run, and run no kernel")
+    parser.add_argument("--device", help="cpu, cuda or cuda:1; default the GPU, or the CPU if there is none")
+    parser.add_argument("--no-run", action="store_true", help="list the backends without running kernels")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -41,5 +41,5 @@ def _device(name: str | None) -> torch.device | None:
     if device is None or device.type not in ("cpu", "cuda"):
         raise UsageError(f"--device must be cpu, cuda or cuda:N, got {name}")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise UsageError(f"PyTorch sees {torch.cuda.device_count()} GPUs, got --device {name}; take another one or cpu")
+        raise UsageError(f"PyTorch finds {torch.cuda.device_count()} GPUs, got --device {name}; use another one or cpu")
     return device

@@ -1,4 +1,4 @@
-"""Input and output of commands: models of a configuration, errors, reports."""
+"""Input and output of commands: models from a configuration, errors, reports."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from torch import nn
 
 
 class UsageError(Exception):
-    """Input that a command cannot work with: one sentence that says what was wanted, what was given and the remedy."""
+    """Invalid input. The message has the expected input, the given input and the remedy."""
 
 
 def show(report: object, data: dict[str, Any] | None) -> None:
-    """Print a report: its data as JSON, or its text where they are None."""
+    """Print `data` as JSON, or the text of the report if it is None."""
     print(report if data is None else json.dumps(data, indent=1))
 
 
 def meta_model(name: str) -> nn.Module:
-    """The model of a config.json, of a folder that holds one, or of a Hugging Face id in the cache, without values.
+    """Build a model in bfloat16 on the meta device; nothing is downloaded.
 
-    It is in bfloat16, on the meta device; nothing is downloaded. Its class is the first architecture of the
-    configuration, else what `AutoModelForCausalLM` or `AutoModel` takes.
-    Raises UsageError where the configuration or its class is missing.
+    name: a config.json, a folder that holds one, or a Hugging Face id in the cache. The class of the model is the first
+        known architecture in the configuration, else the one that `AutoModelForCausalLM` or `AutoModel` chooses.
+    Raises UsageError if the configuration or its class is missing.
     """
     try:
         import transformers

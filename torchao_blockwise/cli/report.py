@@ -1,19 +1,19 @@
-"""Say what quantize_ does to a Hugging Face model: each layer, converted or not and why, and what a step takes.
+"""Show what quantize_ does to a Hugging Face model: which layers it converts, why not others, and the memory of a step.
 
 MODEL is a config.json, a folder that holds one, or a model id that is in the Hugging Face cache. The model is built
-without values, so that any size takes seconds and no memory; nothing is downloaded.
+on the meta device, so any size takes seconds and no memory; nothing is downloaded.
 
 The filter is recommended_layers(model, config), and each --filter leaves out more; --no-recommended uses only the
---filter options. The first line of the report has the whole filter.
+--filter options. The first line of the report shows the filter.
 
 filters:
-  is_linear, experts, linears_and_experts    which layers are meant
+  is_linear, experts, linears_and_experts    the layers to select
   skip_lm_head, skip_routers
   skip_fqns=PATTERN,..                       names to leave out, as "*.gate"
   min_features=N
   keep_last_blocks=N                         or a share of the blocks, as 0.15
 
-exit code: 0, 1 if a layer cannot be converted, 2 wrong arguments
+exit code: 0 success, 1 a layer cannot be converted, 2 invalid arguments
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from torchao_blockwise.diagnostics import memory_report
 HELP = "what quantize_ and fuse do to a Hugging Face model"
 
 _RECIPES = {"fp8": conversion.BlockwiseFP8TrainingConfig, "nvfp4": conversion.NVFP4TrainingConfig}
-# {filter: (model, VALUE) -> its arguments}; None for filters that take no VALUE.
+# {filter: (model, VALUE) -> its arguments}; None for filters without a VALUE.
 _FILTERS: dict[str, Callable[[nn.Module, str], list[Any]] | None] = {
     **dict.fromkeys(("is_linear", "experts", "linears_and_experts", "skip_lm_head", "skip_routers")),
     "skip_fqns": lambda model, value: value.split(","),
@@ -52,10 +52,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="config.json, its folder, or a model id in the cache")
     parser.add_argument("--recipe", choices=_RECIPES, default="fp8", help="default fp8")
     parser.add_argument("--filter", action="append", default=[], metavar="NAME[=VALUE]", help="leave out more layers")
-    parser.add_argument("--no-recommended", action="store_true", help="without recommended_layers: --filter only")
+    parser.add_argument("--no-recommended", action="store_true", help="use only the --filter options")
     parser.add_argument("--no-master-weights", action="store_true", help="Parameters are the quantized tensors")
-    parser.add_argument("--fuse", action="store_true", help="layers that read one activation share its copies")
-    parser.add_argument("--tokens", type=int, help="of one sequence; the memory of its step is predicted, too")
+    parser.add_argument("--fuse", action="store_true", help="let layers that read one activation share its copies")
+    parser.add_argument("--tokens", type=int, help="length of a sequence, to predict the memory of a step")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
     can = all(layer.status != CANNOT for layer in report.layers)
     if can:
         with warnings.catch_warnings():
-            # Of ranks, of which there are none here.
+            # Warnings about ranks do not apply here.
             warnings.simplefilter("ignore")
             quantize_(model, config, filter_fn)
         report = conversion.conversion_report(model)
@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _batch(model: nn.Module, tokens: int | None) -> tuple[dict[str, torch.Tensor], ...]:
-    """The batch of the step: one sequence, and for a language model its labels; nothing for no tokens."""
+    """Return the batch for a step: a sequence, with labels for a language model; empty if `tokens` is None."""
     if tokens is None:
         return ()
     ids = torch.zeros(1, tokens, dtype=torch.long, device="meta")

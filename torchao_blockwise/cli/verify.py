@@ -1,13 +1,13 @@
-"""Compare two checkpoints on disk, in FP8, NVFP4 or plain, by what their tensors stand for.
+"""Compare two checkpoints on disk, in FP8, NVFP4 or plain, by the values of their tensors.
 
-B may be a JSON file {name: checksum} as well, of what `checkpoint.checksums` gave of the tensors that A should have:
-these are compared byte by byte.
+B may also be a JSON file {name: checksum} with the result of `checkpoint.checksums` for the tensors that A should have;
+then bytes are compared.
 
-Scales of activations and of an engine's cache (input_scale, k_scale) may be in only one of them.
+Scales of activations and of an engine's cache (input_scale, k_scale) may be missing in one of them.
 
-The last line is PASS, or FAIL and how many differences there are.
+The last line is PASS, or FAIL with the number of differences.
 
-exit code: 0 the same names, shapes and values within the quantization's error, 1 not, 2 wrong arguments
+exit code: 0 same names, shapes and values within the error of quantization, 1 a difference, 2 invalid arguments
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ import torch
 
 from torchao_blockwise.checkpoint import checksums
 from torchao_blockwise.checkpoint.files import Files
-from torchao_blockwise.checkpoint.model_tensors import OF_AN_ENGINE
+from torchao_blockwise.checkpoint.model_tensors import ENGINE_SCALES
 from torchao_blockwise.checkpoint.stored_weights import StoredWeights
 from torchao_blockwise.cli.inputs import UsageError
 from torchao_blockwise.formats import NVFP4_16X16
 
 HELP = "compare two checkpoints on disk"
 _SHOWN = 10
-# How far an element is rounded at most, relative: three bits of mantissa in e4m3; 5, between 4 and 6, in e2m1.
+# The largest relative error of rounding: e4m3 has three bits of mantissa, and 5 in e2m1 is rounded to 4 or 6.
 _ROUNDING = {False: 2**-4, True: 1 / 5}
 
 
@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--error",
         type=float,
-        help="of a weight, relative, that is let pass; default: 0.0625 in FP8, 0.2 in NVFP4, as its element rounds",
+        help="largest relative error of a weight; default: that of an element, 0.0625 in FP8, 0.2 in NVFP4",
     )
 
 
@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _by_checksums(files: Files, written: Path) -> list[str]:
-    """Differences from the checksums in `written`, as sentences."""
+    """Return differences from the checksums in the file `written`, as sentences."""
     try:
         wanted = json.loads(written.read_text())
     except ValueError as error:
@@ -75,11 +75,11 @@ def _by_checksums(files: Files, written: Path) -> list[str]:
 
 
 def _by_values(first: StoredWeights, second: StoredWeights, allowed: float | None) -> list[str]:
-    """Differences, as sentences."""
+    """Return differences of values, as sentences."""
     same, close, largest = 0, 0, 0.0
     problems = []
     for weights, others in ((first, second), (second, first)):
-        names = {name for name in weights.names - others.names if not re.search(OF_AN_ENGINE, name)}
+        names = {name for name in weights.names - others.names if not re.search(ENGINE_SCALES, name)}
         problems += _missing(others.files.path, names)
     for name in sorted(first.names & second.names):
         if (shape := first.shape(name)) != second.shape(name):

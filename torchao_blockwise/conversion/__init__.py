@@ -1,4 +1,4 @@
-"""Conversion: configs, filters and handlers behind `quantize_`, and its report."""
+"""Conversion with `quantize_`: configs, filters, handlers and reports."""
 
 from torchao_blockwise.conversion.filters import (
     Filter,

@@ -1,5 +1,5 @@
-"""Filters: which layers to convert, linear ones and experts. They compose with `&` and `|` and remember why they left
-a layer out."""
+"""Filters select the linear layers and experts to convert. They compose with `&` and `|`, and record why they leave a
+layer out."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from torch import nn
 from torchao_blockwise import _compat
 from torchao_blockwise.conversion.weights import expert_weights
 
-# Parts of names outside of numbered blocks: "lm_head", "heads", "score", "predictions".
+# Names of output heads, outside of numbered blocks: "lm_head", "heads", "score", "predictions".
 _HEAD = re.compile(
     r"(?!multi)(.+_)?heads?|output|embed_out|unembed|score|classifier|(.+_)?predictions|pred_layer|fc_out"
 )
 _ROUTER_NAMES = ("gate", "router")
-# The attribute of a module that has the reason.
+# The module attribute that holds the reason.
 _SKIP_REASON = "_skip_reason"
 
 WhyNot = Callable[[nn.Module, str], str | None]
 
 
 def skip_reason(module: nn.Module) -> str | None:
-    """The reason why a filter left `module` out when it was last asked, or None."""
+    """Return why a filter last left `module` out, or None."""
     return vars(module).get(_SKIP_REASON)
 
 
@@ -42,11 +42,12 @@ def forget_skip_reason(module: nn.Module) -> None:
 class Filter:
     """A predicate `(module, fqn) -> bool` for `quantize_(..., filter_fn=)`.
 
-    `a & b` accepts what both accept, `a | b` what one of them does: `(is_linear() | experts()) & skip_fqns("*.0.*")`.
+    `a & b` accepts a layer if both accept it, `a | b` if at least one does:
+    `(is_linear() | experts()) & skip_fqns("*.0.*")`.
     why_not: (module, fqn) -> the reason to leave the layer out, or None.
-    kind: which modules it is asked about; nothing else is ever accepted. Without one it is asked about what the filters
-        that it is combined with are for, and by itself about `nn.Linear`.
-    patterns: of names, as `fnmatch` has them; quantize_ warns of those that match no layer.
+    kind: the modules that the filter applies to; it rejects all others. Without it the filter applies to the modules
+        of the filters that it is combined with, and by itself to `nn.Linear`.
+    patterns: `fnmatch` patterns of names; quantize_ warns about patterns that match no layer.
     """
 
     def __init__(
@@ -77,14 +78,14 @@ class Filter:
         return (self.kind or _is_linear)(module)
 
     def _warn_of_nothing(self, model: nn.Module) -> None:
-        """Warn if a call of `quantize_`, which asks about the whole model first, will convert nothing of it."""
+        """Warn if this `quantize_` call will convert no layer; it passes the model itself to the filter first."""
         converted, filter_fn = _compat.quantize_call()[:2]
         if filter_fn is not self or converted is not model:
             return
         if not any(self.is_about(m) and self.why_not(m, fqn) is None for fqn, m in model.named_modules()):
             warnings.warn(
                 f"quantize_: nothing of {type(model).__name__} is converted: {self} leaves out all linear layers and "
-                "experts; print(dry_run(model, config, filter_fn)) says why",
+                "experts; print(dry_run(model, config, filter_fn)) shows why",
                 stacklevel=5,
             )
 
@@ -130,15 +131,15 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 def must_be_called(make: _MakesFilter) -> _MakesFilter:
-    """Decorate a function that returns a filter: the error names the call where the function itself is passed."""
+    """Decorate a function that returns a filter, to raise TypeError if the function itself is passed as a filter."""
 
     @functools.wraps(make)
     def checked(*args: object, **kwargs: object) -> Filter:
-        # As `quantize_` calls a filter.
+        # `quantize_` calls a filter with these arguments.
         if len(args) == 2 and isinstance(args[0], nn.Module) and isinstance(args[1], str):
             call = f"{make.__name__}({', '.join(inspect.signature(make).parameters)})"
             raise TypeError(
-                f"{make.__name__}: called with a module and {args[1]!r}, as filters are, but it is what returns one; "
+                f"{make.__name__}: was called with a module and {args[1]!r}, as a filter is, but it returns a filter; "
                 f"write filter_fn={call}"
             )
         return make(*args, **kwargs)
@@ -147,33 +148,34 @@ def must_be_called(make: _MakesFilter) -> _MakesFilter:
 
 
 def custom(predicate: Callable[[nn.Module, str], bool], reason: str = "left out by a custom filter") -> Filter:
-    """A Filter from any `(module, fqn) -> bool`; `reason` is what the report says of the layers that it leaves out."""
+    """Make a Filter from any `(module, fqn) -> bool`; the report shows `reason` for the layers that it leaves out."""
     name = getattr(predicate, "__name__", "custom")
     return Filter(lambda module, fqn: None if predicate(module, fqn) else reason, name)
 
 
 @must_be_called
 def is_linear() -> Filter:
-    """Every `nn.Linear`."""
+    """Accept every `nn.Linear`."""
     return Filter(lambda module, fqn: None, "is_linear()", _is_linear)
 
 
 @must_be_called
 def experts() -> Filter:
-    """Every module that holds weights of experts itself: float Parameters [E, N, K], as mixtures of experts have them.
+    """Accept every module that directly holds weights of experts: floating-point Parameters [E, N, K].
 
-    All of them are converted; name single ones in a `torchao.quantization.FqnToConfig`. The module's forward pass must
-    use them by `F.grouped_mm`, or by `F.linear` an expert; other products raise where they run.
+    All of its weights of experts are converted; to convert single ones, name them in a
+    `torchao.quantization.FqnToConfig`. The module's forward pass must call `F.grouped_mm`, or `F.linear` for each
+    expert; other GEMMs with a converted weight raise.
     """
     return Filter(lambda module, fqn: None, "experts()", lambda module: bool(expert_weights(module)))
 
 
 @must_be_called
 def skip_routers() -> Filter:
-    """Leave out the layers that choose experts: their error sends tokens to others, and they cost next to nothing.
+    """Leave out routers: quantization error sends tokens to other experts, and their GEMMs cost little.
 
-    A linear layer is a router if it has fewer outputs than inputs, and its name ends in "gate" or "router", or that of
-    the module it lies in does. Routers that are no `nn.Linear` (Hugging Face's) are never converted.
+    A linear layer is a router if it has fewer outputs than inputs, and its name or the name of its parent module ends
+    in "gate" or "router". Routers that are not an `nn.Linear` (Hugging Face's) are never converted.
     """
 
     def why_not(module: nn.Module, fqn: str) -> str | None:
@@ -186,15 +188,15 @@ def skip_routers() -> Filter:
 
 @must_be_called
 def linears_and_experts() -> Filter:
-    """Every `nn.Linear` and all experts, but no router: `(is_linear() | experts()) & skip_routers()`."""
+    """Accept every `nn.Linear` and all experts, except routers: `(is_linear() | experts()) & skip_routers()`."""
     return (is_linear() | experts()) & skip_routers()
 
 
 @must_be_called
 def skip_fqns(*patterns: str) -> Filter:
-    """Leave out layers whose fully qualified name matches a pattern, as `fnmatch` does: "layers.0.*", "*.gate".
+    """Leave out layers whose fully qualified name matches an `fnmatch` pattern, such as "layers.0.*" or "*.gate".
 
-    `quantize_` warns of a pattern that matches no layer. Raises TypeError unless patterns are strings.
+    `quantize_` warns about a pattern that matches no layer. Raises TypeError unless patterns are strings.
     """
     if not all(isinstance(p, str) for p in patterns):
         raise TypeError(f"skip_fqns: patterns must be strings, got {patterns!r}")
@@ -208,28 +210,26 @@ def skip_fqns(*patterns: str) -> Filter:
 
 @must_be_called
 def skip_lm_head() -> Filter:
-    """Leave out the output projection, or what stands in its place, by its name.
+    """Leave out output heads, by name.
 
-    A layer called lm_head, head, output, embed_out, unembed, score, classifier, predictions or the like, or one that
-    lies in a module of that name. In a numbered block ("layers.3.attention.output") such a layer is not a head.
+    A head is a layer called lm_head, head, output, embed_out, unembed, score, classifier, predictions or similar, or a
+    layer in a module with such a name. Layers in a numbered block ("layers.3.attention.output") are not heads.
     """
     reason = "skip_lm_head: output projection"
     return Filter(lambda module, fqn: reason if is_head_name(fqn) else None, "skip_lm_head()")
 
 
 def is_head_name(fqn: str) -> bool:
-    """Whether a part of the name is that of an output head, before the first number."""
+    """Whether a part of the name, before the first number, is the name of an output head."""
     parts = itertools.takewhile(lambda part: not part.isdigit(), fqn.split("."))
     return any(map(_HEAD.fullmatch, parts))
 
 
 @must_be_called
 def min_features(features: int) -> Filter:
-    """Leave out layers whose in_features or out_features are fewer than `features`: too small to gain.
+    """Leave out layers with fewer than `features` in_features or out_features, which are too small to gain.
 
-    Of experts, those of the smallest of their weights.
-
-    Raises ValueError for a negative number.
+    For experts the smallest weight decides. Raises ValueError for a negative number.
     """
     if features < 0:
         raise ValueError(f"min_features: features must not be negative, got {features}")
@@ -245,9 +245,9 @@ def min_features(features: int) -> Filter:
 
 
 def block_lists(model: nn.Module, least: int = 1) -> dict[str, list[nn.Module]]:
-    """The outermost lists of `least` or more blocks, one of each tower, by name.
+    """Return the outermost lists of at least `least` blocks by name, one for each tower.
 
-    These are ModuleLists and numbered ModuleDicts. Without any, each `nn.Sequential` of blocks is one.
+    Lists are ModuleLists and numbered ModuleDicts; if there are none, each `nn.Sequential` of blocks.
     """
     lists: dict[str, nn.Module] = {
         fqn: m for fqn, m in model.named_modules() if _is_list(m) and len(m) >= least and "expert" not in fqn
@@ -264,14 +264,14 @@ def _is_list(module: nn.Module) -> TypeGuard[nn.ModuleList | nn.ModuleDict]:
 
 
 def _holds_blocks(module: nn.Sequential) -> bool:
-    """Whether its entries are blocks, of two or more linear layers each."""
+    """Whether all entries are blocks, with two or more linear layers each."""
     linears = [sum(isinstance(m, nn.Linear) for m in block.modules()) for block in module]
     return len(linears) > 1 and min(linears) > 1
 
 
 def in_last_blocks(blocks: Sequence[nn.Module], count: int | float) -> dict[nn.Module, str]:
-    """The modules of the last `count` blocks, or of a share of them, and the reason to leave these out."""
-    # As written: 0.1 of 10 blocks is one of them, not two.
+    """Return {module: reason to leave it out} for all modules in the last `count` blocks, or in a share of them."""
+    # The share as it is written, so that 0.1 of 10 blocks is one block, not two.
     number = math.ceil(Fraction(str(count)) * len(blocks)) if isinstance(count, float) else count
     where = "the last block" if number == 1 else f"the last {number} blocks"
     kept = blocks[len(blocks) - number :]
@@ -280,10 +280,10 @@ def in_last_blocks(blocks: Sequence[nn.Module], count: int | float) -> dict[nn.M
 
 @must_be_called
 def keep_last_blocks(model: nn.Module, count: int | float) -> Filter:
-    """Keep the last `count` blocks of `model` in high precision: entries of its longest ModuleList, or the like.
+    """Keep the last `count` blocks of `model` in high precision.
 
-    Entries of a list inside of a block, such as experts, are no blocks. Without a list, entries of an `nn.Sequential`
-    with two or more linear layers each are blocks.
+    Blocks are the entries of the longest ModuleList or numbered ModuleDict that is not inside of a block, as lists of
+    experts are. Without a list, they are the entries of an `nn.Sequential` with two or more linear layers each.
 
     count: an integer, or a share of the blocks as a float from 0 to 1, rounded up: 0.15 of 32 blocks are 5.
     Source: NVFP4 pretraining (arXiv 2509.25149), which keeps 15 % of the layers in bf16, the last ones.

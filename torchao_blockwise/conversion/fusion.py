@@ -1,7 +1,7 @@
-"""Fusion: attention and MLPs of known models, whose layers then share one quantization of their input.
+"""Fusion: layers of attention and MLPs in known models share one quantization of their input.
 
-A module is known by its class: its forward pass passes its first argument to the layers of `_READERS`, does not change
-it, and passes it to nothing else. A module that only looks alike is left as it is, and reported.
+Modules are recognized by class. The forward pass of a known class passes its first argument to the layers in `_READERS`
+and to nothing else, and does not change it. A module that only looks similar is reported and does not change.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ FUSED, UNFUSED, SHARDED = "fused", "unfused", "sharded"
 _QKV, _GATE_UP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
 _LATENT = ("q_proj", "kv_a_proj_with_mqa"), ("q_a_proj", "kv_a_proj_with_mqa")
 _W_QKV, _W13, _W_LATENT = ("wq", "wk", "wv"), ("w1", "w3"), (("wq", "wkv_a"), ("wq_a", "wkv_a"))
-# Of an MLP, by gate and up: the layer behind, and the activation, "" where the forward pass calls F.silu.
+# {gate and up of an MLP: (the next layer, the activation module, or "" if the forward pass calls F.silu)}
 _SWIGLU: dict[tuple[str, ...], tuple[str, str]] = {_GATE_UP: ("down_proj", "act_fn"), _W13: ("w2", "")}
 _HUGGING_FACE = {
     "llama": "Llama",
@@ -37,7 +37,7 @@ _HUGGING_FACE = {
     "qwen3_moe": "Qwen3Moe",
     "gemma3": "Gemma3",
 }
-# By folder of the module that defines the class, and the class: which layers read its input, in one way or another.
+# {(package of the class, its name): the alternative sets of layers that read the module's input}
 _READERS: dict[tuple[str, str], tuple[tuple[str, ...], ...]] = {
     **{(f"transformers.models.{folder}", f"{name}Attention"): (_QKV,) for folder, name in _HUGGING_FACE.items()},
     **{(f"transformers.models.{folder}", f"{name}MLP"): (_GATE_UP,) for folder, name in _HUGGING_FACE.items()},
@@ -53,11 +53,11 @@ _ALIKE = tuple(dict.fromkeys(names for ways in _READERS.values() for names in wa
 
 @dataclass(frozen=True)
 class ModuleReport:
-    """One attention or MLP.
+    """An attention or MLP module.
 
-    fqn: of the module. kind: its class. readers: the layers that share its input, or would.
-    status: "fused" or "unfused", as it is now, or "sharded": fused in forward passes where FSDP2 gathers the weights,
-        and not under tensor parallelism. reason: what else is fused, or why it is not.
+    fqn: its fully qualified name. kind: its class. readers: the layers that share its input, or could share it.
+    status: "fused", "unfused", or "sharded": fused in forward passes if FSDP2 gathers the weights, and unfused under
+        tensor parallelism. reason: why it is not fused, or what else is fused.
     """
 
     fqn: str
@@ -69,7 +69,7 @@ class ModuleReport:
 
 @dataclass(frozen=True)
 class FusionReport:
-    """All modules of a model that `fuse` knows, or that look as if it should; print it for a table."""
+    """All modules of a model that `fuse` knows, or that look similar to known ones; print it for a table."""
 
     modules: tuple[ModuleReport, ...]
 
@@ -91,19 +91,19 @@ class FusionReport:
 def fuse(model: nn.Module, *, round_once: bool = False) -> FusionReport:
     """Let layers that read one activation share its quantized copies: q, k and v of attention, gate and up of an MLP.
 
-    model: any; its attention and MLPs are found by class: Llama, Mistral, Mixtral, Qwen2, Qwen3, Qwen3-MoE, DeepSeek-V3
-        and Gemma 3 of transformers, llama3, qwen3 and deepseek_v3 of torchtitan. Before or after `quantize_`, before
-        `fully_shard`, in place.
-    round_once: also let SwiGLU quantize what it computes, in FP8: h = silu(gate) · up is computed in fp32 and rounded
-        once, as compilers do it, where the model's own code rounds silu(gate) too. It is never in memory.
-    Returns the report; `fusion_report(model)` gives it again, as things are then. A second call fuses again.
+    model: changed in place, before or after `quantize_` and before `fully_shard`. Attention and MLPs are recognized by
+        class: Llama, Mistral, Mixtral, Qwen2, Qwen3, Qwen3-MoE, DeepSeek-V3 and Gemma 3 of transformers; llama3, qwen3
+        and deepseek_v3 of torchtitan.
+    round_once: in FP8, also fuse SwiGLU with the quantization of its output. h = silu(gate) · up is computed in fp32
+        and rounded once, as compilers do, while the model's code also rounds silu(gate). h is never stored.
+    Returns the report; call `fusion_report(model)` for the current state later. A second call fuses again.
 
-    An input is quantized once, and backward holds one columnwise copy for all its readers. Without `round_once` outputs
-    and gradients are what they were, bit for bit. Names, state dicts, hooks, plans of tensor parallelism and wrapping
-    by FSDP2 stay as they were: classes are derived from the ones that modules have, and a module asks in every forward
-    pass whether its layers can share. Where one of them is not converted, is a DTensor, has hooks or was replaced (by
-    LoRA, say), or where configs differ, each layer quantizes its input itself. Modules whose forward pass is not known
-    do not change. `unconvert` ends the fusion too.
+    An input is quantized once, and backward holds one columnwise copy for all layers that read it. Without `round_once`
+    outputs and gradients do not change, bit for bit. Names, state dicts, hooks, tensor parallel plans and wrapping by
+    FSDP2 keep working: the modules' new classes are derived from their own, and each forward pass checks whether the
+    layers can share. If one of them is not converted, is a DTensor, has hooks or was replaced (for example by LoRA), or
+    if configs differ, each layer quantizes its input itself. Modules with an unknown forward pass do not change.
+    `unconvert` also removes the fusion.
     Source: DeepSeek-V3 report (arXiv 2412.19437), §3.3.
     """
     for module in model.modules():
@@ -118,7 +118,7 @@ def fuse(model: nn.Module, *, round_once: bool = False) -> FusionReport:
 
 
 def fusion_report(model: nn.Module) -> FusionReport:
-    """The modules of `model` that share their inputs as they are now, and why others do not."""
+    """Return which modules of `model` share their inputs now, and why others do not."""
     reports = []
     for fqn, module in model.named_modules():
         readers, reason = _examined(module)
@@ -138,14 +138,14 @@ def fusion_report(model: nn.Module) -> FusionReport:
 
 
 def _examined(module: nn.Module) -> tuple[tuple[str, ...], str | None]:
-    """(its readers, why it cannot be fused or None); no readers where it neither is known nor looks alike."""
+    """Return (readers of its input, why it cannot be fused or None); no readers if it resembles no known module."""
     cls: Any = type(module)
     known = _READERS.get((_folder(cls), cls.__name__), ())
     has_all = lambda names: all(isinstance(getattr(module, name, None), nn.Module) for name in names)  # noqa: E731
     readers = next(filter(has_all, known or _ALIKE), ())
     if not known:
         if any((_folder(base), base.__name__) in _READERS for base in cls.__mro__[1:]):
-            return readers, f"{cls.__module__}.{cls.__qualname__} is derived from a class that is known; {_BEFORE}"
+            return readers, f"{cls.__module__}.{cls.__qualname__} is derived from a known class; {_BEFORE}"
         return readers, f"the forward pass of {cls.__module__}.{cls.__qualname__} is not known"
     forward = cls.forward
     if (forward.__module__, forward.__qualname__) != (cls.__module__, f"{cls.__qualname__}.forward"):
@@ -164,5 +164,5 @@ def _is_shard(layer: nn.Module) -> bool:
 
 
 def _folder(cls: type) -> str:
-    """transformers.models.llama, of transformers.models.llama.modeling_llama."""
+    """Return "transformers.models.llama" for a class in transformers.models.llama.modeling_llama."""
     return ".".join(cls.__module__.split(".")[:3])

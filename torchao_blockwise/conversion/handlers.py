@@ -1,10 +1,10 @@
-"""Handlers: what `quantize_(model, config)` does to a linear layer, or to a module that holds weights of experts.
+"""Handlers that `quantize_(model, config)` calls for a linear layer, or for a module that holds weights of experts.
 
-A conversion swaps Parameters in place: the object stays, so optimizers and tied modules that hold it see the converted
-weight. A linear layer gets a class, derived from its own, that calls `linear` by name; a module of experts keeps its
-class, whose forward pass uses `F.grouped_mm`, or `F.linear` an expert. torchao calls a handler for each layer. The
-first call of a `quantize_` checks all layers that the filter accepts and then converts all of them, so that a model is
-converted whole or left as it was; the other calls find their layer converted.
+A conversion swaps the content of Parameters: the objects stay, so optimizers and tied modules that hold them see the
+converted weights. A linear layer gets a class derived from its own that calls `linear` by name. A module of experts
+keeps its class, whose forward pass calls `F.grouped_mm`, or `F.linear` for each expert. torchao calls a handler for
+each layer. The first call within a `quantize_` checks all layers that the filter accepts and then converts all of them,
+so that either all or none are converted; later calls find their layer converted.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ from torchao_blockwise.tensors.config import ConfigClass, check_config
 from torchao_blockwise.tensors.pending_master import PendingMaster
 from torchao_blockwise.tensors.rounding import RoundingKeys
 
-# Packages whose subclasses of `nn.Linear` quantize by themselves.
+# Packages whose subclasses of `nn.Linear` quantize their weights themselves.
 _OTHER_QUANTIZERS = "torchao.", "torch.ao.", "bitsandbytes.", "transformers.integrations."
 
-# Attributes of a converted weight that a new content has by itself.
+# Attributes of a converted weight that belong to its content and are not copied to a new content.
 _OF_THE_CONTENT = "pending_master", "saved_values", "layer", "rounding_key", "rounding_keys", "cast_of", "_is_param"
 
 
@@ -55,10 +55,10 @@ def why_not_convertible(
     held: dict[nn.Parameter, list[tuple[str, nn.Module]]] | None = None,
     parameter_name: str | None = None,
 ) -> str | None:
-    """Why `module` cannot be converted with `config`, with the remedy, or None if it can.
+    """Return why `module` cannot be converted with `config`, with the remedy, or None if it can.
 
-    held: `held_parameters` of the model that it is a part of; default none, for a module by itself.
-    parameter_name: of the one Parameter to convert; default all that `weights_of` the module are.
+    held: `held_parameters` of the model that contains it; default none, for a module by itself.
+    parameter_name: the name of the one Parameter to convert; default all of `weights_of(module)`.
     """
     is_linear = isinstance(module, nn.Linear)
     reason = (_why_no_forward(module) if isinstance(module, nn.Linear) else None) or why_no_class(module)
@@ -76,18 +76,18 @@ def why_not_convertible(
 
 
 def _why_no_codes(weight: torch.Tensor | None) -> str | None:
-    """Of a weight in FP8, as transformers' layers hold it: a cast would lose its scales."""
+    """Return why an FP8 weight of transformers cannot be converted, or None for another weight."""
     if weight is None or not weight.dtype.is_floating_point or weight.dtype.itemsize > 1:
         return None
     return (
-        f"its weight is {weight.dtype}, codes whose scales lie elsewhere; make the model in high precision "
-        "(from_config in transformers), convert it, and read its files by checkpoint.load"
+        f"its weight is {weight.dtype}, codes whose scales are stored elsewhere and would be lost; make the model in "
+        "high precision (from_config in transformers), convert it, and load its files with checkpoint.load"
     )
 
 
 def _why_no_forward(module: nn.Linear) -> str | None:
     if hugging_face.is_offloaded_by_accelerate(module):
-        return "accelerate offloads its weight and puts a plain one in its place on every use; give it a device"
+        return "accelerate offloads its weight and replaces it by a plain one on every use; give it a device"
     cls: Any
     for cls in type(module).__mro__:
         if cls.__module__.startswith(_OTHER_QUANTIZERS) and getattr(cls, "forward", None) not in KNOWN_FORWARDS:
@@ -96,7 +96,7 @@ def _why_no_forward(module: nn.Linear) -> str | None:
             return _why_no_codes(module.weight) or itself
     if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
         return "nn.MultiheadAttention uses its weight without calling it; exclude it"
-    # accelerate's hooks keep the one that they call.
+    # accelerate's hooks store the original forward here.
     own = vars(module).get("_old_forward", vars(module).get("forward"))
     if own is not None and getattr(own, "__func__", None) is not type(module).forward:
         return "its forward pass is an attribute of the instance, not of its class; define it in a class, or exclude it"
@@ -128,42 +128,42 @@ def _why_no_weight(
     if others and not config.master_weights:
         return (
             f"its weight is shared with another module, {type(others[0]).__name__}, which cannot use a quantized "
-            "tensor; take master_weights=True, or exclude the layer"
+            "tensor; use master_weights=True, or exclude the layer"
         )
     return None
 
 
 def why_not_swappable(weight: torch.Tensor) -> str | None:
-    """Why the content of the Parameter `weight` cannot be exchanged, with the remedy, or None."""
+    """Return why the content of the Parameter `weight` cannot be swapped, with the remedy, or None if it can."""
     if weakref.getweakrefs(weight):
         return "something holds a weak reference to its weight; convert before torch.compile and parallel wrappers run"
     if _compat.is_held(weight):
         return (
             "a view of it, the graph of a forward pass or DistributedDataParallel holds its weight; drop it (del "
-            "output) before, and convert before DDP wraps the model"
+            "output) first, and convert before DDP wraps the model"
         )
     return None
 
 
 def _trains_by(weight: torch.Tensor | None, config: TrainingConfig) -> bool:
-    """Whether `weight` is converted with this very config already."""
+    """Whether `weight` is already converted with this config."""
     return isinstance(weight, (MasterWeightTensor, QuantizedTensor)) and weight.config == config
 
 
 @register_quantize_module_handler(BlockwiseFP8TrainingConfig)
 @register_quantize_module_handler(NVFP4TrainingConfig)
 def convert_module(module: nn.Module, config: TrainingConfig, *, parameter_name: str | None = None) -> nn.Module:
-    """Make `module`, an `nn.Linear` or one that holds experts, train as `config` says; in place, and returned.
+    """Convert `module`, an `nn.Linear` or a module that holds experts, to train with `config`; in place, and return it.
 
-    parameter_name: of the one Parameter to convert, as torchao passes it for a name in an `FqnToConfig`.
-    Raises ValueError if it, or another layer of the same `quantize_` call, cannot be converted, before any change;
-    RuntimeError where PyTorch or torchao is too old.
+    parameter_name: the one Parameter to convert, which torchao passes for a name in an `FqnToConfig`.
+    Raises ValueError, before any change, if it or another layer of the same `quantize_` call cannot be converted;
+    RuntimeError if PyTorch or torchao is too old.
     """
     _versions.check()
     if hugging_face.transformers_quantizes():
         raise ValueError(
-            f"from_pretrained: a TorchAoConfig of a {type(config).__name__} would freeze what it loads and save it "
-            f"unconverted; take quantization_config={config.in_transformers}(...) from "
+            f"from_pretrained: a TorchAoConfig with a {type(config).__name__} would freeze the loaded weights and save "
+            f"them unconverted; use quantization_config={config.in_transformers}(...) from "
             "torchao_blockwise.integrations.transformers, or call quantize_ on the loaded model"
         )
     _take_plain_tensor(module)
@@ -173,7 +173,7 @@ def convert_module(module: nn.Module, config: TrainingConfig, *, parameter_name:
     model, filter_fn = _compat.quantize_call()[:2]
     model = module if model is None else model
     if filter_fn is None:
-        # Called by hand, or for one name of an FqnToConfig.
+        # Called directly, or for a name in an FqnToConfig.
         targets = {fqn: m for fqn, m in model.named_modules() if m is module}
     else:
         adapters = hugging_face.adapters_in(model)
@@ -217,14 +217,14 @@ def _convert(
 
 @register_quantize_module_handler(ConfigClass)
 def refuse_config(module: nn.Module, config: object) -> None:
-    """Raise TypeError: `config` is a class, or a config of a framework, with which `quantize_` was called."""
+    """Raise TypeError, because `quantize_` was called with a class or with the config of a framework."""
     check_config("quantize_", config)
 
 
 def _take_plain_tensor(module: nn.Module) -> None:
-    """Make a frozen Parameter of a plain tensor that has taken the place of a converted layer's weight.
+    """Turn a plain tensor that has replaced a converted layer's weight into a frozen Parameter.
 
-    PEFT merges so: it adds to what `dequantize` gives, puts it there, and calls `quantize_`.
+    PEFT merges an adapter that way: it adds to the dequantized weight, assigns the sum, and calls `quantize_`.
     """
     weight = vars(module).get("weight")
     if isinstance(module, ConvertedLinear) and isinstance(weight, torch.Tensor):
@@ -233,7 +233,7 @@ def _take_plain_tensor(module: nn.Module) -> None:
 
 
 def _warn_of_unused(filter_fn: Filter, model: nn.Module) -> None:
-    """Warn of patterns that match no layer, with the names that are nearest."""
+    """Warn about patterns that match no layer, with the nearest names."""
     names = [fqn for fqn, m in model.named_modules() if isinstance(m, nn.Linear) or expert_weights(m)]
     for pattern in filter_fn.patterns:
         if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
@@ -287,6 +287,6 @@ def swap(weight: nn.Parameter, converted: torch.Tensor) -> None:
     finally:
         weight.grad = grad
     vars(weight).update(attributes)
-    # Hooks are listed in the Python object, which stays, and run by its content, which is new.
+    # The Python object keeps the hooks, but the new content runs them: assigning registers them again.
     weight._backward_hooks = weight._backward_hooks
     weight._post_accumulate_grad_hooks = weight._post_accumulate_grad_hooks

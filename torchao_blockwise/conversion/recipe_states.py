@@ -1,4 +1,4 @@
-"""The state of a recipe that a run needs to resume: how often each weight's random bits were drawn."""
+"""The state of stochastic rounding that a run needs to resume: how often each weight's random bits were drawn."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ _NUMBERS = "seed", "stream", "use"
 
 
 def recipe_state(model: nn.Module) -> dict[str, dict[str, int]]:
-    """Return the state of `model` that continues the same random bits; a checkpoint needs it with the state dict.
+    """Return the state of the random bits of `model`, to be saved in a checkpoint next to the state dict.
 
-    Returns for each weight whose gradients are rounded stochastically, by name: the seed and the stream of its random
-    bits, and how often they were drawn. Plain integers, empty for other recipes. Each data-parallel rank has a separate
-    state, as it has a separate seed. Waits for the device.
+    Returns {name: {"seed", "stream", "use"}} for each weight whose gradients are rounded stochastically: seed and
+    stream of its random bits, and how often they were drawn, as plain integers. Empty for other recipes. Each
+    data-parallel rank has a separate seed and so a separate state. Synchronizes with the device.
     """
     return {name: dict(zip(_NUMBERS, (int(number) for number in keys.now()[:3]))) for name, keys, _ in _rounding(model)}
 
 
 def load_recipe_state(model: nn.Module, state: Mapping[str, Mapping[str, int]]) -> None:
-    """Let `model` go on where the model was whose `recipe_state` this is; the inverse of it, all or nothing.
+    """Restore the state of random bits that `recipe_state` returned; nothing changes if an error is raised.
 
-    Raises KeyError for weights that are only in one of them, ValueError for numbers that no stream has.
+    Raises KeyError for weights that only the state or only the model has, ValueError for invalid numbers.
     """
     found = {name: (keys, expert) for name, keys, expert in _rounding(model)}
     for name in state.keys() - found.keys():
@@ -37,8 +37,8 @@ def load_recipe_state(model: nn.Module, state: Mapping[str, Mapping[str, int]]) 
         )
     for name in found.keys() - state.keys():
         raise KeyError(
-            f"load_recipe_state: the state has nothing of {name!r}, whose gradients the model rounds stochastically; "
-            "give the recipe_state of a model that was converted alike"
+            f"load_recipe_state: the state has no {name!r}, whose gradients the model rounds stochastically; use the "
+            "recipe_state of a model that was converted in the same way"
         )
     starts = []
     for name, (keys, expert) in found.items():
@@ -48,14 +48,14 @@ def load_recipe_state(model: nn.Module, state: Mapping[str, Mapping[str, int]]) 
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(
                 f"load_recipe_state: {name!r} must have the integers {', '.join(_NUMBERS)}, got {state[name]!r}; "
-                f"give what recipe_state returned ({error})"
+                f"pass the result of recipe_state ({error})"
             ) from None
     for keys, start in starts:
         keys.set(start)
 
 
 def _rounding(model: nn.Module) -> Iterator[tuple[str, RoundingKeys, int]]:
-    """(name, keys, first expert) of each weight that has random bits."""
+    """Yield (name, keys, first expert) for each weight that has random bits."""
     for name, parameter in model.named_parameters():
         weight: Any = _compat.local_of(parameter)
         if getattr(weight, "rounding_key", None) is not None:

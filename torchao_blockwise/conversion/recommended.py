@@ -1,4 +1,4 @@
-"""The default filter: which layers of a model to convert where nothing else is asked for."""
+"""The default filter: the layers of a model that gain from low precision."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from torchao_blockwise.conversion.weights import expert_weights
 from torchao_blockwise.tensors import NVFP4TrainingConfig, TrainingConfig
 from torchao_blockwise.tensors.config import check_config
 
-# What NVFP4 pretraining (arXiv 2509.25149) keeps of the blocks in high precision, the last ones.
+# The share of the blocks, at the end, that NVFP4 pretraining (arXiv 2509.25149) keeps in high precision.
 NVFP4_SHARE_KEPT = 0.15
 
 _GATE = re.compile(r"(.+_)?(gate|gating)")
@@ -32,13 +32,13 @@ _EXPERTS = re.compile("expert|moe", re.IGNORECASE)
 
 @must_be_called
 def recommended_layers(model: nn.Module, config: TrainingConfig | None = None) -> Filter:
-    """The linear layers and experts of `model` that gain from low precision: `quantize_(..., filter_fn=)` by default.
+    """Accept the linear layers and experts of `model` that gain from low precision; the recommended `filter_fn`.
 
-    Left out are output heads (those that are tied to an embedding, too), routers and gates, the projection inside of
-    `nn.MultiheadAttention`, and with an `NVFP4TrainingConfig` the last 15 % of the blocks. Parameters [E, N, K] are
-    experts where the name or the class of their module says "expert" or "moe"; `| experts()` adds all others.
+    Left out are output heads (also those that are tied to an embedding), routers and gates, the projection inside of
+    `nn.MultiheadAttention`, and with an `NVFP4TrainingConfig` the last 15 % of the blocks. Parameters [E, N, K] count
+    as experts if the name or the class of their module contains "expert" or "moe"; `| experts()` adds all others.
 
-    model: the model that `quantize_` is called with, or one that contains it; layers of others are left out.
+    model: the model that is passed to `quantize_`, or one that contains it; layers of other models are left out.
     Raises TypeError unless `config` is a training config or None.
     Source: DeepSeek-V3 report (arXiv 2412.19437), §3.3.1; NVFP4 pretraining (arXiv 2509.25149).
     """
@@ -63,9 +63,12 @@ def warn_of_plain(model: nn.Module, config: TrainingConfig, targets: dict[str, n
 def recommended(
     model: nn.Module, config: TrainingConfig | None, *, heads: bool = False, last_blocks: int | float | None = None
 ) -> Filter:
-    """`recommended_layers`; heads: output heads too. last_blocks: how many to leave out, None what `config` says."""
+    """Return `recommended_layers` with further options.
+
+    heads: whether to convert output heads too. last_blocks: how many blocks to leave out; None is the config's default.
+    """
     reasons: dict[nn.Module, str | None] = dict.fromkeys(model.modules())
-    # Of several reasons for one layer the last one stays.
+    # If there are several reasons for one layer, the last one stays.
     if last_blocks is None:
         for blocks in block_lists(model, least=2).values() if isinstance(config, NVFP4TrainingConfig) else ():
             reasons |= in_last_blocks(blocks, NVFP4_SHARE_KEPT)
@@ -88,17 +91,17 @@ def recommended(
 
 
 def _output_heads(model: nn.Module) -> dict[nn.Module, str]:
-    """The output heads and why each is one."""
+    """Return {output head: why it is one}."""
     embeddings = {id(m.weight): fqn for fqn, m in model.named_modules() if isinstance(m, nn.Embedding)}
     found: dict[nn.Module, str] = {}
-    # The last linear layer where it follows all lists of blocks and lies in none of them is a head by any name.
+    # If the last linear layer follows all lists of blocks, it is a head, whatever its name.
     lists = [m for m in model.modules() if isinstance(m, (nn.ModuleList, nn.ModuleDict)) and len(m) > 1]
     inner = {id(m) for blocks in lists for m in blocks.modules()}
     in_blocks = {m: id(m) in inner for m in model.modules() if isinstance(m, nn.Linear) or expert_weights(m)}
     if any(in_blocks.values()) and not list(in_blocks.values())[-1]:
         found[list(in_blocks)[-1]] = "last layer, behind the blocks"
     for fqn, module in model.named_modules():
-        # What models of transformers declare, or a part of a model.
+        # Models of transformers, and parts of them, declare their head.
         get: Any = getattr(module, "get_output_embeddings", lambda: None)
         with contextlib.suppress(AttributeError, NotImplementedError):
             if isinstance(declared := get(), nn.Module):
@@ -110,9 +113,9 @@ def _output_heads(model: nn.Module) -> dict[nn.Module, str]:
 
 
 def _routers(model: nn.Module) -> list[nn.Module]:
-    """Linear layers inside of routers, next to as many experts as they have outputs, or with the name of a gate.
+    """Return linear layers inside of routers, next to as many experts as they have outputs, or named like a gate.
 
-    A gate has few outputs, and no layer of its shape next to it: gate and up of a gated MLP have the same shape.
+    A gate has few outputs, and no layer of the same shape next to it; in a gated MLP gate and up have the same shape.
     """
     counts, found = set[int](), list[nn.Module]()
     for fqn, parent in model.named_modules():
@@ -133,13 +136,13 @@ def _routers(model: nn.Module) -> list[nn.Module]:
 
 
 def _is_router(fqn: str, module: nn.Module) -> bool:
-    """Whether the last part of its name or its class says so, and it holds no experts itself."""
+    """Whether the last part of the name or the class contains "router", and the module holds no experts."""
     is_named = "router" in f"{fqn.rpartition('.')[2]} {type(module).__name__}".lower()
     return is_named and not any(_number_of_experts(name, m) for name, m in module.named_modules())
 
 
 def _number_of_experts(name: str, module: nn.Module) -> int:
-    """How many experts `module`, of that name, holds in weights [E, N, K] or as modules; 0 for none."""
+    """Return the number of experts that `module`, with this name, holds in weights [E, N, K] or as modules."""
     if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and "expert" in name:
         return len(module)
     return next((weight.shape[0] for weight in expert_weights(module).values()), 0)

@@ -1,4 +1,4 @@
-"""The conversion report: every linear layer, weight of experts and other matrix, converted or skipped and why."""
+"""The conversion report: each linear layer, weight of experts and other matrix, converted or skipped, and why."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ CONVERTED, SKIPPED, CANNOT, REPLACED = "converted", "skipped", "cannot convert",
 # Status, reason or format, and the config of a converted weight.
 _State = tuple[str, str, TrainingConfig | None]
 
-# By name of a class that multiplies by matrices in a way that no conversion replaces.
+# {name of a class whose GEMMs cannot be converted: why}
 _NEVER_CONVERTED = {
     "MultiheadAttention": "nn.MultiheadAttention multiplies by it itself, without an nn.Linear",
     "Conv1D": "Conv1D holds its weight transposed; replace it by nn.Linear",
 }
-_BY_NAME = "no nn.Linear's; if F.linear multiplies by it, FqnToConfig converts it by name"
+_BY_NAME = "not in an nn.Linear; if F.linear multiplies by it, FqnToConfig converts it by name"
 
 
 def aligned(header: tuple[str, ...], rows: Sequence[tuple[str, ...]], total: tuple[str, ...] | None, words: int) -> str:
-    """A table in columns, of which the first `words` are words and the others numbers; `total` is its last line."""
+    """Format a table; the first `words` columns are left-aligned, the others right-aligned. total: the last line."""
     last = [] if total is None else [total]
     widths = [max(map(len, column)) for column in zip(header, *rows, *last)]
     rule = tuple("-" * width for width in widths)
@@ -47,13 +47,14 @@ def aligned(header: tuple[str, ...], rows: Sequence[tuple[str, ...]], total: tup
 
 @dataclass(frozen=True)
 class LayerReport:
-    """One linear layer, or one weight outside of linear layers.
+    """A linear layer, or a weight outside of linear layers.
 
-    fqn: of the layer, or of the weight ("layers.0.experts.down_proj").
-    status: "converted", "skipped", "cannot convert" or "replaced"; reason says why, or to what format.
+    fqn: the name of the layer, or of the weight ("layers.0.experts.down_proj").
+    status: "converted", "skipped", "cannot convert" or "replaced". reason: why, or the format if it is converted.
     shape: (out_features, in_features), (N, K), or (experts, N, K).
-    bytes_before: the high-precision weight. bytes_after: the Parameter, and the payload that FSDP2 gathers of it.
-    quantized_bytes: the quantized ones of these; 0 for a master weight by itself, which is quantized where it is read.
+    bytes_before: bytes of the high-precision weight. bytes_after: bytes of the Parameter and, under FSDP2, of its
+        quantized payload. quantized_bytes: the quantized part of bytes_after; 0 for a master weight without FSDP2,
+        which is quantized where a GEMM reads it.
     """
 
     fqn: str
@@ -68,7 +69,7 @@ class LayerReport:
 
 @dataclass(frozen=True)
 class ConversionReport:
-    """All linear layers and experts of a model; print it for a table, `to_dict()` for data.
+    """All linear layers and experts of a model. Print it for a table; `to_dict()` returns the data.
 
     A weight that several layers share is counted once in the totals.
     """
@@ -116,10 +117,10 @@ def human_bytes(count: int) -> str:
 
 
 def conversion_report(model: nn.Module) -> ConversionReport:
-    """Every `nn.Linear`, all experts and other matrices of `model`: converted or skipped, why, shape and bytes.
+    """Return status, reason, shape and bytes of every `nn.Linear`, all experts and other matrices of `model`.
 
-    Other Parameters [N, K], except those of embeddings and norms, are shown too: as skipped, unless they were converted
-    by name.
+    Other Parameters [N, K], except those of embeddings and norms, are listed as skipped unless they were converted by
+    name.
     """
     return _report(model)
 
@@ -127,10 +128,10 @@ def conversion_report(model: nn.Module) -> ConversionReport:
 def dry_run(
     model: nn.Module, config: TrainingConfig, filter_fn: Callable[[nn.Module, str], bool] | None = None
 ) -> ConversionReport:
-    """The report that `quantize_(model, config, filter_fn)` would leave behind; converts nothing.
+    """Return the report that `quantize_(model, config, filter_fn)` would lead to, without converting the model.
 
-    Layers that would make `quantize_` raise have the status "cannot convert".
-    Raises TypeError unless `config` is a training config; its class is not one.
+    Layers for which `quantize_` would raise have the status "cannot convert".
+    Raises TypeError unless `config` is an instance of a training config.
     """
     check_config("dry_run", config)
     _versions.check()
@@ -147,10 +148,10 @@ def dry_run(
 
 
 def _report(model: nn.Module, planned: Callable[[nn.Module, str], _State | None] | None = None) -> ConversionReport:
-    """planned: the state in which a module will be, None where it stays as it is now."""
+    """planned: returns the future state of a module, None if its state does not change."""
     adapters = hugging_face.adapters_in(model)
     layers: list[LayerReport] = []
-    # By weight, so that a shared one counts once.
+    # By weight, so that a shared weight is counted once.
     counted: dict[torch.Tensor, LayerReport] = {}
     for fqn, module in model.named_modules():
         others = matrices(module)
@@ -160,7 +161,7 @@ def _report(model: nn.Module, planned: Callable[[nn.Module, str], _State | None]
             state = None if planned is None or name in others or module in adapters else planned(module, fqn)
             status, reason, config = state or _state(module, weight, name in others, module in adapters)
             dtype = str(weight.dtype).removeprefix("torch.")
-            # A lazy layer knows no shape of its weight yet, but its features.
+            # The weight of a lazy layer has no shape yet, but the layer has its features.
             shape = (module.out_features, module.in_features) if isinstance(module, nn.Linear) else tuple(weight.shape)
             fqn_of_row = fqn if is_linear else f"{fqn}.{name}".lstrip(".")
             layer = LayerReport(fqn_of_row, status, reason, shape, dtype, *_bytes(weight, shape, config))
@@ -173,7 +174,10 @@ def _report(model: nn.Module, planned: Callable[[nn.Module, str], _State | None]
 
 
 def _state(module: nn.Module, weight: torch.Tensor, is_other: bool, is_adapter: bool) -> _State:
-    """is_other: whether it is a matrix of a module that is no `nn.Linear`. is_adapter: whether it belongs to PEFT."""
+    """Return the state of a weight now.
+
+    is_other: whether it is a matrix of a module that is not an `nn.Linear`. is_adapter: whether it belongs to PEFT.
+    """
     local = _compat.local_of(weight)
     if isinstance(local, MasterWeightTensor):
         return CONVERTED, _format(local.config), local.config
@@ -182,7 +186,7 @@ def _state(module: nn.Module, weight: torch.Tensor, is_other: bool, is_adapter: 
     if is_converted(module) and not is_other:
         return REPLACED, "was converted, weight replaced", None
     if is_adapter:
-        return SKIPPED, "PEFT's adapter, which stays in high precision", None
+        return SKIPPED, "PEFT adapter, stays in high precision", None
     if is_other:
         return SKIPPED, _NEVER_CONVERTED.get(type(module).__name__, _BY_NAME), None
     return SKIPPED, skip_reason(module) or "not selected", None
@@ -193,7 +197,7 @@ def _format(config: TrainingConfig) -> str:
 
 
 def _bytes(weight: torch.Tensor, shape: tuple[int, ...], config: TrainingConfig | None) -> tuple[int, int, int]:
-    """(before, after, quantized); config: None of a weight that is not converted."""
+    """Return (bytes_before, bytes_after, quantized_bytes). config: None for a weight that is not converted."""
     before = math.prod(shape) * weight.dtype.itemsize
     if isinstance(weight, QuantizedTensor):
         return before, weight.nbytes, weight.nbytes

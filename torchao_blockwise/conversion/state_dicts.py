@@ -1,4 +1,4 @@
-"""State dicts of converted modules: plain high-precision tensors under the original names, in both directions."""
+"""State dicts of converted modules, which save and load plain high-precision tensors under the original names."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from torchao_blockwise.tensors.state_values import plain_values
 
 
 def keep_state_dicts_plain(module: nn.Module) -> None:
-    """Make `module` save its master weights as plain tensors, and load plain tensors into them; once a module.
+    """Make `module` save its weights as plain tensors and load plain tensors into them. Repeated calls do nothing.
 
-    What is saved shares the memory of the master weights; of a sharded one it is a DTensor, placed as the parameter.
-    FSDP2 moves shards of uneven rows in the first forward pass and with every load: take a new state dict after those.
-    A quantized weight is saved as the values that it stands for, in its dtype (`plain_values`), a shard that was loaded
-    as what was loaded, until all ranks cast it.
+    A saved tensor shares the memory of its master weight; for a sharded weight it is a DTensor with the same placement.
+    FSDP2 moves shards of uneven rows in the first forward pass and with every load; call `state_dict()` again after.
+    A quantized weight is saved as its decoded values, in its dtype (`plain_values`). A shard that was loaded is saved
+    as the loaded values until all ranks cast it.
     """
     if not is_converted(module):
         module.register_state_dict_post_hook(_save_plain)
@@ -28,19 +28,19 @@ def keep_state_dicts_plain(module: nn.Module) -> None:
 
 
 def keep_state_dicts_no_longer(module: nn.Module) -> None:
-    """Take back what `keep_state_dicts_plain` did to `module`."""
+    """Undo `keep_state_dicts_plain`."""
     _compat.remove_state_dict_hooks(module, (_save_plain, _load_assigned))
 
 
 def is_converted(module: nn.Module) -> bool:
-    """Whether a weight of `module` was converted, whatever has become of it."""
+    """Whether a weight of `module` was converted, even if it has been replaced since."""
     return any(hook is _save_plain for hook in _compat.state_dict_hooks_of(module))
 
 
 def _save_plain(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any]) -> None:
     for name, param in _compat.parameters_of(module).items():
         saved: Any = state_dict.get(prefix + name)
-        # With keep_vars=True the caller asks for the Parameter itself.
+        # With keep_vars=True the state dict holds the Parameter itself.
         if param is None or saved is param:
             continue
         if isinstance(local := _compat.local_of(saved), MasterWeightTensor):
@@ -50,11 +50,11 @@ def _save_plain(module: nn.Module, state_dict: dict[str, Any], prefix: str, loca
 
 
 def _values(weight: QuantizedTensor, state_dict: dict[str, Any]) -> torch.Tensor:
-    # A tied weight has several names for one tensor.
+    # A tied weight is saved as one tensor under several names.
     saved = None if weight.saved_values is None else weight.saved_values()
     if saved is not None and any(_compat.local_of(x) is saved for x in state_dict.values()):
         return saved
-    # What a rank has of a weight cannot be quantized again by itself.
+    # A rank cannot quantize its shard of a weight again by itself.
     values = weight.values(weight.dtype) if isinstance(weight, QuantizedShard) else plain_values(weight)
     weight.saved_values = weakref.ref(values)
     return values
@@ -70,7 +70,7 @@ def _load_assigned(
     unexpected: list[str],
     errors: list[str],
 ) -> None:
-    """`load_state_dict(assign=True)` puts what it loads in the Parameter's place: wrap it, or the layer unconverts."""
+    """Wrap the tensors that `load_state_dict(assign=True)` puts in the place of converted Parameters."""
     if not local_metadata.get("assign_to_params_buffers", False):
         return
     for name, param in _compat.parameters_of(module).items():
@@ -80,7 +80,7 @@ def _load_assigned(
         if isinstance(values := _compat.local_of(loaded), (MasterWeightTensor, QuantizedTensor)):
             continue
         local, values = _compat.local_of(param), values.detach()
-        # What FSDP2 gathered of a master weight is quantized too.
+        # While FSDP2 has gathered a master weight, the Parameter is a quantized tensor.
         if isinstance(local, (MasterWeightTensor, QuantizedTensor)) and local.config and local.config.master_weights:
             state_dict[prefix + name] = _compat.with_local(loaded, MasterWeightTensor(values, local.config))
         elif isinstance(local, QuantizedShard):

@@ -1,4 +1,4 @@
-"""The way back: converted layers become what they were, with the values that they train now."""
+"""Undo conversions: converted layers become plain ones, with their current values."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ if torch.distributed.is_available():
 
 @torch.no_grad()
 def unconvert(model: nn.Module) -> nn.Module:
-    """Make every converted layer of `model` a plain one again, and every fused module, in place; returns `model`.
+    """Turn every converted layer and fused module of `model` into a plain one again, in place; return `model`.
 
-    Parameters stay the same objects, with their gradients, hooks and attributes, so that an optimizer made before still
-    trains them. Values are those of master weights; of quantized Parameters the masters, in the weight's dtype, where a
-    `MasterWeightOptimizer` has them (which ends with this: make another optimizer), else what the payload stands for.
-    The model can be converted again.
-    Raises ValueError, before any change, for weights that ranks share or that something else holds.
+    Parameters stay the same objects, with their gradients, hooks and attributes, so an existing optimizer still trains
+    them. A master weight keeps its values. A quantized Parameter gets its master's values, in the weight's dtype, if a
+    `MasterWeightOptimizer` has one (that optimizer cannot be used afterwards; make another one), else the decoded
+    values. The model can be converted again.
+    Raises ValueError, before any change, for weights that are sharded or that something else holds.
     """
     weights = {
         p: held[0][0]
@@ -59,7 +59,7 @@ def unconvert(model: nn.Module) -> nn.Module:
 
 def _why_not(weight: nn.Parameter, sharded: bool) -> str | None:
     if sharded or _compat.local_of(weight) is not weight:
-        return "ranks share it; load model.state_dict() into a model that is sharded alike and was never converted"
+        return "it is sharded; load model.state_dict() into an unconverted model that is sharded in the same way"
     return why_not_swappable(weight)
 
 

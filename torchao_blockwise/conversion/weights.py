@@ -1,4 +1,4 @@
-"""Which Parameters of a module a conversion is about: a linear layer's weight, experts' weights, or a named one."""
+"""The Parameters of a module that a conversion replaces: a linear layer's weight, experts' weights, or a named one."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from torchao_blockwise import _compat
 
-# Their weights have three dims too, and are no experts'.
+# Modules whose weights may have three dims but do not belong to experts.
 _NOT_EXPERTS = (nn.Linear, nn.Bilinear, nn.Conv1d, nn.ConvTranspose1d)
-# Their weights have two, and are a layer's that reports show, or not operands of a GEMM.
+# Modules whose weights with two dims are reported as a layer, or are not operands of a GEMM.
 _NO_MATRICES = nn.Linear, nn.Embedding, nn.EmbeddingBag, nn.RMSNorm, nn.LayerNorm, ParametrizationList
 
 
 def is_expert_weight(weight: object) -> bool:
-    """Whether `weight` is a float tensor [E, N, K] with more than one expert, row and column.
+    """Whether `weight` is a floating-point tensor [E, N, K] with more than one expert, row and column.
 
-    So that position embeddings [1, T, D] and biases [E, 1, N] are none.
+    This excludes position embeddings [1, T, D] and biases [E, 1, N].
     """
     return isinstance(weight, torch.Tensor) and weight.is_floating_point() and _has_dims(weight, 3)
 
@@ -27,17 +27,17 @@ def _has_dims(weight: torch.Tensor, dims: int) -> bool:
 
 
 def expert_weights(module: nn.Module) -> dict[str, nn.Parameter]:
-    """The experts' weights [E, N, K] that `module` itself holds, by name; convolutions and the like hold none."""
+    """Return the experts' weights [E, N, K] that `module` directly holds, by name; none for convolutions."""
     if isinstance(module, _NOT_EXPERTS):
         return {}
     return {name: p for name, p in _compat.parameters_of(module).items() if p is not None and is_expert_weight(p)}
 
 
 def matrices(module: nn.Module) -> dict[str, nn.Parameter]:
-    """The float Parameters [N, K] that `module` itself holds, by name, as models have that call `F.linear` themselves.
+    """Return the floating-point Parameters [N, K] that `module` directly holds, by name.
 
-    None of linear layers, embeddings and norms, and no biases [E, N] of experts. `quantize_` converts those that a
-    `FqnToConfig` names.
+    Such Parameters belong to models that call `F.linear` themselves; `quantize_` converts those that a `FqnToConfig`
+    names. Linear layers, embeddings and norms have none, and biases [E, N] of experts are left out.
     """
     if isinstance(module, _NO_MATRICES):
         return {}
@@ -47,7 +47,7 @@ def matrices(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def weights_of(module: nn.Module, parameter_name: str | None = None) -> dict[str, nn.Parameter | None]:
-    """Return the Parameters of `module` to convert, by name: all, or that of one name, None where there is none."""
+    """Return the Parameters of `module` to convert, by name: all, or the named one; None if it does not exist."""
     own = _compat.parameters_of(module)
     if parameter_name is not None:
         return {parameter_name: own.get(parameter_name)}
@@ -55,7 +55,7 @@ def weights_of(module: nn.Module, parameter_name: str | None = None) -> dict[str
 
 
 def held_parameters(model: nn.Module) -> dict[nn.Parameter, list[tuple[str, nn.Module]]]:
-    """(name, module) of each place that holds a Parameter of `model`, in the order of `model.parameters()`."""
+    """Return [(name, module), ...] of the modules that hold each Parameter, in the order of `model.parameters()`."""
     held: dict[nn.Parameter, list[tuple[str, nn.Module]]] = {}
     for fqn, module in model.named_modules():
         for name, p in _compat.parameters_of(module).items():

@@ -1,4 +1,4 @@
-"""Diagnostics: what runs here, what training takes, and what low precision does to a model's numbers."""
+"""Diagnostics: which backends run here, how much memory training takes, and the error of low precision."""
 
 from torchao_blockwise.diagnostics.doctor import Examination, examine
 from torchao_blockwise.diagnostics.memory import MemoryReport, memory_report

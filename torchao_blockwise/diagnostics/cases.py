@@ -1,4 +1,4 @@
-"""The calls that the self-test repeats with every backend: those that small layers make when they train."""
+"""Test cases of the self-test: the calls of operations that small layers make in training."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ from torchao_blockwise.ops.registry import Operation
 from torchao_blockwise.ops.shards.flat import WHOLE, Shards
 from torchao_blockwise.tensors import BlockwiseFP8TrainingConfig, NVFP4TrainingConfig, TrainingConfig
 
-# There are more tokens than the rows up to which plain GEMMs choose another backend, and no multiple of a block.
+# More tokens than the number of rows up to which GEMMs choose another backend, and not a multiple of a block.
 TOKENS, FEATURES_IN, FEATURES_OUT = 520, 384, 256
 # One expert has no tokens, and the last tokens have no expert.
 ENDS = (100, 100, 390, 500)
 TOP_K = 2
-# The order in which these sum is the backend's own.
+# Operations in which backends may sum in different orders.
 _SUMS = {"matmul", "add_matmul", "grouped_matmul", "add_grouped_matmul", "norm_statistics", "unpermute_backward"}
 
 
 class Case(NamedTuple):
-    """An operation and what it is called with.
+    """An operation and its arguments.
 
-    of: formats and options, which tell the case from others of the operation. args: whole values, without the backend.
+    of: formats and options that distinguish the cases of an operation. args: the arguments, without the backend.
     """
 
     op: Operation
@@ -56,7 +56,7 @@ class Case(NamedTuple):
         return self.op.name not in _SUMS
 
     def defined(self, result: torch.Tensor) -> torch.Tensor:
-        """The part of a result that is defined: behind the last entry of a schedule of groups there may be anything."""
+        """Return the defined part of a result: a schedule of groups has undefined values after its last entry."""
         if self.op.name != "group_tables":
             return result
         at = layout_of(TOKENS, len(ENDS), self.args[2].block[1])
@@ -66,7 +66,7 @@ class Case(NamedTuple):
 
 
 def cases(device: torch.device) -> list[Case]:
-    """A case or more of each operation, with inputs on `device`. Runs the reference only."""
+    """Return at least one case of each operation, with inputs on `device`. Only the reference runs."""
     numbers = torch.Generator().manual_seed(0)
 
     def values(*shape: int) -> torch.Tensor:
@@ -99,7 +99,7 @@ def cases(device: torch.device) -> list[Case]:
 
 @contextlib.contextmanager
 def _recorded() -> Iterator[list[Case]]:
-    """Record calls of operations that have a table of backends, and compute them by the reference."""
+    """Record calls of operations that have several backends, and run them with the reference."""
     found: list[Case] = []
     original = Operation.__call__
 
@@ -107,7 +107,7 @@ def _recorded() -> Iterator[list[Case]]:
         names_backend = _compat.schema_of(op.overload).arguments[-1].name == "backend"
         args = values[:-1] if names_backend else values
         if op.table[0].backend is not Backend.AUTO:
-            # What an operation writes in place is recorded as it was before.
+            # Cloned, because operations may write their arguments in place.
             found.append(Case(op, _described(args), _compat.pytree.tree_map_only(torch.Tensor, torch.clone, args)))
         return original(op, *args, *([Backend.REFERENCE] if names_backend else []))
 
@@ -119,7 +119,7 @@ def _recorded() -> Iterator[list[Case]]:
 
 
 def _described(args: Sequence[Any]) -> str:
-    """Formats and options of a call; where there are none the dtype of its first tensor."""
+    """Return the formats and options of a call, or the dtype of its first tensor if there are none."""
     words: list[str] = []
     for arg in args:
         arg = arg[0] if isinstance(arg, list) and arg else arg
@@ -136,7 +136,7 @@ def _described(args: Sequence[Any]) -> str:
 
 
 def _train(make: Callable[..., nn.Module], config: TrainingConfig, values: Callable[..., torch.Tensor]) -> None:
-    """Forward and backward pass of a layer; every second weight adds its gradient to a buffer, as Megatron's do."""
+    """Run forward and backward of a layer; every second weight accumulates into `main_grad`, as in Megatron."""
     x = values(TOKENS, FEATURES_IN).requires_grad_()
     experts = (len(ENDS),) if make is SwiGLUExperts else ()
     layer = make(*experts, FEATURES_IN, FEATURES_OUT, device="meta")
@@ -161,7 +161,7 @@ def _permute(values: Callable[..., torch.Tensor]) -> None:
 
 
 def _cast_shards(w: torch.Tensor, whole: Operand) -> None:
-    """The cast of a weight that two ranks split in the middle of a row."""
+    """Cast a weight that two ranks split in the middle of a row."""
     fmt, cut = whole.format, w.numel() // 2 + 1
     part = Shards.of([w.flatten()[cut:]], [cut], [w.shape], w.dtype, fmt)
     bits = torch.zeros(whole.scale.numel(), dtype=torch.int32, device=w.device)
@@ -172,6 +172,6 @@ def _cast_shards(w: torch.Tensor, whole: Operand) -> None:
     target = torch.zeros_like(whole.qdata)
     shards.partial_cast_op([target], part, encode, WHOLE, auto)
     if not fmt.has_global_scale:
-        # The first row of blocks: what is below it belongs to another rank.
+        # The first row of blocks; the others belong to another rank.
         rows = Shards.of([w[: fmt.block[0]].flatten()], [0], [w.shape], w.dtype, fmt)
         shards.whole_block_cast_op([target], torch.zeros_like(bits), rows, False, WHOLE, auto)

@@ -1,4 +1,4 @@
-"""The doctor: versions, the backend of each operation and why others cannot run, and a self-test of all of them."""
+"""The doctor: versions, the backend of each operation, why other backends cannot run, and a self-test."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ _RIGHT = {"reference": "ran"}
 class Examination:
     """The result of `examine`; print it for tables.
 
-    facts: versions and the device. operations: the backends of each, and what is wrong with results. products: GEMMs of
-    a layer of each recipe. findings: what is known of this environment. tested: whether operations were run.
+    facts: versions and the device. operations: the backends of each operation and their test results. products: the
+    errors of the GEMMs of a layer, for each recipe. findings: problems and notes about the environment. tested: whether
+    operations were run.
     """
 
     device: str
@@ -31,11 +32,11 @@ class Examination:
 
     @property
     def is_healthy(self) -> bool:
-        """Whether nothing is a problem and every result is right."""
+        """Whether there are no problems and all results are right."""
         return not (self._failures() or self._problems())
 
     def to_dict(self) -> dict[str, Any]:
-        """The same of plain Python values, ready for JSON, with "healthy": bool."""
+        """Return the fields as plain Python values, ready for JSON, and "healthy": bool."""
         return {**asdict(self), "healthy": self.is_healthy}
 
     def __str__(self) -> str:
@@ -45,19 +46,19 @@ class Examination:
                 (p.recipe, p.product, f"{p.error:.2%}", f"{p.limit:.2%}", "ok" if p.is_right else "failed")
                 for p in self.products
             ]
-            title = "a linear layer of each recipe: how far its products are from those in fp32\n"
-            parts.append(title + aligned(("recipe", "product", "error", "limit", "self-test"), rows, None, words=2))
+            title = "a linear layer of each recipe: the relative errors of its GEMMs, compared with fp32\n"
+            parts.append(title + aligned(("recipe", "GEMM", "error", "limit", "self-test"), rows, None, words=2))
         if self.findings:
             parts.append("\n".join(f"{finding.kind}: {finding.text}" for finding in self.findings))
         return "\n\n".join((self._summary(), *parts))
 
     def _operation_table(self) -> str:
-        """Reasons that several operations share are given once, below."""
+        """Return the table of operations, with numbered reasons below it."""
         numbers: dict[str, int] = {}
         rows = []
         for x in self.operations:
             why = [f"{name} [{numbers.setdefault(reason, len(numbers) + 1)}]" for name, reason in x.passed.items()]
-            # There is nothing that the reference could be compared with.
+            # The reference ran, but is not compared with anything.
             tested = [f"{name} {'failed' if wrong else _RIGHT.get(name, 'ok')}" for name, wrong in x.checks.items()]
             rows.append((x.name, x.of, x.auto, ", ".join(tested) or "-", ", ".join(why) or "-"))
         header = ("operation", "of", "auto takes", "self-test", "cannot, and why")
@@ -66,7 +67,7 @@ class Examination:
         return aligned(header, rows, None, words=len(header)) + reasons + wrong
 
     def _failures(self) -> list[tuple[Any, str, str]]:
-        """(report, backend, what is wrong) of operations; (report, "", "") of GEMMs of layers."""
+        """Return (report, backend, error) of operations that failed, (report, "", "") of GEMMs that failed."""
         of_operations = [(x, by, wrong) for x in self.operations for by, wrong in x.checks.items() if wrong]
         return [*of_operations, *((product, "", "") for product in self.products if not product.is_right)]
 
@@ -82,10 +83,10 @@ class Examination:
 
 
 def examine(device: torch.device | str | None = None, *, run: bool = True) -> Examination:
-    """Look at the environment, list the backends of every operation on `device`, and check all that can run.
+    """Check the environment, list the backends of every operation on `device`, and test all that can run.
 
-    device: default the GPU, or the CPU where there is none. run: whether to compute; the first time on a GPU builds
-    kernels, which takes a minute or two. Changes nothing; the random state stays.
+    device: default the GPU, or the CPU if there is none. run: whether to run operations; the first run on a GPU builds
+    kernels, which takes a minute or two. Random states do not change.
     """
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -97,6 +98,6 @@ def examine(device: torch.device | str | None = None, *, run: bool = True) -> Ex
         operations += check_operations(device, run)
         products += check_layers(device) if run else ()
     except Exception as error:
-        # What a broken installation raises is what is to be reported.
+        # A broken installation may raise anything; report it.
         found.insert(0, Finding(PROBLEM, f"the self-test ended with {type(error).__name__}: {error}"))
     return Examination(str(device), facts(device), operations, products, found, run)

@@ -1,4 +1,4 @@
-"""The environment: versions, device and driver, and what is known to be wrong with them."""
+"""The environment: versions, device and driver, and known problems with them."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ PROBLEM, NOTE = "problem", "note"
 
 @dataclass(frozen=True)
 class Finding:
-    """A fact about an environment with its remedy: a "problem", which must be solved, or a "note"."""
+    """A problem or note about the environment, with a remedy. kind: "problem", which must be solved, or "note"."""
 
     kind: str
     text: str
 
 
 def facts(device: torch.device) -> dict[str, str]:
-    """{package or device: version or description}, "-" where it is missing."""
+    """Return {package or device: version or description}; "-" if it is missing."""
     return {
         "torchao_blockwise": torchao_blockwise.__version__,
         "torch": torch.__version__,
@@ -45,7 +45,7 @@ def facts(device: torch.device) -> dict[str, str]:
 
 
 def described(device: torch.device) -> str:
-    """'NVIDIA H200, sm_90, 140 GiB, 1 of 8', or 'cpu, 2 threads'."""
+    """Return a description such as "NVIDIA H200, sm_90, 140 GiB, 1 of 8" or "cpu, 2 threads"."""
     if device.type != "cuda":
         return f"{device.type}, {torch.get_num_threads()} threads"
     properties = torch.cuda.get_device_properties(device)
@@ -55,7 +55,7 @@ def described(device: torch.device) -> str:
 
 
 def installed(package: str) -> str | None:
-    """The version of an installed package, or None."""
+    """Return the version of an installed package, or None."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -63,7 +63,7 @@ def installed(package: str) -> str | None:
 
 
 def driver_version() -> str | None:
-    """The version of NVIDIA's driver, or None where there is none."""
+    """Return the version of NVIDIA's driver, or None if there is none."""
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10)
@@ -73,7 +73,7 @@ def driver_version() -> str | None:
 
 
 def findings(device: torch.device) -> list[Finding]:
-    """Findings about this environment, problems first."""
+    """Return findings about this environment, problems first."""
     found = [*_of_versions(), *_of_triton(device), *_of_gpu(device)]
     return sorted(found, key=lambda finding: finding.kind != PROBLEM)
 
@@ -103,20 +103,20 @@ def _of_triton(device: torch.device) -> Iterator[Finding]:
     if reason := why_another_triton():
         yield Finding(NOTE, reason)
     if is_gpu and not backend.interpreting() and (reason := triton_launcher.why_by_triton()):
-        yield Finding(NOTE, f"kernels are launched by Triton's own launcher, which takes the host longer: {reason}")
+        yield Finding(NOTE, f"kernels are launched by Triton's own launcher, which has more host overhead: {reason}")
     if reason := triton_tools.why_no_cache():
         yield Finding(NOTE, reason)
     if is_gpu and not (os.environ.get("CC") or any(map(shutil.which, ("cc", "gcc", "clang")))):
-        yield Finding(PROBLEM, "Triton builds what launches kernels with a C compiler, and there is none; install gcc")
+        yield Finding(PROBLEM, "Triton needs a C compiler to build its launchers, and none was found; install gcc")
 
 
 def _ptxas_version(device: torch.device) -> str | None:
-    """The version of the ptxas that Triton uses for the GPU, without one for Hopper."""
+    """Return the version of the ptxas that Triton uses for the GPU, or for Hopper if there is no GPU."""
     return triton_tools.ptxas_version(backend.compute_capability(device) if device.type == "cuda" else (9, 0))
 
 
 def why_another_triton() -> str | None:
-    """Why the Triton that is installed may not fit PyTorch, which names the version that it works with, or None."""
+    """Return why the installed Triton may not fit PyTorch, by the version that PyTorch requires, or None."""
     have = installed("triton")
     for requirement in metadata.requires("torch") or ():
         wanted = re.match(r"triton\s*(?:==|~=)\s*([\w.+]+)", requirement)
@@ -132,8 +132,8 @@ def _of_gpu(device: torch.device) -> Iterator[Finding]:
             built = f"was built for CUDA {torch.version.cuda}" if torch.version.cuda else "was built without CUDA"
             yield Finding(
                 PROBLEM,
-                f"there is an NVIDIA driver, {driver_version()}, but PyTorch, which {built}, sees no GPU; install a "
-                "PyTorch that fits the driver (pytorch.org/get-started), and look at CUDA_VISIBLE_DEVICES",
+                f"an NVIDIA driver is installed, {driver_version()}, but PyTorch, which {built}, finds no GPU; install "
+                "a PyTorch that fits the driver (pytorch.org/get-started), and check CUDA_VISIBLE_DEVICES",
             )
         return
     capability = backend.compute_capability(device)
@@ -142,5 +142,5 @@ def _of_gpu(device: torch.device) -> Iterator[Finding]:
         yield Finding(PROBLEM, f"kernels need sm_80 or newer, got {name}: everything is computed by eager PyTorch")
     elif capability < (8, 9):
         yield Finding(
-            NOTE, f"{name} has no FP8: products decode to f16, and eager PyTorch quantizes; it saves memory only"
+            NOTE, f"{name} has no FP8: GEMMs decode to f16, and eager PyTorch quantizes, which only saves memory"
         )

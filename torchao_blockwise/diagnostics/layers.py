@@ -1,4 +1,4 @@
-"""The layers that a monitor looks at, the recipes that it tries, and how it knows the weight that a GEMM reads."""
+"""The layers that a monitor observes, the recipes that it tries, and the lookup of the layer that owns a weight."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ RECIPES: dict[str, TrainingConfig] = {
 class Layer:
     """A linear layer, or one weight of experts.
 
-    name: of the layer, or of the weight ("layers.0.experts.down"). parameter: its name in `module`.
+    name: the name of the layer, or of the weight ("layers.0.experts.down"). parameter: the weight's name in `module`.
     """
 
     name: str
@@ -46,20 +46,20 @@ class Layer:
 
     @property
     def weight(self) -> Any:
-        """As it is now: FSDP2 exchanges it for the gathered one in a pass."""
+        """The current Parameter, which FSDP2 replaces by the gathered one during a pass."""
         return _compat.parameters_of(self.module)[self.parameter]
 
     @property
     def config(self) -> TrainingConfig | None:
-        """The config of the layer, None for one that is not converted."""
+        """The config of the layer, None if it is not converted."""
         local = _compat.local_of(self.weight)
         return config_of(local) if isinstance(local, WEIGHTS) else None
 
 
 def find_layers(model: nn.Module, patterns: str | Sequence[str]) -> list[Layer]:
-    """Linear layers and weights of experts whose names match one of the patterns, as `fnmatch` does.
+    """Return the linear layers and weights of experts whose names match one of the `fnmatch` patterns.
 
-    Of layers that share a weight the first stands for all. Raises ValueError for a pattern that matches nothing.
+    If layers share a weight, only the first one is returned. Raises ValueError for a pattern that matches nothing.
     """
     found: dict[int, Layer] = {}
     for fqn, module in model.named_modules():
@@ -81,7 +81,7 @@ def find_layers(model: nn.Module, patterns: str | Sequence[str]) -> list[Layer]:
 
 
 def recipe_name(config: TrainingConfig) -> str:
-    """The name of the known recipe that quantizes as `config` does, else that of its class."""
+    """Return the name of the known recipe that quantizes as `config` does, else the name of its class."""
 
     def cast(config: TrainingConfig) -> tuple[Any, ...]:
         return config.activation_format, config.weight_format, config.power_of_2_scales
@@ -90,12 +90,12 @@ def recipe_name(config: TrainingConfig) -> str:
 
 
 def untransformed(config: TrainingConfig) -> TrainingConfig:
-    """The config without a random Hadamard transform: figures are about the tensors, not about their transforms."""
+    """Return the config without a random Hadamard transform: figures describe tensors, not their transforms."""
     return replace(config, hadamard=False) if config.hadamard_number else config  # type: ignore[call-arg]  # NVFP4
 
 
 def find_recipes(what_if: Iterable[str | TrainingConfig]) -> dict[str, TrainingConfig]:
-    """Recipes by name, from names and configs."""
+    """Return recipes by name, from names and configs."""
     found: dict[str, TrainingConfig] = {}
     for recipe in [what_if] if isinstance(what_if, (str, TrainingConfig)) else what_if:
         if isinstance(recipe, str) and recipe not in RECIPES:
@@ -107,17 +107,17 @@ def find_recipes(what_if: Iterable[str | TrainingConfig]) -> dict[str, TrainingC
 
 
 class WeightIndex:
-    """Finds the layer that holds a weight by where its values lie: GEMMs read views, casts and parts of it."""
+    """Finds the layer of a weight by the address of its values, since GEMMs read views, casts and parts of weights."""
 
     def __init__(self, layers: Sequence[Layer]) -> None:
         self._layers = layers
         self._by_address: dict[int, Layer] = {}
 
     def find(self, weight: Any) -> Layer | None:
-        """The layer whose values `weight` has, or some of whose experts; None if there is none."""
+        """Return the layer that has these values, or whose experts include them; None if there is none."""
         address = _values_of(weight).data_ptr()
         layer = self._by_address.get(address)
-        # FSDP2 frees what it gathered, and another weight comes to lie there.
+        # FSDP2 frees gathered weights, and another weight may get the same address.
         if layer is None or _range_of(layer)[0] != address:
             ranges = [(layer, *_range_of(layer)) for layer in self._layers]
             self._by_address = {start: layer for layer, start, end in ranges if end > start}
@@ -128,7 +128,7 @@ class WeightIndex:
 def _range_of(layer: Layer) -> tuple[int, int]:
     values = _values_of(_compat.local_of(layer.weight))
     start = values.data_ptr()
-    # Values that are gathered later have no address yet.
+    # Values that are not gathered yet have no address.
     return start, start + values.numel() * values.element_size() if start else 0
 
 
@@ -142,11 +142,11 @@ def _values_of(weight: Any) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank's part of a layer lies under tensor or expert parallelism.
+    """The position of a rank's part of a layer under tensor or expert parallelism.
 
     split: the process groups over which x, the weight and the gradient are split.
-    counts_x, counts_gradient: whether this rank counts them; of what several ranks hold whole the first one does.
-    first: of rows (experts, where there are three dims) and of columns of the weight, the first that is here.
+    counts_x, counts_gradient: whether this rank counts them; replicated tensors are counted by the first rank only.
+    first: the first row (expert, for three dims) and the first column of the weight on this rank.
     """
 
     split: AmaxGroups = WHOLE
@@ -156,7 +156,7 @@ class Place:
 
     @classmethod
     def of(cls, weight: Any) -> Place:
-        """By how `weight` is placed while a forward pass runs; a plain tensor is whole."""
+        """Return the place of `weight` during a forward pass; a plain tensor is not split."""
         if _compat.local_of(weight) is weight:
             return cls()
         rows, columns = shards_of(weight, 0), shards_of(weight, weight.dim() - 1)
@@ -170,7 +170,7 @@ class Place:
 
 
 def shards_of(weight: Any, dim: int) -> list[int]:
-    """Dims of the mesh over which dim `dim` of a DTensor is split."""
+    """Return the dims of the mesh over which dim `dim` of a DTensor is split."""
     return [i for i, placement in enumerate(weight.placements) if placement.is_shard(dim)]
 
 
@@ -183,7 +183,7 @@ def _first(weight: Any, dim: int) -> int:
 
 
 def own_experts(weight: Any) -> list[int]:
-    """Dims of the mesh over which experts [E, N, K] are dealt out whole, [] where a weight is not, or not only so."""
+    """Return the dims of the mesh over which experts [E, N, K] are split by expert only, else []."""
     if _compat.local_of(weight) is weight or weight.dim() != 3:
         return []
     split = [i for i, placement in enumerate(weight.placements) if not placement.is_replicate()]
@@ -191,15 +191,15 @@ def own_experts(weight: Any) -> list[int]:
 
 
 def part_of(weight: Any) -> tuple[int, ...]:
-    """Which part of `weight` `values_of_weight` gives: ranks with the same one have the same values."""
+    """Return which part of `weight` `values_of_weight` returns; it is equal on ranks with the same values."""
     return tuple(weight.device_mesh.get_coordinate()[i] for i in own_experts(weight))
 
 
 def values_of_weight(weight: Any) -> tuple[torch.Tensor | None, str]:
-    """(values in high precision, groups over which they are split) of a layer's weight; a collective.
+    """Return (high-precision values, process groups over which they are split) of a layer's weight; a collective.
 
-    They are whole, gathered if necessary, except those of experts that are dealt out to ranks: these are this
-    rank's. None where there is a quantized weight and no optimizer with its master.
+    Values are gathered if necessary; only experts that are split over ranks are those of this rank. The values are None
+    for a quantized weight whose master no optimizer has.
     """
     local = _compat.local_of(weight)
     if isinstance(local, QuantizedTensor):

@@ -1,4 +1,4 @@
-"""Bytes of tensors that are alive while something runs, counted, on any device and for fake tensors."""
+"""Count the bytes of live tensors while code runs, on any device and for fake tensors."""
 
 from __future__ import annotations
 
@@ -14,24 +14,25 @@ from torchao_blockwise.nn import gemms
 from torchao_blockwise.ops.registry import NAMESPACE
 
 _OURS = f"{NAMESPACE}::"
-# What makes copies of weights inside of a product with one.
+# Operations that make copies of a weight inside of a GEMM with it.
 _OF_WEIGHTS = {"quantize", "global_scale", "transpose"}
 
 
 class LiveMemory(TorchDispatchMode):
-    """Under it `peak` is the most bytes of new tensors that are alive after an operation.
+    """A dispatch mode that records the peak memory of new tensors.
 
-    copies: the most bytes of quantized copies of weights that live at once.
-    It looks into products with weights, whose quantized copy no other sees, and into no other operation. Bytes are
-    those of storages, each counted once, from the operation that makes it until nothing holds it.
+    peak: the largest number of bytes alive after an operation. copies: the largest number of bytes of quantized copies
+    of weights alive at once.
+    Of composite operations it decomposes only GEMMs with weights, which make quantized copies. Bytes are those of
+    storages, each counted once, from the operation that allocates it until it is freed.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.peak = self.copies = 0
-        # By storage: (whether it lives, its bytes, whether it is a copy of a weight).
+        # {storage: (weak reference, bytes, whether it is a copy of a weight)}
         self._made: dict[int, tuple[StorageWeakRef, int, bool]] = {}
-        # Of all that were made, and may be gone.
+        # Bytes of all storages in `_made`, some of which may be freed by now.
         self._bytes_made = 0
         self._inside = 0
 
@@ -53,7 +54,7 @@ class LiveMemory(TorchDispatchMode):
                 self._made[storage_of(x)] = StorageWeakRef(storage), storage.nbytes(), is_copy
                 self._bytes_made += storage.nbytes()
             del storage
-        # What is gone is looked for only where the peak may be higher.
+        # Freed storages are only looked up if the peak may have risen.
         if self._bytes_made > self.peak or name in _OF_WEIGHTS:
             self.peak = max(self.peak, self.live())
         if is_copy:
@@ -61,14 +62,14 @@ class LiveMemory(TorchDispatchMode):
         return out
 
     def live(self) -> int:
-        """Bytes that live now."""
+        """Return the bytes that are alive now."""
         self._made = {key: made for key, made in self._made.items() if not made[0].expired()}
         self._bytes_made = sum(nbytes for _, nbytes, _ in self._made.values())
         return self._bytes_made
 
 
 def plain_tensors(x: Any) -> list[torch.Tensor]:
-    """The plain tensors in `x`, of subclasses those that they are made of."""
+    """Return the plain tensors in `x`; for a subclass its inner tensors."""
     if isinstance(x, torch.Tensor):
         if is_traceable_wrapper_subclass(x):
             return [y for name in x.__tensor_flatten__()[0] for y in plain_tensors(getattr(x, name))]

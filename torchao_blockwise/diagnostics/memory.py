@@ -1,7 +1,7 @@
-"""Memory: bytes that training a model takes, by what takes them, compared with the same model in bf16.
+"""Memory of training a model, by kind of tensor, compared with the same model in bf16.
 
-Predicted without values: the model's step runs on fake tensors, which have shapes and no memory. Measured by a real
-step, which is undone. Both count the same way: storages, each once, from the operation that makes it on.
+The prediction runs a training step with fake tensors, which have shapes but no memory. The measurement runs a real
+step, which is undone. Both count the bytes of storages, each once, from the operation that allocates it.
 """
 
 from __future__ import annotations
@@ -49,15 +49,15 @@ ROWS = {
 
 @dataclass(frozen=True)
 class Bytes:
-    """Bytes of a training step; None where they were not counted.
+    """Bytes of a training step; None if they were not counted.
 
-    weights: Parameters between steps. buffers: the model's. gradients: of Parameters.
-    copies: the most of quantized copies of weights that are there at once, inside of products.
-    saved: what autograd saves in a forward pass, without Parameters, buffers and the batch.
-    states: the optimizer's, and its masters of quantized Parameters.
+    weights: Parameters between steps. buffers: the model's buffers. gradients: gradients of Parameters.
+    copies: the peak of quantized copies of weights, which GEMMs make.
+    saved: tensors that autograd saves in a forward pass, without Parameters, buffers and the batch.
+    states: optimizer states, and masters of quantized Parameters.
     gathered: what each rank receives in a forward pass under FSDP2, if all Parameters are sharded.
-    peak: weights, buffers, and the most that forward and backward make and hold at once.
-    allocated: the peak by PyTorch's allocator, on a GPU.
+    peak: weights, buffers, and the peak of what forward and backward allocate.
+    allocated: the peak reported by PyTorch's allocator, on a GPU.
     """
 
     weights: int
@@ -73,10 +73,10 @@ class Bytes:
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """Bytes of a model's training step; print it for a table, `to_dict()` for data.
+    """Bytes of a model's training step. Print it for a table; `to_dict()` returns the data.
 
-    bf16: of the same model with all Parameters in bf16. predicted: of the model as it is. measured: what a step took,
-    None where none was run. notes: what could not be looked at, and why; weights in float32.
+    bf16: for the same model with all Parameters in bf16. predicted: for this model. measured: by a real step, None if
+    none was run. notes: predictions that failed, and why; weights in float32.
     """
 
     bf16: Bytes
@@ -85,7 +85,7 @@ class MemoryReport:
     notes: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """{"bf16": {...}, "predicted": {...}, "measured": {...} or None, "notes": [...]}, ready for JSON."""
+        """Return {"bf16": {...}, "predicted": {...}, "measured": {...} or None, "notes": [...]}, ready for JSON."""
         return {**asdict(self), "notes": list(self.notes)}
 
     def __str__(self) -> str:
@@ -106,31 +106,31 @@ def memory_report(
     loss: Loss | None = None,
     optimizer: Optimizer = torch.optim.AdamW,
 ) -> MemoryReport:
-    """The bytes that a training step of `model` takes, predicted and measured, compared with the same model in bf16.
+    """Return the bytes that a training step of `model` takes, predicted and measured, compared with bf16.
 
-    model: converted or not, fused, with experts, with checkpointing; on a CPU, a GPU, or on the meta device, where the
-        prediction is all.
-    batch: what the model is called with; one mapping is keyword arguments. Without it nothing is run: what depends on
-        activations is left out, and the largest weight's copy stands for the copies.
-    loss: what the model returns -> a scalar; default its `loss`, or else the sum of all that it returns.
-    optimizer: whose states are predicted, those after a step: a class, or an optimizer.
+    model: converted or not, fused, with experts, with checkpointing; on a CPU, a GPU, or on the meta device, which
+        gives a prediction only.
+    batch: the arguments of the model; a single mapping is passed as keyword arguments. Without a batch nothing is run:
+        activations are left out, and the largest copy of a weight is used for `copies`.
+    loss: output of the model -> a scalar; default the output's `loss`, or else the sum of all returned tensors.
+    optimizer: a class or an optimizer, whose states after a step are predicted.
 
-    Of the model nothing changes: gradients, buffers, random states, training modes. It runs in training mode, under the
-    caller's autocast. On a GPU the measured step runs twice, and the first one is not counted.
-    Raises ValueError for a model that ranks share, and where nothing that the model returns asks for a gradient.
+    The model does not change: gradients, buffers, random states and training modes are restored. It runs in training
+    mode, under the caller's autocast. On a GPU the measured step runs twice, and the first one is not counted.
+    Raises ValueError for a sharded model, and if no output of the model requires a gradient.
     """
     if isinstance(model, nn.parallel.DistributedDataParallel):
         model = model.module
     weights = list(model.parameters())
     if batch and any(_compat.local_of(p) is not p for p in weights):
-        raise ValueError("memory_report: ranks share this model; ask before fully_shard, or without a batch")
+        raise ValueError("memory_report: this model is sharded; call it before fully_shard, or without a batch")
     columns = {"bf16": _at_rest_in_bf16(model, optimizer), "the prediction": _at_rest(model, optimizer)}
     fp32 = sum(p.nbytes for p in weights if p.dtype is torch.float32 and not isinstance(p, QuantizedTensor))
     notes, measured = [], None
     if fp32:
         notes.append(
-            f"{human_bytes(fp32)} of the weights are float32, which the column bf16 counts in bf16; call it with "
-            "model.bfloat16() to see the difference that the recipe makes by itself"
+            f"{human_bytes(fp32)} of the weights are float32, which the column bf16 counts as bf16; pass "
+            "model.bfloat16() to see only the effect of the recipe"
         )
     with undone(model) if batch else contextlib.nullcontext():
         for name, dtype in zip(columns, (torch.bfloat16, None)) if batch else ():
@@ -139,7 +139,7 @@ def memory_report(
             except NothingToDifferentiate:
                 raise
             except Exception as error:
-                # Code that asks for values, say. What is real can be measured all the same.
+                # For example, the model reads values. The real step can still be measured.
                 notes.append(f"{name} needs values: {type(error).__name__}: {error}".splitlines()[0])
         if batch and not any(p.is_meta for p in weights):
             measured = _measured(model, batch, loss, columns["the prediction"])
@@ -151,7 +151,7 @@ def _with_step(at_rest: Bytes, step: Step) -> Bytes:
 
 
 def _measured(model: nn.Module, batch: Sequence[Any], loss: Loss | None, at_rest: Bytes) -> Bytes:
-    """Bytes of a real step; on a GPU of the second one, with the allocator's peak."""
+    """Return the bytes of a real step; on a GPU those of the second step, with the allocator's peak."""
     at_rest = replace(at_rest, states=None, gathered=None)
     if not any(p.is_cuda for p in model.parameters()):
         return _with_step(at_rest, run_step(model, real_inputs(model, batch), loss))
@@ -162,14 +162,14 @@ def _measured(model: nn.Module, batch: Sequence[Any], loss: Loss | None, at_rest
     return replace(step, allocated=step.weights + step.buffers + torch.cuda.max_memory_allocated() - before)
 
 
-# --- what depends on no activation ------------------------------------------------------------------------------------
+# --- bytes that do not depend on activations --------------------------------------------------------------------------
 
 
 def _at_rest(model: nn.Module, optimizer: Optimizer) -> Bytes:
-    """A gradient for each trained Parameter; the largest copy of a weight, as there is one at once."""
+    """Return the bytes without activations: one gradient for each trained Parameter, one copy of the largest weight."""
     weights = list(model.parameters())
     trained = [p for p in weights if p.requires_grad]
-    # The optimizer of a quantized Parameter steps an fp32 master.
+    # The optimizer keeps an fp32 master of a quantized Parameter.
     masters = [p for p in trained if isinstance(_compat.local_of(p), QuantizedTensor)]
     dtypes = [torch.float32 if isinstance(_compat.local_of(p), QuantizedTensor) else p.dtype for p in trained]
     return Bytes(
@@ -201,7 +201,7 @@ def _format_of(weight: torch.Tensor) -> BlockFormat | None:
 
 
 def _payload_bytes(weight: torch.Tensor) -> int:
-    """Bytes of a weight that FSDP2 gathers; scales and amaxes are known to all ranks by then."""
+    """Return the bytes of a weight that FSDP2 gathers; scales are already known to all ranks."""
     fmt = _format_of(weight)
     if fmt is None:
         return weight.numel() * weight.dtype.itemsize
@@ -209,7 +209,7 @@ def _payload_bytes(weight: torch.Tensor) -> int:
 
 
 def _copy_bytes(weight: torch.Tensor) -> int:
-    """The copy that a product makes: of a master the quantized one, of a quantized weight the transposed one."""
+    """Return the bytes of the copy that a GEMM makes: a master is quantized, a quantized weight transposed."""
     fmt = _format_of(weight)
     if fmt is None:
         return 0
@@ -221,7 +221,7 @@ def _copy_bytes(weight: torch.Tensor) -> int:
 
 
 def _states(weights: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype], optimizer: Optimizer) -> int:
-    """Bytes of an optimizer's states after a step of such weights, taken on the meta device."""
+    """Return the bytes of an optimizer's states after a step with such weights, run on the meta device."""
     stepped = [nn.Parameter(torch.empty(p.shape, dtype=dtype, device="meta")) for p, dtype in zip(weights, dtypes)]
     if not stepped:
         return 0
@@ -233,7 +233,7 @@ def _states(weights: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype], opti
     if isinstance(optimizer, torch.optim.Optimizer):
         make = type(optimizer)
         known = inspect.signature(make).parameters
-        # Fused steps have no meta kernels, and the same states.
+        # Fused optimizers have no meta kernels, but the same states.
         options = {name: value for name, value in optimizer.defaults.items() if name in known and name != "fused"}
     made = make(stepped, **options)
     made.step()

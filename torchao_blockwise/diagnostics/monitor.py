@@ -1,8 +1,8 @@
-"""The numerics monitor: on some steps it looks at every tensor that layers quantize, on all others at nothing.
+"""The numerics monitor, which observes every tensor that layers quantize on some steps and nothing on the others.
 
-step()   report steps only: observe layers (nn/observation.py), and products of those that are not converted
-  ...    each pass adds to tallies on the device; nothing is read back
-step()   sums over ranks, one copy to the host, a report; then nothing is armed until the next report step
+step()   before a report step: observe layers (nn/observation.py), and GEMMs of layers that are not converted
+  ...    each pass adds to tallies on the device, without synchronization
+step()   sums over ranks, one copy to the host, a report; then nothing is observed until the next report step
 """
 
 from __future__ import annotations
@@ -54,18 +54,18 @@ from torchao_blockwise.tensors.weight_operands import amax_over
 
 
 class NumericsMonitor:
-    """Report what quantization loses, tensor by tensor, on every `every`-th step.
+    """Report the error of quantization, for each tensor, on every `every`-th step.
 
-    model: monitored where it is; make the monitor last, after `quantize_`, `fuse`, sharding and loads of checkpoints.
-    every: steps between reports; the first one is of the step that comes next.
-    layers: names of linear layers and weights of experts, patterns as in `fnmatch`.
-    what_if: recipes ("fp8", "fp8_pow2", "nvfp4", or configs) that every layer's tensors are tried in besides.
-    writers: see `diagnostics`; they are given each report, on the first rank only.
-    step: of the training run, where it continues one.
+    model: the model to observe. Make the monitor last, after `quantize_`, `fuse`, sharding and loading checkpoints.
+    every: steps between reports; the first report covers the next step.
+    layers: `fnmatch` patterns of the names of linear layers and weights of experts.
+    what_if: further recipes ("fp8", "fp8_pow2", "nvfp4", or configs) to try on the tensors of every layer.
+    writers: receive each report, on the first rank only; see `diagnostics`.
+    step: the step of the training run, if it continues one.
     group: the ranks that train the model together, None for all. Making a monitor, and `step`, are collectives.
 
-    Call `step()` once after each optimizer step, all microbatches before it make one report; or use the monitor as a
-    context manager, which closes it. Compiled modules run eagerly in steps that are reported.
+    Call `step()` once after each optimizer step; all microbatches before it are part of one report. Used as a context
+    manager, the monitor closes itself. Compiled modules run eagerly in steps that are reported.
     Raises ValueError for a pattern that matches nothing, or an unknown recipe.
     Source: FP4 All the Way (arXiv 2505.19115), abstract, for the ratio of the gradient to its quantization noise.
     """
@@ -96,7 +96,7 @@ class NumericsMonitor:
         self._arm()
 
     def _agree(self) -> tuple[Tallies, set[str]]:
-        """Tallies for the layers and recipes of all ranks, and the layers whose weight this rank counts."""
+        """Return tallies for the layers and recipes of all ranks, and the layers whose weight this rank counts."""
         mine = (
             {layer.name: part_of(layer.weight) for layer in self._layers},
             {layer.name: recipe_name(layer.config) for layer in self._layers if layer.config is not None},
@@ -111,17 +111,17 @@ class NumericsMonitor:
         names = list(dict.fromkeys(name for theirs in parts for name in theirs))
         all_trained = {name: recipe for theirs in trained for name, recipe in theirs.items()}
         recipes = list(dict.fromkeys([*all_trained.values(), *(name for theirs in asked for name in theirs)]))
-        # Of ranks that have the same part of a weight the first one counts it.
+        # Of the ranks that hold the same part of a weight, only the first one counts it.
         owned = {name for name, part in mine[0].items() if all(part != theirs.get(name) for theirs in parts[:rank])}
         device = _compat.local_of(self._layers[0].weight).device
         if device.type == "meta":
             raise ValueError("NumericsMonitor: the model is on the meta device; materialize it first")
         return Tallies(names, recipes, all_trained, device), owned
 
-    # --- the life of a report ------------------------------------------------------------------------------------
+    # --- steps and reports ---------------------------------------------------------------------------------------
 
     def step(self) -> Report | None:
-        """Tell the monitor that an optimizer step is done; returns the report if there is one, on every rank."""
+        """End a training step; return the report, on every rank, if this step is reported."""
         report = self._finish() if self._armed is not None else None
         self._step += 1
         if self._step % self.every == 0 and not self._is_closed:
@@ -129,10 +129,11 @@ class NumericsMonitor:
         return report
 
     def recommend(self, recipe: str | None = None) -> list[Recommendation]:
-        """Layers to keep in bf16, the worst first, by the last report: as they train, or if they trained by `recipe`.
+        """Return layers to keep in bf16 by the last report, the worst first.
 
-        Those with NaN or Inf, with a gradient below √3 of its quantization noise, with twice the error of the median
-        layer, or of which a tensor loses most of its elements to zero.
+        These are layers with NaN or Inf, with a gradient below √3 times its quantization noise, with twice the error of
+        the median layer, or with a tensor that loses most of its elements to zero.
+        recipe: a recipe in what_if; default the recipe that each layer trains with.
         Raises RuntimeError before the first report, ValueError for a recipe that is neither trained nor in what_if.
         """
         if self.report is None:
@@ -143,7 +144,7 @@ class NumericsMonitor:
         return recommend(self.report, recipe)
 
     def close(self) -> None:
-        """Take everything away again that watches the model, and close the writers; a report under way is dropped."""
+        """Stop observing the model and close the writers; an unfinished report is dropped."""
         self._disarm()
         self._is_closed = True
         self._call_writers(lambda writer: writer.close())
@@ -157,12 +158,12 @@ class NumericsMonitor:
 
     def _arm(self) -> None:
         with contextlib.ExitStack() as stack:
-            # Compiled code calls nobody. Where nothing was compiled the compiler is not loaded for this.
+            # Compiled code does not call the observer. Dynamo is only used if it is already imported.
             if "torch._dynamo" in sys.modules:
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
             if (before := observe(self._see)) is not None:
                 observe(before)
-                raise RuntimeError("NumericsMonitor: another monitor looks at this step; close it first")
+                raise RuntimeError("NumericsMonitor: another monitor observes this step; close it first")
             stack.callback(observe, None)
             modules = {id(layer.module): layer.module for layer in self._layers if layer.config is None}
             stack.enter_context(watch_products(modules.values(), self._see_product))
@@ -181,9 +182,9 @@ class NumericsMonitor:
         if not self._has_warned and not any(t.tensor == "x" for t in self.report.tensors):
             self._has_warned = True
             why = (
-                "CUDA graph replays are not observed, nor what is not converted, unless what_if names recipes"
+                "CUDA graph replays are not observed, and unconverted layers only with recipes in what_if"
                 if any(layer.module.training for layer in self._layers)
-                else "all of them are in evaluation mode, in which layers are not observed; call model.train()"
+                else "all layers are in evaluation mode, in which they are not observed; call model.train()"
             )
             warnings.warn(f"NumericsMonitor: no monitored layer ran in step {self._step}: {why}", stacklevel=3)
         report = self.report
@@ -191,16 +192,16 @@ class NumericsMonitor:
         return report
 
     def _call_writers(self, call: Callable[[Writer], None]) -> None:
-        """Call each writer; one that fails says so once and is asked no more, and training goes on."""
+        """Call each writer; a writer that fails is removed with a warning, and training continues."""
         for writer in list(self._writers):
             try:
                 call(writer)
             except Exception as e:
                 self._writers.remove(writer)
-                failed = f"{type(writer).__name__} failed and is left out from now on: {type(e).__name__}: {e}"
+                failed = f"{type(writer).__name__} failed and is not used from now on: {type(e).__name__}: {e}"
                 warnings.warn(f"NumericsMonitor: {failed}", stacklevel=2)
 
-    # --- what is seen --------------------------------------------------------------------------------------------
+    # --- observed tensors ----------------------------------------------------------------------------------------
 
     def _recipes_of(self, config: TrainingConfig | None) -> dict[str, TrainingConfig]:
         own = {} if config is None else {recipe_name(config): config}
@@ -217,7 +218,7 @@ class NumericsMonitor:
                 for name, config in self._recipes_of(layer.config).items():
                     fmt, backend = config.weight_format, ops.casting_backend(config.backend)
                     options: dict[str, Any] = {"power_of_2_scales": config.power_of_2_scales, "backend": backend}
-                    # With a scale each, ranks that hold whole experts share no amax.
+                    # With one scale for each expert, ranks that hold different experts share no amax.
                     if fmt.has_global_scale and not (config.scale_per_expert and values.dim() > 2):
                         options["tensor_amax"] = amax_over(values, over)
                     copy = ops.quantize(values, fmt, scale_per_group=config.scale_per_expert, **options).rowwise
@@ -234,17 +235,17 @@ class NumericsMonitor:
             return
         with torch.no_grad():
             rows = as_rows(_compat.local_of(x).detach())
-            # No GEMM asks for a config: each recipe brings its own.
+            # No config is needed: `_count` uses the config of each recipe.
             spec = GemmSpec(None if ends is None else Groups(ends), None)  # type: ignore[arg-type]
             see_gradient = self._see_input(layer, cast_for_compute(rows), spec)
         if out.requires_grad:
             out.register_hook(lambda dy: see_gradient(as_rows(_compat.local_of(dy).detach())))
 
     def _see_input(self, layer: Layer, x: torch.Tensor, spec: GemmSpec) -> SeesGradient:
-        """Count x [T, K], and return what counts the gradient of the same pass."""
+        """Count x [T, K], and return a function that counts the gradient of the same pass."""
         place = Place.of(layer.weight)
         recipes, seed = self._recipes_of(spec.config), 3 * self._tallies.index[layer.name]
-        # Activation checkpointing computes a layer once more, in backward, and it was counted before.
+        # Activation checkpointing runs a layer again in backward; it was counted in forward.
         counts = place.counts_x and not _compat.in_backward()
         with without_modes(), _compat.no_torch_function():
             kinds = X_ROWWISE, X_COLUMNWISE
@@ -275,10 +276,10 @@ class NumericsMonitor:
         over: str,
         counts: bool,
     ) -> dict[str, torch.Tensor]:
-        """Tally both copies of x [T, K] in each recipe, if this rank `counts` it; returns squares along tokens."""
+        """Tally both copies of x [T, K] for each recipe, if this rank `counts` it; return squares for each token."""
         orders, tokens = (self._next(), self._next()), {}
         for name, config in recipes.items():
-            # Tables of groups are made for one size of blocks.
+            # Tables of groups are specific to a block size.
             groups = None if spec.groups is None else spec.groups if config is spec.config else Groups(spec.groups.ends)
             by = GemmSpec(groups, untransformed(config))
             split = over if config.activation_format.has_global_scale else ""

@@ -1,4 +1,4 @@
-"""Reports: figures of each tensor under each recipe, and the layers that should stay in bf16."""
+"""Reports: statistics of each tensor for each recipe, and the layers that should stay in bf16."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from typing import Any, NamedTuple
 
 from torchao_blockwise.conversion.report import aligned
 
-# Below about this ratio of gradient norm to quantization noise FP4 training becomes less effective (arXiv 2505.19115).
+# FP4 training becomes less effective below about this ratio of gradient norm to quantization noise (arXiv 2505.19115).
 LEAST_GRADIENT_TO_NOISE = math.sqrt(3)
-# A layer stands out whose error is twice that of the median layer: 6 dB.
+# A layer is an outlier if its error is twice that of the median layer: 6 dB.
 OUTLIER_DB = 20 * math.log10(2)
-# So does one of which a tensor loses most elements, and twice as many as in the median layer: where a few large values
-# make up the norm, SQNR says nothing of the others.
+# A layer is also an outlier if a tensor loses most of its elements, and twice as many as in the median layer: if a few
+# large values dominate the norm, SQNR does not show the loss of the others.
 OUTLIER_UNDERFLOW = 50.0
 
 
 class Kind(NamedTuple):
-    """Which tensor, and along which of its dims blocks run. Weights have square blocks: their copies are one."""
+    """A tensor and the direction of its blocks. Weights have square blocks, so both copies have equal statistics."""
 
     tensor: str
     direction: str
@@ -37,15 +37,15 @@ KINDS = (X_ROWWISE, X_COLUMNWISE, WEIGHT, DY_ROWWISE, DY_COLUMNWISE)
 
 @dataclass(frozen=True)
 class TensorReport:
-    """Figures of one tensor of one layer under one recipe, in one step.
+    """Statistics of one tensor of one layer for one recipe, in one step.
 
-    layer, tensor ("x", "w", "dy"), direction ("rowwise", "columnwise", "both"): which. recipe: how it was quantized;
-        `trains` says whether the layer really trains so, and is not only asked what if.
-    elements, nonfinite: how many; the latter are NaN or Inf. amax: the largest magnitude.
-    zeros, underflow, saturated: percent of the elements that are zero; that become zero; that are clipped.
-    scale_log2: (least, largest) log2 of block scales, None without blocks other than of zeros. histogram: {e: blocks
-        with a scale in [2^e, 2^(e+1))}.
-    sqnr_db: 10 log10(Σ x² / Σ error²). cosine: of the angle between the tensor and its decoded copy.
+    layer, tensor ("x", "w", "dy"), direction ("rowwise", "columnwise", "both"): identify the tensor.
+    recipe: how it was quantized. trains: whether the layer trains with this recipe, or it is only one of `what_if`.
+    elements, nonfinite: the number of elements, and of those that are NaN or Inf. amax: the largest magnitude.
+    zeros, underflow, saturated: percent of the elements that are zero, that become zero, and that are clipped.
+    scale_log2: (smallest, largest) log2 of block scales, None if all blocks are zero.
+    histogram: {e: number of blocks with a scale in [2^e, 2^(e+1))}.
+    sqnr_db: 10 log10(Σ x² / Σ error²). cosine: the cosine similarity of the tensor and its decoded copy.
     """
 
     layer: str
@@ -71,7 +71,7 @@ class TensorReport:
 
 @dataclass(frozen=True)
 class GradientReport:
-    """Norm of a weight's gradient (layer "" : of all layers) over the noise that quantizing x and dy adds to it."""
+    """The norm of a weight's gradient over the noise that quantizing x and dy adds to it. layer: "" for all layers."""
 
     layer: str
     recipe: str
@@ -81,7 +81,7 @@ class GradientReport:
 
 @dataclass(frozen=True)
 class Recommendation:
-    """A layer that is better kept in bf16, and why."""
+    """A layer that should stay in bf16, and the reason."""
 
     layer: str
     reason: str
@@ -89,9 +89,9 @@ class Recommendation:
 
 @dataclass(frozen=True)
 class Report:
-    """Of one step. Print it for a table of the layers that lose most, `to_dict()` for data.
+    """The report of one step. Print it for a table of the layers that lose most; `to_dict()` returns the data.
 
-    first_nonfinite: (layer, tensor) that had NaN or Inf before any other, or None.
+    first_nonfinite: the (layer, tensor) that had NaN or Inf first, or None.
     """
 
     step: int
@@ -101,15 +101,15 @@ class Report:
 
     @property
     def gradient_to_noise(self) -> float:
-        """Of the layers that train in low precision together; NaN if there is none."""
+        """The ratio for all layers that train in low precision together; NaN if there are none."""
         return next((g.to_noise for g in self.gradients if g.trains and not g.layer), math.nan)
 
     def what_if(self, recipe: str) -> dict[str, float]:
-        """{layer: the least SQNR in dB among its tensors, if it trained by `recipe`}."""
+        """Return {layer: the lowest SQNR in dB among its tensors} for training with `recipe`."""
         return {layer: min(t.sqnr_db for t in tensors) for layer, tensors in by_layer(self, recipe).items()}
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain Python values."""
+        """Return the fields as plain Python values."""
         return asdict(self)
 
     def __str__(self) -> str:
@@ -127,7 +127,7 @@ class Report:
 
 
 def by_layer(report: Report, recipe: str | None) -> dict[str, list[TensorReport]]:
-    """Tensors of each layer under `recipe`, or as they train."""
+    """Return the tensors of each layer for `recipe`; None is the recipe that the layer trains with."""
     found: dict[str, list[TensorReport]] = {}
     for tensor in report.tensors:
         if tensor.trains if recipe is None else tensor.recipe == recipe:
@@ -140,17 +140,17 @@ def _order(sqnr: float) -> float:
 
 
 def recommend(report: Report, recipe: str | None = None) -> list[Recommendation]:
-    """Layers to keep in bf16 under `recipe`, or as they train, the worst first.
+    """Return the layers to keep in bf16 for `recipe`, or for the recipes that they train with, the worst first.
 
-    Those with NaN or Inf; those whose gradient is less than √3 of its quantization noise; and those of which a tensor
-    has 6 dB less SQNR than the same tensor of the median layer, which is twice the error, or loses more than half of
-    its elements to zero, and twice as many as there.
+    These are layers with NaN or Inf; layers whose gradient is less than √3 times its quantization noise; and layers
+    with a tensor that has 6 dB less SQNR (twice the error) than the same tensor of the median layer, or that loses more
+    than half of its elements to zero, and twice as many as in the median layer.
     """
     layers = by_layer(report, recipe)
     noise = {g.layer: g.to_noise for g in report.gradients if (g.trains if recipe is None else g.recipe == recipe)}
     together = [t for tensors in layers.values() for t in tensors]
     medians_of, underflows = _medians(together, "sqnr_db"), _medians(together, "underflow")
-    # The kind of the reason comes first in the order, then how bad it is.
+    # Sorted by the kind of reason, then by severity.
     found: list[tuple[int, float, str, str]] = []
     for layer, tensors in layers.items():
         bad = next((t for t in tensors if t.nonfinite), None)
@@ -174,7 +174,7 @@ def recommend(report: Report, recipe: str | None = None) -> list[Recommendation]
 
 
 def _medians(tensors: Sequence[TensorReport], figure: str) -> dict[Kind, float]:
-    """Of tensors that lose something: zeros, and gradients of a plain sum, are exact, and no measure for others."""
+    """Return the median of a figure for each kind of tensor, without exact tensors (zeros, gradients of a sum)."""
     found: dict[Kind, list[float]] = {}
     for tensor in tensors:
         value = getattr(tensor, figure)
@@ -184,8 +184,8 @@ def _medians(tensors: Sequence[TensorReport], figure: str) -> dict[Kind, float]:
 
 
 def _behind(tensor: TensorReport, medians_of: dict[Kind, float]) -> float:
-    """By how many dB a tensor is worse than the median."""
+    """Return by how many dB a tensor is worse than the median."""
     median = medians_of.get(tensor.kind, math.nan)
     behind = median - tensor.sqnr_db
-    # No tensor of this kind loses anything.
+    # All tensors of this kind are exact.
     return -math.inf if math.isnan(behind) else behind

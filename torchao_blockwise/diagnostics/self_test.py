@@ -1,6 +1,6 @@
-"""The self-test: whether each backend computes what the reference does, and whether layers are as near to fp32 as that.
+"""The self-test, which compares each backend with the reference, and a linear layer of each recipe with fp32.
 
-Every case runs by all backends that can; a linear layer of each recipe runs forward and backward.
+Every case runs on all backends that can run it; the linear layers run forward and backward.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torchao_blockwise.diagnostics.layers import RECIPES
 from torchao_blockwise.formats import BlockFormat
 from torchao_blockwise.ops.backend import Backend, Implementation
 
-# What backends may differ by, where the order of sums is their own: two units in the last place of a bfloat16. FP8
+# The tolerance for operations in which backends sum in different orders: two units in the last place of bfloat16. FP8
 # tensor cores keep 14 bits of a sum, which is finer.
 TOLERANCE = 2.0**-7
 
@@ -29,8 +29,8 @@ TOLERANCE = 2.0**-7
 class OperationReport:
     """The backends of a case.
 
-    auto: the one that AUTO takes. passed: {backend: why it cannot} of those that cannot.
-    checks: {backend: what is wrong with its result, or ""} of those that were run.
+    auto: the backend that AUTO chooses. passed: {backend: why it cannot run the case}.
+    checks: {backend: the error of its result, or ""} for the backends that were run.
     """
 
     name: str
@@ -42,7 +42,7 @@ class OperationReport:
 
 @dataclass(frozen=True)
 class ProductReport:
-    """A GEMM of a layer: its distance from the one in fp32, relative to that, and the largest that can be right."""
+    """A GEMM of a layer. error: the relative error, compared with fp32. limit: the largest error of a right result."""
 
     recipe: str
     product: str
@@ -55,16 +55,16 @@ class ProductReport:
 
 
 def check_operations(device: torch.device, run: bool = True) -> Iterator[OperationReport]:
-    """The backends of every case on `device`; with `run` all that can compute it are compared with the reference.
+    """Yield the backends of every case on `device`; with `run`, compare all that can run it with the reference.
 
-    Builds kernels where they are not built yet, which takes a second or two each.
+    Builds kernels that are not in the cache, which takes a second or two each.
     """
     for case in cases(device):
         rows = case.op.ranked(*case.args)
         reasons = [row.reason(case.args) for row in rows]
         able = [row for row, reason in zip(rows, reasons) if reason is None]
         done = {row.backend for row in able}
-        # A backend may have several rows, of which the last one says why the backend cannot.
+        # A backend may have several implementations; the reason of the last one is reported.
         passed = {row.backend.value: reason for row, reason in zip(rows, reasons) if reason and row.backend not in done}
         checks = _checks(case, able) if run else {}
         yield OperationReport(case.op.name, case.of, able[0].backend.value, passed, checks)
@@ -88,16 +88,16 @@ def _why_wrong(row: Implementation, case: Case, expected: list[torch.Tensor]) ->
             warnings.simplefilter("ignore")
             found = _results(row, case)
     except Exception as error:
-        # Whatever a compiler or a driver raises is what is to be reported.
+        # A compiler or a driver may raise anything; report it.
         return f"{type(error).__name__}: {error}".splitlines()[0]
     off = max(_error(x, y, case.exact) for x, y in zip(found, expected, strict=True))
     if off <= (0 if case.exact else TOLERANCE):
         return ""
-    return "bits differ from the reference" if case.exact else f"off the reference by {off:.2g}"
+    return "bits differ from the reference" if case.exact else f"differs from the reference by {off:.2g}"
 
 
 def _results(row: Implementation, case: Case) -> list[torch.Tensor]:
-    """The tensors that a row gives, on the CPU; of an operation that writes in place its arguments."""
+    """Return the results of an implementation on the CPU; for an operation that writes in place, its arguments."""
     own = _compat.pytree.tree_map_only(torch.Tensor, torch.clone, list(case.args))
     with torch.no_grad():
         out = row.function(*own)
@@ -121,10 +121,9 @@ def _distance(x: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def check_layers(device: torch.device) -> Iterator[ProductReport]:
-    """Forward and backward pass of a linear layer by each recipe, compared with the same in fp32.
+    """Run forward and backward of a linear layer with each recipe, and compare the results with fp32.
 
-    Two matrices of random values with relative errors e1 and e2 have a product with error √(e1² + e2²); the limit is
-    e1 + e2.
+    The product of two random matrices with relative errors e1 and e2 has the error √(e1² + e2²); the limit is e1 + e2.
     """
     numbers = torch.Generator().manual_seed(0)
     w, x, dy = (

@@ -1,7 +1,7 @@
-"""Errors of quantization as numbers that add up: over passes, and over ranks.
+"""Statistics of quantization errors that can be accumulated over passes and ranks.
 
-A tensor in high precision and its quantized copy give a `Tally`: sums, which add, and maxima. Everything is computed on
-the tensor's device, and nothing is read back. Rows are taken some at a time, so that little memory is used.
+A high-precision tensor and its quantized copy give a `Tally` of sums and maxima. Everything is computed on the tensor's
+device, without synchronization, and in chunks of rows to save memory.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from torchao_blockwise.ops.quantization.reference import expand_blocks, value_of
 ELEMENTS, ZEROS, UNDERFLOWS, SATURATED, NONFINITE, VALUES, DECODED, ERROR, HISTOGRAM = range(9)
 AMAX, LARGEST_SCALE, SMALLEST_SCALE, FIRST_NONFINITE = range(4)
 
-# One bin for each power of two that fp32 has; scale s is in bin e + 127 for 2^e <= s < 2^(e+1).
+# One bin for each power of two in fp32; scale s is in bin e + 127 for 2^e <= s < 2^(e+1).
 BINS, EXPONENT_BIAS, _MANTISSA_BITS = 256, 127, 23
 SUMS, MAXIMA, PROBES = HISTOGRAM + BINS, 4, 64
-# A value that was clipped lies further above the largest element than fp32 rounds scales by.
+# A value counts as clipped if it exceeds the largest element by more than the rounding error of a scale in fp32.
 _CLIPPED = 1 + 2.0**-12
 _CHUNK = 2**24
 _MAGNITUDE = 2**31 - 1
 
 
 class Tally(NamedTuple):
-    """Of one tensor, or of many: `merge` adds them.
+    """Statistics of one or more tensors; `merge` adds tallies.
 
-    sums: f64 [.., SUMS]; counts are exact there. maxima: f64 [.., MAXIMA], bits of fp32 magnitudes, which keep their
-        order as integers, NaN above all; minima have their sign changed, and -inf stands for none.
+    sums: f64 [.., SUMS], in which counts are exact. maxima: f64 [.., MAXIMA], the bits of fp32 magnitudes as integers,
+        which keep the order and put NaN above all; minima are negated, and -inf stands for no values.
     """
 
     sums: torch.Tensor
@@ -40,14 +40,14 @@ class Tally(NamedTuple):
 
     @classmethod
     def empty(cls, device: torch.device, *shape: int) -> Tally:
-        """Of no tensor; `shape` of them."""
+        """Return empty tallies of this shape."""
         sums = torch.zeros((*shape, SUMS), dtype=torch.float64, device=device)
         maxima = torch.zeros((*shape, MAXIMA), dtype=torch.float64, device=device)
         maxima[..., SMALLEST_SCALE:] = -math.inf
         return cls(sums, maxima)
 
     def merge(self, other: Tally) -> None:
-        """Add `other` to this."""
+        """Add `other` in place."""
         self.sums.add_(other.sums)
         torch.maximum(self.maxima, other.maxima, out=self.maxima)
 
@@ -55,12 +55,12 @@ class Tally(NamedTuple):
 def tally(
     x: torch.Tensor, copy: Operand, order: int, *, columnwise: bool = False, groups: Groups | None = None
 ) -> tuple[Tally, torch.Tensor]:
-    """Count what `copy` loses of `x`; and Σ of squares of each token, f64 [2, M]: of its values, and of its error.
+    """Return the tally of the error of `copy`, and f64 [2, M] with Σ value² and Σ error² for each token.
 
-    x: [.., M, K] bf16 | f16 | f32. copy: a result of `ops.quantize` for it, the columnwise one where it says so, or of
-        tokens in `groups`; rows after the last group are not counted.
-    order: a number that says when `x` was seen, for the first one with NaN or Inf.
-    Elements that are NaN or Inf are counted, and make the sums NaN.
+    x: [.., M, K] bf16 | f16 | f32. copy: the rowwise result of `ops.quantize` for `x`, or with `columnwise` the
+        columnwise one; may be quantized in `groups`, then rows after the last group are not counted.
+    order: increases with time, to find the first tensor with NaN or Inf.
+    NaN and Inf are counted, and make the sums NaN.
     """
     result = Tally.empty(x.device)
     tokens = result.sums.new_zeros(2, x.shape[-2])
@@ -85,7 +85,7 @@ def _tally_matrix(
         counted = counted[None] if columnwise else counted[:, None]
         source = padded_rows(groups.ends, x.shape[0], fmt.block[1]) if columnwise else None
         if factor is not None:
-            # As it meets the grid of block scales.
+            # Expanded to the grid of block scales.
             factor = value_of_blocks(factor, x.shape[0], groups.ends, fmt.block[1], columnwise)
     scale = copy.scale.float() if factor is None else copy.scale.float() * factor
     grid = scale.mT if fmt.transposed_scales else scale
@@ -99,11 +99,11 @@ def _tally_matrix(
         rows = grid[first : first + fmt.grid(*elements.shape)[0]]
         decoded, is_largest = elements * expand_blocks(rows, fmt, *elements.shape), elements.abs() == fmt.element.max
         if source is not None:
-            # Back from groups that are padded to the tokens.
+            # From padded groups back to tokens.
             decoded, is_largest = (
                 t.new_zeros(len(t), x.shape[0] + 1).index_copy(1, source, t) for t in (decoded, is_largest)
             )
-        # Behind the columns there may be padding.
+        # There may be padding after the last column.
         decoded, is_largest = (t[:, : values.shape[1]] for t in (decoded, is_largest))
         part = slice(start, start + step)
         inside = counted if counted is None or columnwise else counted[part]
@@ -134,17 +134,17 @@ def _add_elements(
     found = [count, *(t.sum() for t in (zero, underflow, saturated, ~values.isfinite()))]
     result.sums[: NONFINITE + 1] += torch.stack(found)
     result.sums[DECODED] += torch.linalg.vector_norm(decoded, dtype=torch.float64).square()
-    # A NaN may come out of it with a sign.
+    # The maximum may be a NaN with a sign bit.
     amax = (magnitude.max().view(torch.int32) & _MAGNITUDE).double()
     result.maxima[AMAX] = torch.maximum(result.maxima[AMAX], amax)
 
 
 def _add_scales(result: Tally, copy: Operand, scale: torch.Tensor) -> None:
-    """Block scales as they decode; those of blocks of zeros, padding among them, are in bin 0 and no extremes."""
+    """Add decoded block scales; blocks of zeros, which include padding, go to bin 0 and not into the extremes."""
     if not scale.numel():
         return
     fmt, zero = copy.format, scale.new_zeros(())
-    # The larger one of both ways to round scales.
+    # The larger of the scales that the two ways of rounding give.
     of_zeros = fmt.compute_scales(zero, zero + 1 if fmt.has_global_scale else None, fmt.has_power_of_2_scales).scale
     is_zero = (copy.scale.float() <= of_zeros.float()).flatten()
     bits = (scale.flatten().view(torch.int32) & _MAGNITUDE).long()
@@ -155,13 +155,13 @@ def _add_scales(result: Tally, copy: Operand, scale: torch.Tensor) -> None:
 
 
 # --- the gradient of a weight -----------------------------------------------------------------------------------------
-# dw = Σ over tokens of dy · x. Its norm is estimated from random projections, which add up over tokens, passes and
-# ranks as gradients do: with signs u, v and r, s = Σ r · (u·dy) · (v·x) has the mean square |dw|². It costs some floats
-# a token, where dw itself would be a GEMM in high precision, with x saved for it.
+# dw = Σ over tokens of dy · x. Its norm is estimated from random projections, which can be summed over tokens, passes
+# and ranks as gradients are: with random signs u, v and r, s = Σ r · (u·dy) · (v·x) has the mean square |dw|². That
+# takes a few floats for each token; dw itself would take a high-precision GEMM and a saved x.
 
 
 def project(x: torch.Tensor, seed: int, first: int = 0) -> torch.Tensor:
-    """x [T, K] times random signs [K, PROBES], f32: columns `first` and later of a tensor that may be split."""
+    """Return x [T, K] @ random signs [K, PROBES], f32. first: the index of the first column, if x is split."""
     signs = _signs(torch.arange(first, first + x.shape[1], device=x.device), seed)
     step = max(1, _CHUNK // max(1, x.shape[1]))
     parts = [x[start : start + step].float() @ signs for start in range(0, x.shape[0], step)]
@@ -171,7 +171,10 @@ def project(x: torch.Tensor, seed: int, first: int = 0) -> torch.Tensor:
 def gradient_probes(
     x: torch.Tensor, dy: torch.Tensor, groups: Groups | None, seed: int, first_group: int
 ) -> torch.Tensor:
-    """Σ over tokens of r · dy · x, of projections [T, PROBES]: f64 [PROBES]. r: signs of each group, 0 in none."""
+    """Return Σ over tokens of r · dy · x for projections [T, PROBES], f64 [PROBES].
+
+    r: a random sign for each group, 0 for tokens in no group.
+    """
     products = dy.double() * x.double()
     if groups is not None:
         tokens = torch.arange(x.shape[0], device=x.device, dtype=torch.int32)
@@ -183,15 +186,15 @@ def gradient_probes(
 
 
 def gradient_noise(x: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
-    """Σ |error|² that quantizing along tokens makes in dw, if errors of tokens are independent; f64.
+    """Return Σ |error|² in dw from quantizing x and dy, if errors of tokens are independent; f64.
 
-    x, dy: squares of tokens as `tally` gives them.
+    x, dy: squares for each token, as returned by `tally`.
     """
     return (dy[1] * x[0] + dy[0] * x[1]).sum()
 
 
 def _signs(index: torch.Tensor, seed: int) -> torch.Tensor:
-    """±1 f32 [n, PROBES], decided by index and seed only: bits of a hash."""
+    """Return ±1, f32 [n, PROBES], from bits of a hash of index and seed."""
     start = (seed + 1) * 0x2545F4914F6CDD1D % 2**63
     mixed = (index.long() + 1) * 0x1E3779B97F4A7C15 + start
     for shift, factor in ((31, 0x7FB5D329728EA185), (27, 0x01DADEF4BC2DD44D), (33, 1)):

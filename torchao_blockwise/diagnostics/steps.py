@@ -1,4 +1,4 @@
-"""A training step of a model, real or of fake tensors, whose memory is counted; and its undoing."""
+"""Run a training step with real or fake tensors, count its memory, and undo it."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ Loss = Callable[[Any], torch.Tensor]
 
 
 class NothingToDifferentiate(ValueError):
-    """Nothing that a model returns requires a gradient."""
+    """Raised if no output of a model requires a gradient."""
 
 
 class Step(NamedTuple):
-    """Bytes of a forward and backward pass; see `memory.Bytes`. peak: with what gradients are added to."""
+    """Bytes of a forward and backward pass; see `memory.Bytes`. peak: includes `main_grad` buffers."""
 
     copies: int
     gradients: int
@@ -36,7 +36,11 @@ class Step(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """The inputs of a step: tensors in the places of a model's own, by name; a batch; and a context, if any."""
+    """The inputs of a step.
+
+    tensors: replace the model's Parameters and buffers, by name. batch: the model's arguments. mode: a context for the
+    step.
+    """
 
     tensors: Mapping[str, torch.Tensor]
     batch: Sequence[Any]
@@ -44,9 +48,9 @@ class Inputs(NamedTuple):
 
 
 class _Within(nn.Module):
-    """A module around a model: what is done in its forward pass is done while other tensors are in the model's places.
+    """Wraps a model so that `functional_call` keeps the replaced tensors in place during backward too.
 
-    Backward too, which may recompute forward.
+    Backward may recompute parts of forward, so `body` runs both within this module's forward pass.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -60,7 +64,7 @@ class _Within(nn.Module):
 
 
 def run_step(model: nn.Module, inputs: Inputs, loss: Loss | None) -> Step:
-    """Forward and backward pass, counted. What is there before is not counted as saved."""
+    """Run forward and backward, and return their bytes. Tensors that existed before do not count as saved."""
     weights = [x for x in inputs.tensors.values() if x.requires_grad]
     before = [*inputs.tensors.values(), *_compat.pytree.tree_leaves(list(inputs.batch))]
     own = {storage_of(x) for x in plain_tensors(before)}
@@ -70,7 +74,7 @@ def run_step(model: nn.Module, inputs: Inputs, loss: Loss | None) -> Step:
         for part in plain_tensors(x):
             if storage_of(part) not in own:
                 saved[storage_of(part)] = StorageWeakRef(part.untyped_storage()), part.untyped_storage().nbytes()
-        # The tensor itself, where a node saves its own result, would hold the node that holds it.
+        # If a node saves its own result, saving the tensor itself would create a reference cycle with the node.
         return x.detach()
 
     hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x)
@@ -79,7 +83,7 @@ def run_step(model: nn.Module, inputs: Inputs, loss: Loss | None) -> Step:
         with hooks:
             total = _scalar(forward(), loss)
         nbytes = sum(nbytes for ref, nbytes in saved.values() if not ref.expired())
-        # Edges, not weights: a subclass would be asked, and what checkpointing recomputes inside would not be.
+        # Edges and not weights: passing tensor subclasses would dispatch to them, and disable it for recomputation.
         edges = [torch.autograd.graph.get_gradient_edge(p) for p in weights]
         return nbytes, torch.autograd.grad(total, edges, allow_unused=True)
 
@@ -98,7 +102,7 @@ def run_step(model: nn.Module, inputs: Inputs, loss: Loss | None) -> Step:
 
 
 def _scalar(out: Any, loss: Loss | None) -> torch.Tensor:
-    """The scalar that is differentiated. It lives as long as the result does, as in a training loop."""
+    """Return the scalar to differentiate. The model's output stays alive meanwhile, as in a training loop."""
     if loss is not None:
         return loss(out)
     own = getattr(out, "loss", None)
@@ -106,7 +110,7 @@ def _scalar(out: Any, loss: Loss | None) -> torch.Tensor:
         return own
     asked = [x.sum() for x in _compat.pytree.tree_leaves(out) if isinstance(x, torch.Tensor) and x.requires_grad]
     if not asked:
-        raise NothingToDifferentiate("memory_report: nothing that the model returns asks for a gradient; pass loss=")
+        raise NothingToDifferentiate("memory_report: no output of the model requires a gradient; pass loss=")
     total = asked[0]
     for x in asked[1:]:
         total = total + x
@@ -114,23 +118,23 @@ def _scalar(out: Any, loss: Loss | None) -> torch.Tensor:
 
 
 def nbytes_of(tensors: Sequence[torch.Tensor]) -> int:
-    """Bytes of the storages of tensors, of subclasses those of their inner tensors, each counted once."""
+    """Return the bytes of the storages of tensors, each counted once; for subclasses those of their inner tensors."""
     return sum({storage_of(x): x.untyped_storage().nbytes() for x in plain_tensors(tensors)}.values())
 
 
-# --- real and fake ----------------------------------------------------------------------------------------------------
+# --- real and fake inputs ---------------------------------------------------------------------------------------------
 
 
 def real_inputs(model: nn.Module, batch: Sequence[Any]) -> Inputs:
-    """The model's own weights, and copies of its buffers."""
+    """Return inputs with the model's Parameters and copies of its buffers."""
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     return Inputs({**dict(model.named_parameters()), **buffers}, batch, contextlib.nullcontext())
 
 
 def fake_inputs(model: nn.Module, batch: Sequence[Any], dtype: torch.dtype | None = None) -> Inputs:
-    """Fake tensors, on the model's device, or on the CPU for a model without values.
+    """Return inputs of fake tensors on the model's device, or on the CPU for a model on the meta device.
 
-    dtype: of all floating-point values, which are plain tensors then, as in a model that is not converted.
+    dtype: for all floating-point tensors, which are then plain tensors, as in a model that is not converted.
     """
 
     def plain(x: torch.Tensor, dtype: torch.dtype | None = dtype) -> torch.Tensor:
@@ -156,17 +160,17 @@ def fake_inputs(model: nn.Module, batch: Sequence[Any], dtype: torch.dtype | Non
         return Inputs(tensors, _compat.pytree.tree_map_only(torch.Tensor, plain, list(batch)), mode)
 
 
-# --- undoing ----------------------------------------------------------------------------------------------------------
+# --- undoing a step ---------------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def undone(model: nn.Module) -> Iterator[None]:
-    """A context in which the model trains, after which it is what it was: modes, random states, what weights keep."""
+    """A context in which the model is in training mode; restores modes, random states and state of weights at exit."""
     modes = {module: module.training for module in model.modules()}
     devices = sorted({p.device.index for p in model.parameters() if p.is_cuda})
     given = {p: getattr(p, "main_grad", None) for p in model.parameters()}
     main_grads = {p: main_grad for p, main_grad in given.items() if isinstance(main_grad, torch.Tensor)}
-    # What a quantized weight was made of: kept until a product reads it, or an optimizer takes it for a master.
+    # The values that a quantized weight was made of, kept until a GEMM reads it or an optimizer uses them as master.
     pending = {p: p.pending_master for p in model.parameters() if isinstance(p, QuantizedTensor)}
     held = [getattr(_compat.local_of(p), "rounding_key", None) for p in model.parameters()]
     keys = {key: key.clone() for key in held if key is not None}
@@ -179,7 +183,7 @@ def undone(model: nn.Module) -> Iterator[None]:
             model.train()
             yield
     finally:
-        # What a step leaves in cycles holds weights, and nothing could be converted.
+        # Reference cycles of the step hold weights, which could then not be converted.
         gc.collect()
         for module, training in modes.items():
             module.training = training

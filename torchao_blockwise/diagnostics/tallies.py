@@ -1,4 +1,4 @@
-"""Tallies of all layers, on the device, and the report that comes of them: one sum over ranks, one copy to the host."""
+"""Tallies of all layers on the device, and their report, made with one sum over ranks and one copy to the host."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from torchao_blockwise.diagnostics.statistics import DECODED, ERROR, HISTOGRAM, 
 
 
 class Tallies:
-    """Of layers × kinds of tensors × recipes; and of layers, what their gradients and the noise in them add up to.
+    """Tallies for layers × kinds of tensors × recipes, and for each layer the sums for its gradient and noise.
 
-    trained: the recipe that each layer really trains by, of those that do.
+    trained: the recipe that each converted layer trains with.
     """
 
     def __init__(
@@ -37,14 +37,14 @@ class Tallies:
         Tally(*(t[index] for t in self._all)).merge(Tally(*(t.to(self.device) for t in tally)))
 
     def add_gradient(self, layer: str, probes: torch.Tensor, noise: Mapping[str, torch.Tensor]) -> None:
-        """probes: of `statistics.gradient_probes`. noise: by recipe, of `statistics.gradient_noise`."""
+        """probes: from `statistics.gradient_probes`. noise: by recipe, from `statistics.gradient_noise`."""
         index = self.index[layer]
         self._probes[index] += probes.to(self.device)
         for recipe, value in noise.items():
             self._noise[index, self.recipes.index(recipe)] += value.to(self.device)
 
     def take(self, step: int, group: dist.ProcessGroup | None) -> Report:
-        """The report of all that ranks have added, and start again from zero."""
+        """Return the report of everything that all ranks have added, and reset the tallies."""
         tensors = self._all.sums, self._probes, self._noise, self._all.maxima
         added, maxima = torch.cat([t.flatten() for t in tensors[:3]]), tensors[3].flatten()
         if group is not None:
@@ -85,7 +85,7 @@ class Tallies:
 
 
 def tensor_report(layer: str, kind: Kind, recipe: str, trains: bool, tally: Tally) -> TensorReport:
-    """Figures of one tensor from its tally."""
+    """Compute the report of one tensor from its tally."""
     sums, maxima = (t.tolist() for t in tally)
     elements, *counts, nonfinite = map(int, sums[:VALUES])
     zeros, underflow, saturated = (100 * count / elements for count in counts)
@@ -124,7 +124,7 @@ def _quotient(value: float, by: float) -> float:
 
 
 def _ratio(squares: Sequence[tuple[float, float]]) -> float:
-    """Norm of gradients over that of the noise in them."""
+    """Return the norm of gradients over the norm of their noise."""
     square, noise = (sum(values) for values in zip(*squares)) if squares else (0.0, 0.0)
     return math.nan if square == noise == 0 else math.sqrt(_quotient(square, noise))
 

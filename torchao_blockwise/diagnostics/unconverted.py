@@ -1,6 +1,6 @@
-"""Products with weights that are not converted, seen where PyTorch is asked for them in the forward pass of a layer.
+"""Observe GEMMs of layers that are not converted, by intercepting PyTorch functions in the layers' forward passes.
 
-A converted layer tells what it quantizes; of another one the product is known by its weight.
+Converted layers report what they quantize themselves; for others, a GEMM is attributed to a layer by its weight.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from torchao_blockwise import _compat
 
-# A function of x, the weight, where groups end or None, and the result.
+# A function of x, the weight, the ends of groups or None, and the result.
 SeesProduct = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor], None]
 
 
@@ -34,16 +34,16 @@ class _Products(TorchFunctionMode):
             self._see(x, weight, None, out)
         elif func in self._grouped:
             ends = args[2] if len(args) > 2 else kwargs.get("offs")
-            # Without ends experts are a batch, which low precision does not take.
+            # Without ends this is a batched GEMM, which has no low-precision version.
             if ends is not None and args[0].dim() == 2:
                 self._see(args[0], args[1], ends, out)
         return out
 
 
 def watch_products(modules: Iterable[nn.Module], see: SeesProduct) -> ExitStack:
-    """Let `see` know of linear and grouped products in the forward passes of `modules` until the stack is closed."""
+    """Call `see` for linear and grouped GEMMs in the forward passes of `modules` until the stack is closed."""
     stack = ExitStack()
-    # Of each thread: modules that run now, one inside of the other, and the mode of the outermost one.
+    # For each thread: the depth of nested modules that are running, and the mode that the outermost one entered.
     running = threading.local()
 
     def enter(module: nn.Module, args: Any) -> None:

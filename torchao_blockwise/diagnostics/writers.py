@@ -1,6 +1,6 @@
-"""Where reports go: CSV, TensorBoard, Weights & Biases, and an HTML page.
+"""Writers of reports: CSV, TensorBoard, Weights & Biases, and an HTML page.
 
-The page is in page/: page.html, style.css, and script.js, which draws from the data that is put next to it.
+The page is made from page/: page.html, style.css, and script.js, which draws the embedded data.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from typing import Any, Protocol
 from torchao_blockwise.diagnostics.records import KINDS, Report, TensorReport, recommend
 
 _PAGE = Path(__file__).parent / "page"
-# Reports that curves show; when there are more, every other one is left out.
+# The number of reports that curves show; when there are more, every other one is dropped.
 _MOST_REPORTS = 256
 
 
 class Writer(Protocol):
-    """Takes reports."""
+    """Receives reports."""
 
     def write(self, report: Report) -> None: ...
 
@@ -30,7 +30,7 @@ class Writer(Protocol):
 
 
 def _writable(path: str | os.PathLike[str]) -> Path:
-    """`path`, in a folder that is made if need be; raises OSError now, and not after a step of training."""
+    """Return `path` after creating its folder; raises OSError now rather than after a training step."""
     file = Path(path)
     file.parent.mkdir(parents=True, exist_ok=True)
     file.open("a", encoding="utf-8").close()
@@ -38,10 +38,10 @@ def _writable(path: str | os.PathLike[str]) -> Path:
 
 
 class CSVWriter:
-    """A row for each tensor of each report; a file that exists is continued.
+    """Append a row for each tensor of each report to a CSV file.
 
-    Columns are the fields of `TensorReport` and `gradient_to_noise` of the layer; `histogram` reads "e:blocks ...".
-    Raises OSError where the file cannot be written.
+    Columns are the fields of `TensorReport` and `gradient_to_noise` of the layer; `histogram` is "e:blocks ...".
+    Raises OSError if the file cannot be written.
     """
 
     columns = ("step", *(field.name for field in fields(TensorReport)), "gradient_to_noise")
@@ -69,7 +69,7 @@ def _cell(value: Any) -> Any:
 
 
 def scalars(report: Report) -> Iterator[tuple[str, float]]:
-    """(tag, figure) of what trains, and of the least SQNR of each layer under each other recipe.
+    """Yield (tag, value) for the recipes that train, and the lowest SQNR of each layer for each other recipe.
 
     "numerics/gradient_to_noise", "sqnr_db/layers.0.up/dy rowwise", "what_if/nvfp4/layers.0.up", ..
     """
@@ -89,7 +89,7 @@ def scalars(report: Report) -> Iterator[tuple[str, float]]:
 
 
 class TensorBoardWriter:
-    """Scalars in a TensorBoard folder; needs the package tensorboard."""
+    """Write scalars to a TensorBoard folder; needs the package tensorboard."""
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -106,7 +106,7 @@ class TensorBoardWriter:
 
 
 class WandbWriter:
-    """Scalars, to a run of Weights & Biases: the one that the program has begun, or a new one by `wandb.init(**init)`.
+    """Log scalars to the active Weights & Biases run, or to a new one from `wandb.init(**init)`.
 
     Needs the package wandb.
     """
@@ -118,7 +118,7 @@ class WandbWriter:
         self._run = run or wandb.run or wandb.init(**init)
 
     def write(self, report: Report) -> None:
-        # With a separate step: W&B refuses steps that are not larger than the last one, and the program logs too.
+        # A separate step metric: W&B refuses steps that are not larger than the last one, and the program logs too.
         self._run.log({"numerics/step": report.step, **dict(scalars(report))})
 
     def close(self) -> None:
@@ -127,10 +127,10 @@ class WandbWriter:
 
 
 class HTMLWriter:
-    """A page with what to look at first, curves over steps, a table of layers, and what other recipes would lose.
+    """Write an HTML page with recommendations, curves over steps, a table of layers, and the error of other recipes.
 
-    Curves show reports since this writer was made, of many every other one; all else is of the last report. The page
-    needs no network. Raises OSError where the file cannot be written.
+    Curves show the reports since this writer was made, thinned out if there are many; all else shows the last report.
+    The page needs no network. Raises OSError if the file cannot be written.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -142,17 +142,17 @@ class HTMLWriter:
             del self._history[1::2]
         self._history.append(_in_short(report))
         page = (_PAGE / "page.html").read_text(encoding="utf-8")
-        # NaN and Infinity are JavaScript, too.
+        # The NaN and Infinity that `json` writes are valid JavaScript.
         data = json.dumps(_page_data(report, self._history), ensure_ascii=False, separators=(",", ":"))
         parts = {
             "/*STYLE*/": (_PAGE / "style.css").read_text(encoding="utf-8"),
             "/*SCRIPT*/": (_PAGE / "script.js").read_text(encoding="utf-8"),
-            # No name of a layer ends the element that the data is in.
+            # Escaped, so that no name of a layer can close the <script> element.
             "/*DATA*/": data.replace("<", "\\u003c"),
         }
         for mark, text in parts.items():
             page = page.replace(mark, text)
-        # Whoever reloads the page meanwhile sees the old one or the new one.
+        # Replaced atomically, in case the page is reloaded meanwhile.
         new = self.path.with_name(self.path.name + ".new")
         new.write_text(page, encoding="utf-8")
         os.replace(new, self.path)
@@ -161,7 +161,7 @@ class HTMLWriter:
 
 
 def _in_short(report: Report) -> dict[str, Any]:
-    """The figures that curves over steps show; the ratio of what trains is that of the recipe ""."""
+    """Return the values that curves show; the recipe "" stands for the recipes that the layers train with."""
     sqnr: dict[str, dict[str, dict[str, float]]] = {}
     for tensor in report.tensors:
         sqnr.setdefault(tensor.layer, {}).setdefault(tensor.recipe, {})[str(tensor.kind)] = round(tensor.sqnr_db, 3)

@@ -1,1 +1,1 @@
-"""Training frameworks: a module for each, imported only by who uses it."""
+"""Integrations with training frameworks and inference engines. Import the module of the framework that you use."""

@@ -4,7 +4,7 @@
 
     trainer = Trainer(plugins=[BlockwisePrecision("fp8")])
 
-With `ModelParallelStrategy` convert before you shard, in `configure_model`:
+With `ModelParallelStrategy`, convert before sharding, in `configure_model`:
 
     self.trainer.precision_plugin.convert_module(self.model)
     fully_shard(self.model)
@@ -35,7 +35,7 @@ _versions.require("lightning", (2, 4))
 from lightning.pytorch import Callback  # noqa: E402  # after its version is known
 from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision  # noqa: E402
 
-# By name, what Lightning's own plugin does to all that is not converted.
+# {name: Lightning's plugin, which handles everything that is not converted}
 _PRECISIONS: dict[str, Callable[[], Precision]] = {
     "32-true": Precision,
     "bf16-mixed": lambda: MixedPrecision("bf16-mixed", "cuda" if torch.cuda.is_available() else "cpu"),
@@ -45,12 +45,12 @@ _OF_OTHERS = "forward_context", "tensor_init_context", "module_init_context", "c
 
 
 class BlockwisePrecision(Precision):
-    """`Trainer(plugins=[BlockwisePrecision("fp8")])`: converts the module before its optimizers are made.
+    """`Trainer(plugins=[BlockwisePrecision("fp8")])` converts the module before its optimizers are made.
 
     recipe: "fp8", "nvfp4", or a training config.
-    precision: of all else, as `Trainer(precision=...)`: "32-true", "bf16-mixed" or "bf16-true".
-    filter_fn: which layers; default `recommended_layers(module, config)`.
-    Raises ValueError for another name, and where nothing is converted.
+    precision: for everything else, as in `Trainer(precision=...)`: "32-true", "bf16-mixed" or "bf16-true".
+    filter_fn: the layers to convert; default `recommended_layers(module, config)`.
+    Raises ValueError for another name, and if no layer is converted.
     """
 
     def __init__(
@@ -70,14 +70,14 @@ class BlockwisePrecision(Precision):
             setattr(self, method, getattr(self._others, method))
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Convert `module` in place, unless a part of it is converted; returns it."""
+        """Convert `module` in place, unless a layer of it is already converted; return it."""
         self._module = module
         if is_converted(module):
             return module
         return convert(self._others.convert_module(module), self.config, self._filter_fn)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of the recipe, which checkpoints hold next to that of the module."""
+        """Return the `recipe_state` of the module, which Lightning saves in checkpoints."""
         return {} if self._module is None else recipe_state(self._module)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -86,7 +86,7 @@ class BlockwisePrecision(Precision):
 
 
 class UnchangedWeights(Callback):
-    """Quantizes each weight once an optimizer step: its microbatches run in `weights_unchanged(module, keep)`."""
+    """Quantize each weight once for each optimizer step: microbatches run in `weights_unchanged(module, keep)`."""
 
     def __init__(self, keep: str = "rowwise") -> None:
         self._scope = OpenScope(keep)
@@ -101,7 +101,7 @@ class UnchangedWeights(Callback):
 
 
 class Numerics(Callback):
-    """Makes a monitor of the module when training begins, steps it after each optimizer step and closes it at the end.
+    """Make a monitor when training begins, call its `step()` after each optimizer step, and close it at the end.
 
     make: module -> a monitor with `step()` and `close()`, as `lambda module: NumericsMonitor(module, every=100)`.
     """
@@ -115,7 +115,7 @@ class Numerics(Callback):
         self.monitor, self._steps = self._make(pl_module), trainer.global_step
 
     def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-        # Not after each microbatch.
+        # Only after an optimizer step, not after each microbatch.
         if trainer.global_step != self._steps:
             self._steps = trainer.global_step
             self.monitor.step()

@@ -1,4 +1,4 @@
-"""Options of a conversion as JSON has them: fields of a training config and of `Selection`."""
+"""Options of a conversion as a JSON object: the fields of a training config and of `Selection`."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ from torchao_blockwise.tensors.config import without_removed
 
 @dataclass(frozen=True, kw_only=True)
 class Selection:
-    """Which of the `recommended_layers` are converted, and which others.
+    """The layers to convert, starting from `recommended_layers`.
 
-    include, exclude: patterns of fully qualified names, as `fnmatch` has them: "layers.0.*", "*.wo". A layer is
-        converted if one of `include` matches and none of `exclude` does. A pattern that matches nothing is an error.
-    experts: also weights of experts. lm_head: also output heads. Routers are never converted.
-    min_features: leave out layers that are smaller in one dim.
-    keep_last_blocks: how many of the last blocks to leave in high precision, or which share of them, as 0.15; None is
-        what the recipe says, 15 % in NVFP4, none in FP8.
+    include, exclude: `fnmatch` patterns of fully qualified names, such as "layers.0.*" or "*.wo". A layer is converted
+        if at least one pattern of `include` and none of `exclude` matches. A pattern that matches nothing is an error.
+    experts: whether to convert weights of experts. lm_head: whether to convert output heads. Routers are never
+        converted.
+    min_features: leave out layers with fewer in_features or out_features.
+    keep_last_blocks: the number of blocks at the end to leave in high precision, or their share, such as 0.15; None is
+        the default of the recipe: 15 % in NVFP4, none in FP8.
     fuse: let layers that read one activation share its quantized copies; see `fuse`.
     """
 
@@ -45,14 +46,14 @@ class Selection:
                 raise TypeError(f"{option}: must be a list of patterns, got {getattr(self, option)!r}; write [...]")
 
     def filter_for(self, model: nn.Module, config: TrainingConfig) -> Filter:
-        """The filter of `quantize_(model, config)`; raises ValueError for patterns that match none of its layers."""
+        """Return the filter for `quantize_(model, config)`; raise ValueError for patterns that match no layer."""
         names = [fqn for fqn, module in model.named_modules() if (is_linear() | experts()).is_about(module)]
         for pattern in (*self.include, *self.exclude):
             if not fnmatch.filter(names, pattern):
-                # One name for each kind of layer.
+                # One example for each name without numbers.
                 kinds = {".".join(part for part in name.split(".") if not part.isdigit()): name for name in names}
                 raise ValueError(
-                    f"pattern {pattern!r} matches no linear layer and no experts of this model; layers are called "
+                    f"pattern {pattern!r} matches no linear layer and no experts of this model; names of layers are "
                     f"{', '.join(map(repr, kinds.values()))}; fix the pattern or leave it out"
                 )
 
@@ -66,10 +67,10 @@ class Selection:
 
 
 def parse(recipe: str, given: Mapping[str, Any]) -> tuple[TrainingConfig, Selection]:
-    """The training config and the selection of these options; recipe: "fp8" or "nvfp4".
+    """Return the training config and the selection for these options. recipe: "fp8" or "nvfp4".
 
-    Trainers step master weights, so `master_weights` is not an option.
-    Raises ValueError for a name that is none of them, and as both do for values; TypeError for a wrong type.
+    `master_weights` is not an option, since trainers update master weights.
+    Raises ValueError for an unknown option and for invalid values, TypeError for a wrong type.
     """
     if recipe not in RECIPES:
         raise ValueError(nearest("format", recipe, RECIPES))
@@ -88,9 +89,9 @@ def parse(recipe: str, given: Mapping[str, Any]) -> tuple[TrainingConfig, Select
 
 
 def convert_selected(model: nn.Module, config: TrainingConfig, selection: Selection) -> None:
-    """Convert what is selected of `model`, in place; the report goes to the log.
+    """Convert the selected layers of `model`, in place, and log the report.
 
-    Raises ValueError where nothing is selected, and as `Selection.filter_for` and `quantize_` do.
+    Raises ValueError if no layer is selected, and as `Selection.filter_for` and `quantize_` do.
     """
     convert(model, config, selection.filter_for(model, config), fused=selection.fuse)
     logging.getLogger().info(f"Converted by torchao_blockwise:\n{conversion_report(model)}")

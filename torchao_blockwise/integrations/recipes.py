@@ -1,4 +1,4 @@
-"""Shared by the files of frameworks: recipes by name, a conversion that must find something, and a scope."""
+"""Helpers that the integrations share: recipes by name, conversion, and a scope for callbacks."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ RECIPES: dict[str, type[TrainingConfig]] = {"fp8": BlockwiseFP8TrainingConfig, "
 
 
 def resume_recipe(model: nn.Module, saved: Mapping[str, Mapping[str, int]]) -> None:
-    """`load_recipe_state` of what one rank has saved for all: each keeps its seed, and all have drawn as often."""
+    """Load a `recipe_state` that one rank saved for all: each rank keeps its seed and takes the number of draws."""
     own = recipe_state(model)
     load_recipe_state(model, {name: {**state, "seed": own.get(name, state)["seed"]} for name, state in saved.items()})
 
 
 def nearest(what: str, name: object, known: Iterable[str]) -> str:
-    """A sentence about an unknown name: what there is, and which of it is spelled nearly so."""
+    """Return a message about an unknown name, with the known names and the most similar one."""
     known = list(known)
     return f"{what} must be one of {known}, got {name!r}{did_you_mean(name, known)}"
 
 
 def config_of(kind: type[TrainingConfig], options: Mapping[str, Any]) -> TrainingConfig:
-    """`kind(**options)`, where `out_dtype` may be a name, as JSON has it: "bfloat16"."""
+    """Return `kind(**options)`; `out_dtype` may be the name of a dtype, such as "bfloat16"."""
     dtype = options.get("out_dtype")
     if isinstance(dtype, str):
         options = {**options, "out_dtype": getattr(torch, dtype.removeprefix("torch."), dtype)}
@@ -51,7 +51,7 @@ def config_of(kind: type[TrainingConfig], options: Mapping[str, Any]) -> Trainin
 
 
 def training_config(recipe: str | TrainingConfig) -> TrainingConfig:
-    """The config of a recipe's name, "fp8" or "nvfp4", with its defaults; a config is returned as it is.
+    """Return the default config for the name of a recipe, "fp8" or "nvfp4"; a config is returned unchanged.
 
     Raises ValueError for another name, TypeError for another type.
     """
@@ -69,21 +69,21 @@ def convert(
     filter_fn: Callable[[nn.Module, str], bool] | None = None,
     fused: bool = False,
 ) -> nn.Module:
-    """`quantize_(model, config, filter_fn)`, in place; returns `model`.
+    """Call `quantize_(model, config, filter_fn)`, which works in place, and return `model`.
 
     filter_fn: default `recommended_layers(model, config)`.
-    fused: whether `fuse(model)` is called, too.
-    Raises ValueError if that converts nothing.
+    fused: whether to call `fuse(model)` too.
+    Raises ValueError if no layer is converted.
     """
     with warnings.catch_warnings():
-        # It is an error here.
+        # Below, an error is raised instead.
         warnings.filterwarnings("ignore", message="quantize_: nothing of")
         quantize_(model, config, filter_fn=filter_fn or recommended_layers(model, config))
     report = conversion_report(model)
     if not report.totals["converted"]:
         raise ValueError(
-            f"{type(model).__name__}: no layer was converted, of {report.totals['layers']} linear layers and experts; "
-            f"widen the filter, or train it without a recipe\n{report}"
+            f"{type(model).__name__}: no layer was converted out of {report.totals['layers']} linear layers and "
+            f"experts; widen the filter, or train the model without a recipe\n{report}"
         )
     if fused:
         fuse(model)
@@ -96,7 +96,7 @@ def is_converted(model: nn.Module) -> bool:
 
 
 class OpenScope:
-    """A `weights_unchanged` that callbacks enter and leave: `enter` again and `leave` again do nothing."""
+    """A `weights_unchanged` scope for callbacks; repeated calls of `enter` or `leave` do nothing."""
 
     def __init__(self, keep: str) -> None:
         self._keep = keep

@@ -1,11 +1,11 @@
-"""torchtitan from 0.3: its models are built converted, by one line on the command line.
+"""torchtitan 0.3 or newer: one command-line option makes it build converted models.
 
     --override.imports torchao_blockwise.integrations.torchtitan.fp8
     --override.imports 'torchao_blockwise.integrations.torchtitan.nvfp4={"keep_last_blocks": 2}'
 
-or in a config, `model_registry(flavor, converters=[BlockwiseConverter.Config(format="fp8", options={...})])`. The
-options are the fields of `Selection` and those of the training config. docs/integrations.md has all of it. A model is
-built and converted on the meta device, before it is parallelized and initialized.
+In a config, use `model_registry(flavor, converters=[BlockwiseConverter.Config(format="fp8", options={...})])`. The
+options are the fields of `Selection` and of the training config; docs/integrations.md describes them. A model is built
+and converted on the meta device, before it is parallelized and initialized.
 """
 
 from __future__ import annotations
@@ -36,20 +36,21 @@ from torchao_blockwise.nn import sac_save_list
 from torchao_blockwise.nn.converted import KNOWN_FORWARDS, ConvertedLinear
 from torchao_blockwise.tensors import MasterWeightTensor
 
-# It calls `F.linear` with its weight, or with what this rank has of it.
+# It calls `F.linear` with its weight, or with this rank's shard of it.
 KNOWN_FORWARDS.add(ScaledBiasRowwiseLinear.forward)
 
 
-# A factory sees no names, so these take the whole model. torchtitan knows overrides by their functions' modules.
+# These override the config of the whole model, since factories of layers do not see names. torchtitan identifies
+# overrides by the modules of their functions.
 @override(target=BaseModel.Config, description="blockwise FP8")
 def fp8(config: BaseModel.Config, **options: Any) -> BaseModel.Config:
-    """The model, built converted to blockwise FP8. options: as `options.parse` takes them."""
+    """Build the model converted to blockwise FP8. options: see `options.parse`."""
     return _built_converted(config, "fp8", options)
 
 
 @override(target=BaseModel.Config, description="NVFP4")
 def nvfp4(config: BaseModel.Config, **options: Any) -> BaseModel.Config:
-    """The model, built converted to NVFP4. options: as `options.parse` takes them."""
+    """Build the model converted to NVFP4. options: see `options.parse`."""
     return _built_converted(config, "nvfp4", options)
 
 
@@ -58,7 +59,7 @@ class BlockwiseConverter(QuantizationConverter):
 
     @dataclass(kw_only=True, slots=True)
     class Config(QuantizationConverter.Config):
-        """format: "fp8" or "nvfp4". options: as `options.parse` takes them."""
+        """format: "fp8" or "nvfp4". options: see `options.parse`."""
 
         format: str = "fp8"
         options: dict[str, Any] = field(default_factory=dict)
@@ -71,7 +72,7 @@ class BlockwiseConverter(QuantizationConverter):
 
 
 class SelectiveACOfProducts(SelectiveAC):
-    """Selective activation checkpointing that saves the GEMMs of converted layers too."""
+    """Selective activation checkpointing that also saves the results of GEMMs of converted layers."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(SelectiveAC.Config):
@@ -83,14 +84,14 @@ class SelectiveACOfProducts(SelectiveAC):
 
 @override(target=SelectiveAC.Config, exact=True, description="saves GEMMs of converted layers")
 def selective_ac(config: SelectiveAC.Config) -> SelectiveACOfProducts.Config:
-    """Selective activation checkpointing that saves GEMMs, and so does not run them again in backward."""
+    """Make selective activation checkpointing save the results of GEMMs, so that backward does not recompute them."""
     return derive(config, SelectiveACOfProducts.Config)
 
 
 def _built_converted(config: Any, format: str, options: Mapping[str, Any]) -> Any:
-    """Make `config`, the config of a whole model, build a converted model; in place, and returned.
+    """Change `config`, the config of a model, so that it builds a converted model; in place, and return it.
 
-    In place because torchtitan's trainer builds the object that it had before overrides.
+    It works in place because torchtitan's trainer builds from the object that it had before overrides.
     """
     kind = type(config)
     parsed = parse(format, options)
@@ -119,8 +120,8 @@ def _checking(kind: Any) -> Any:
         whole = {name: p.shape for name, p in self.named_parameters() if isinstance(p, MasterWeightTensor)}
         if whole and parallel_dims.spmd_backend == "spmd_types" and (parallel_dims.tp > 1 or parallel_dims.ep > 1):
             raise ValueError(
-                f"{next(iter(whole))}: converted weights are split over ranks as DTensors, got the spmd_types backend "
-                "with tensor or expert parallelism; use --parallelism.spmd_backend partial_dtensor"
+                f"{next(iter(whole))}: converted weights must be sharded as DTensors, got the spmd_types backend with "
+                "tensor or expert parallelism; use --parallelism.spmd_backend partial_dtensor"
             )
         kind.parallelize(self, parallel_dims)
         for p, holders in held_parameters(self).items():
@@ -132,9 +133,9 @@ def _checking(kind: Any) -> Any:
 
 
 def _check_shard(name: str, p: Any, whole: Any, own_products: bool) -> None:
-    """Refuse a shard of a weight that was `whole` where it cuts blocks, or where a scale of the whole is missing.
+    """Raise ValueError for a shard of a weight with shape `whole` if it cuts blocks, or lacks the tensor scale.
 
-    own_products: whether the layer hands the DTensor to `linear`, which asks all ranks for the largest value.
+    own_products: whether the layer passes the DTensor to `linear`, which computes the amax over all ranks.
     """
     local: Any = _compat.local_of(p)
     fmt = local.config.weight_format
@@ -147,6 +148,6 @@ def _check_shard(name: str, p: Any, whole: Any, own_products: bool) -> None:
             )
         if have != whole[dim] and fmt.has_global_scale and not own_products:
             raise ValueError(
-                f"{name}: {fmt.name} scales by the largest value of the whole weight, got {have} of its {whole[dim]} "
-                f"{what} on a rank in a layer that multiplies by its local part; exclude the layer, or take fp8"
+                f"{name}: {fmt.name} scales by the amax of the whole weight, got {have} of its {whole[dim]} {what} on "
+                "a rank in a layer that multiplies by its local part; exclude the layer, or use fp8"
             )

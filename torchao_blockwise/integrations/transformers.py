@@ -1,11 +1,11 @@
-"""transformers: models that `from_pretrained` converts, and callbacks of its Trainer.
+"""transformers: configs with which `from_pretrained` converts models, and callbacks for Trainer.
 
     from torchao_blockwise.integrations.transformers import BlockwiseFP8Config
 
     model = AutoModelForCausalLM.from_pretrained(name, quantization_config=BlockwiseFP8Config())
 
-Importing this file registers the configs. A saved model has plain weights, and its config.json has the recipe: where
-this file is imported the model comes back converted, elsewhere transformers warns and loads it as a plain one.
+Importing this module registers the configs. A saved model has plain weights, and its config.json has the recipe.
+Loading it converts the model again if this module is imported; otherwise transformers warns and loads a plain model.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ hugging_face.remember_given_state_dicts()
 
 
 class BlockwiseConfig(QuantizationConfigMixin, metaclass=ConfigClass):
-    """Base of both configs: take `BlockwiseFP8Config` or `NVFP4Config`.
+    """Base class of `BlockwiseFP8Config` and `NVFP4Config`; use one of these.
 
-    modules_to_not_convert: names or patterns as transformers takes them; default the output heads, tied weights and
-        what the model keeps in fp32. The rest is that of `recommended_layers`.
-    keep_last_blocks: how many of the last blocks stay in high precision, or which share of them; default what the
-        recipe says: 15 % in NVFP4, none in FP8.
-    fused: whether `fuse(model)` is called, too.
-    options: fields of the training config; backend and out_dtype by name, too ("triton", "bfloat16").
-    Raises TypeError for an option that the training config does not have, and what it raises for values.
+    modules_to_not_convert: names or patterns as in transformers; default the output heads, tied weights and modules
+        that the model keeps in fp32. `recommended_layers` leaves out further layers.
+    keep_last_blocks: the number of blocks at the end that stay in high precision, or their share; default 15 % in
+        NVFP4, none in FP8.
+    fused: whether to call `fuse(model)` too.
+    options: fields of the training config; backend and out_dtype may be names ("triton", "bfloat16").
+    Raises TypeError for an unknown option, and the errors of the training config for values.
     """
 
     method: ClassVar[str]
@@ -70,7 +70,7 @@ class BlockwiseConfig(QuantizationConfigMixin, metaclass=ConfigClass):
             raise TypeError(f"{name}: modules_to_not_convert must be a list of names, got a string; write [...]")
         method = self.method
         if quant_method not in (None, method):
-            raise ValueError(f"{name}: quant_method must be {method!r}, got {quant_method!r}; take the class of that")
+            raise ValueError(f"{name}: quant_method must be {method!r}, got {quant_method!r}; use the class of that")
         self.quant_method = method  # type: ignore[assignment]  # transformers lists only its own methods
         self.modules_to_not_convert = None if modules_to_not_convert is None else list(modules_to_not_convert)
         self.fused = fused
@@ -78,7 +78,7 @@ class BlockwiseConfig(QuantizationConfigMixin, metaclass=ConfigClass):
         self.training_config = config_of(self.recipe, options)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, from which `from_dict` makes the config again."""
+        """Return plain values, from which `from_dict` restores the config."""
         config = self.training_config
         plain = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
         dtype = None if config.out_dtype is None else str(config.out_dtype).removeprefix("torch.")
@@ -87,7 +87,7 @@ class BlockwiseConfig(QuantizationConfigMixin, metaclass=ConfigClass):
         return {name: getattr(self, name) for name in mine} | plain
 
     def get_apply_tensor_subclass(self) -> TrainingConfig:
-        """The config that PEFT passes to `quantize_` after it has merged an adapter."""
+        """Return the config that PEFT passes to `quantize_` after merging an adapter."""
         return self.training_config
 
 
@@ -109,7 +109,7 @@ class NVFP4Config(BlockwiseConfig):
     recipe = _NVFP4
 
 
-# Passed to `quantize_` one is refused, and the training config named.
+# `quantize_` refuses these configs with a message that names the training config.
 AOBaseConfig.register(BlockwiseConfig)
 for _config in (BlockwiseFP8Config, NVFP4Config):
     register_quantize_module_handler(_config)(refuse_config)
@@ -118,18 +118,18 @@ for _config in (BlockwiseFP8Config, NVFP4Config):
 @register_quantizer("blockwise_fp8")
 @register_quantizer("blockwise_nvfp4")
 class BlockwiseQuantizer(HfQuantizer):
-    """Converts a model when its weights are loaded, in high precision; `model.dequantize()` is `unconvert(model)`."""
+    """Convert a model after its high-precision weights are loaded; `model.dequantize()` calls `unconvert(model)`."""
 
     quantization_config: BlockwiseConfig
 
     @property
     def is_trainable(self) -> bool:
-        """Adapters train on any recipe."""
+        """True, since adapters train with any recipe."""
         return True
 
     @property
     def is_qat_trainable(self) -> bool:
-        """All weights train if there are master weights; quantized Parameters are bases of adapters."""
+        """Whether all weights train: yes with master weights; quantized Parameters only serve as bases of adapters."""
         return self.quantization_config.training_config.master_weights
 
     @property
@@ -140,7 +140,7 @@ class BlockwiseQuantizer(HfQuantizer):
         return True
 
     def get_state_dict_and_metadata(self, model: nn.Module) -> tuple[dict[str, Any] | None, dict[str, Any]]:
-        """The state dict that `save_pretrained` was given, else None: the model's own, which is plain."""
+        """Return the state dict that was passed to `save_pretrained`, or None for the model's own, which is plain."""
         return hugging_face.given_state_dict(), {}
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> nn.Module:
@@ -156,7 +156,7 @@ class BlockwiseQuantizer(HfQuantizer):
 
 
 class UnchangedWeights(TrainerCallback):
-    """Quantizes each weight once an optimizer step: its microbatches run in `weights_unchanged(model, keep)`."""
+    """Quantize each weight once for each optimizer step: microbatches run in `weights_unchanged(model, keep)`."""
 
     def __init__(self, keep: str = "rowwise") -> None:
         self._scope = OpenScope(keep)
@@ -167,21 +167,21 @@ class UnchangedWeights(TrainerCallback):
     def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         self._scope.leave()
 
-    # An exception may have ended the training before.
+    # Also at the beginning, since an exception may have ended an earlier training.
     on_train_begin = on_train_end = on_pre_optimizer_step
 
 
 class RecipeState(ExportableState, TrainerCallback):
-    """Saves `recipe_state(model)` in each checkpoint, and goes on there in a training that resumes.
+    """Save `recipe_state(model)` in each checkpoint, and restore it when training resumes.
 
-    Each rank keeps the seed that its config has; all have drawn as often.
+    Each rank keeps the seed of its config and restores the number of draws.
     """
 
     def __init__(self) -> None:
         self._model: nn.Module | None = None
 
     def state(self) -> dict[str, Any]:
-        """The entry that Trainer saves in `trainer_state.json`."""
+        """Return the entry that Trainer saves in `trainer_state.json`."""
         return {"args": {}, "attributes": {} if self._model is None else {"recipe": recipe_state(self._model)}}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -195,7 +195,7 @@ class RecipeState(ExportableState, TrainerCallback):
 
 
 class Numerics(TrainerCallback):
-    """Makes a monitor of the model when training begins, steps it after each optimizer step and closes it at the end.
+    """Make a monitor when training begins, call its `step()` after each optimizer step, and close it at the end.
 
     make: model -> a monitor with `step()` and `close()`, as `lambda model: NumericsMonitor(model, every=100)`.
     """

@@ -1,9 +1,9 @@
-"""vLLM: the quantized weights of a model in training, as a source of its weight transfer.
+"""vLLM: a source for its weight transfer that provides the quantized weights of a model in training.
 
     engine = Engine.trainer_init(init_info, client=client, source=weight_source(model))
     engine.send_weights()  # after a step, on all ranks
 
-`Engine` is one of vLLM's trainer engines, of NCCL or IPC.
+`Engine` is one of vLLM's trainer engines, for NCCL or IPC.
 
 Source of the interface: vLLM 0.33, distributed/weight_transfer/base.py (`WeightSource`, `ParamMeta`).
 """
@@ -24,20 +24,21 @@ _BASE = "vllm.distributed.weight_transfer.base"
 
 
 def weight_source(model: nn.Module, format: str = "fp8_block") -> Any:
-    """A `WeightSource` of vLLM's over `checkpoint.quantized_weights`: what trained, under the names of its files.
+    """Return a vLLM `WeightSource` over `checkpoint.quantized_weights`, with the names that files have.
 
-    Each pass gives the weights of that moment, whole, one by one; where ranks share the model all go through it in
-    lockstep, and every rank has every weight. A tensor without dims is given one, as vLLM packs no other. The engine
-    must have been started with a quantized checkpoint of the same format, as `checkpoint.export` writes it: vLLM then
-    takes weights as it takes files, joins layers that it runs together, and lays them out again for its kernels.
-    Raises ImportError without vLLM, or where it has no weight transfer; ValueError as `checkpoint.export`.
+    Each iteration yields the current weights one by one, unsharded. If the model is sharded, all ranks must iterate in
+    lockstep, and every rank gets every weight. Tensors without dims are reshaped to one dim, since vLLM packs no
+    others. The engine must have been started with a quantized checkpoint of the same format, as `checkpoint.export`
+    writes it: vLLM then treats the weights as it treats files, fuses layers, and converts them to the layout of its
+    kernels.
+    Raises ImportError if vLLM is missing or has no weight transfer; ValueError as `checkpoint.export`.
     """
     try:
         base = importlib.import_module(_BASE)
         source, described = base.WeightSource, base.ParamMeta
     except (ImportError, AttributeError) as error:
         raise ImportError(
-            f"weight_source: needs a vLLM that has WeightSource in {_BASE}; install vllm, or hand "
+            f"weight_source: needs a vLLM that has WeightSource in {_BASE}; install vllm, or pass "
             "checkpoint.quantized_weights(model) to your engine yourself"
         ) from error
     weights = quantized_weights(model, format)
@@ -52,11 +53,11 @@ def weight_source(model: nn.Module, format: str = "fp8_block") -> Any:
 
 
 def _in_order(pairs: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The pairs, each after all work for those before it, on whatever streams they are asked for.
+    """Yield the pairs; on each stream, a pair waits for all earlier work.
 
-    vLLM's packed transfer asks for them on several streams in turn, none of which waits for another. A weight's scales
-    may be asked for on another stream than its payload, which they were computed with; and training's own stream may
-    still compute the weights.
+    vLLM's packed transfer requests them on several streams in turn, which do not wait for each other. A weight's scales
+    may be requested on another stream than its payload, with which they were computed; and the stream of training may
+    still be computing the weights.
     """
     before: Any = torch.cuda.default_stream() if torch.cuda.is_available() else None
     while True:
