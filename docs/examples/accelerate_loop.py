@@ -1,6 +1,6 @@
-"""A training loop of your own over accelerate, in blockwise FP8: convert, prepare, train, save.
+"""A custom training loop with accelerate in blockwise FP8: convert, prepare, train, save.
 
-pip install "torchao_blockwise[models]"; python docs/examples/accelerate_loop.py     # offline, seconds on a CPU
+pip install -e ".[models]"; python docs/examples/accelerate_loop.py     # offline, seconds on a CPU
 accelerate launch --multi_gpu docs/examples/accelerate_loop.py                       # DDP
 accelerate launch --use_fsdp --fsdp_version 2 --fsdp_auto_wrap_policy TRANSFORMER_BASED_WRAP \
     docs/examples/accelerate_loop.py                                                 # FSDP2

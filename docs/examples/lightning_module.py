@@ -1,6 +1,6 @@
-"""Train a LightningModule in blockwise FP8: one plugin.
+"""Train a LightningModule in blockwise FP8 with one plugin.
 
-pip install torchao_blockwise lightning; python docs/examples/lightning_module.py      # offline, seconds on a CPU
+pip install -e ".[models]"; python docs/examples/lightning_module.py     # offline, seconds on a CPU
 """
 
 import lightning

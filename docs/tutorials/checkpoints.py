@@ -1,18 +1,18 @@
 """
-Checkpoints: in from FP8, out to inference engines
+Checkpoints: load FP8, export to inference engines
 ==================================================
 
-Models like DeepSeek-V3 are published in blockwise FP8, and vLLM and SGLang run them so. ``checkpoint.load`` reads such
-files into a model that trains, and ``checkpoint.export`` writes what trained in the same format: the very bytes that
-the products of training read.
+Models like DeepSeek-V3 are published in blockwise FP8, and vLLM and SGLang run them in this format.
+``checkpoint.load`` reads such files into a model for training. ``checkpoint.export`` writes a trained model in the same
+format, with exactly the bytes that the GEMMs of training read.
 """
 
 # %%
 # A published model
 # -----------------
 #
-# In its place, so that nothing is downloaded: a small Llama, quantized on disk by the command line. ``convert`` takes
-# one tensor at a time, so a model need not fit into memory.
+# Instead of downloading a model, this tutorial quantizes a small Llama on disk with the command line. ``convert``
+# processes one tensor at a time, so the model does not have to fit into memory.
 
 import json
 import subprocess
@@ -52,8 +52,8 @@ def command_line(*arguments):
 print(command_line("convert", plain, published))
 
 # %%
-# What lies there: a weight in e4m3, and a scale for each block of 128 × 128. (``weight_scale_inv`` is its name in this
-# format; the payload is multiplied by it.)
+# The file contains a weight in e4m3 and a scale for each block of 128 × 128. The format calls the scale
+# ``weight_scale_inv``; the payload is multiplied by it.
 
 
 def show(path):
@@ -68,11 +68,11 @@ show(published)
 print(json.dumps(json.loads((published / "config.json").read_text())["quantization_config"], indent=1))
 
 # %%
-# In
-# --
+# Load
+# ----
 #
-# Convert a model, then load. Its Parameters are master weights in fp32, chosen so that they quantize to the same bytes
-# again: nothing is rounded twice.
+# Convert a model, then load the files. The Parameters are fp32 master weights. Their values quantize to the same bytes
+# again, so nothing is rounded twice.
 
 model = transformers.LlamaForCausalLM(config)
 quantize_(model, BlockwiseFP8TrainingConfig(), filter_fn=recommended_layers(model))
@@ -96,11 +96,11 @@ for step in range(10):
         print(f"step {step}: loss {loss.item():.3f}")
 
 # %%
-# Out
-# ---
+# Export
+# ------
 #
-# A folder in the format that vLLM and SGLang read (``vllm serve folder``); no engine ran for this page. It is written
-# whole or not at all.
+# ``export`` writes a folder in the format that vLLM and SGLang read (``vllm serve folder``). No engine ran for this
+# page. The folder is written atomically.
 
 served = Path(folder.name) / "served"
 checkpoint.export(model, served)
@@ -108,14 +108,14 @@ print(*sorted(f"{path.name}: {path.stat().st_size:,} bytes" for path in served.i
 show(served)
 
 # %%
-# While training goes on, as in reinforcement learning, an engine can take the weights over without files:
+# During training, for example in reinforcement learning, an engine can receive the weights without files:
 
 weights = checkpoint.quantized_weights(model)
 for name, tensor in list(weights)[:4]:
     print(f"{name:50}{tensor.dtype!s:22}{tuple(tensor.shape)}")
 
 # %%
-# ``load`` reads the files into a plain model, too, for tools that read no FP8: the values that trained.
+# ``load`` can also read the files into a plain model, for tools that do not support FP8. It gets the decoded values.
 
 again = transformers.LlamaForCausalLM(config)
 checkpoint.load(again, served)
@@ -128,6 +128,6 @@ print("the same values:", torch.equal(layer, decoded))
 folder.cleanup()
 
 # %%
-# To go on training later, save a plain checkpoint (``torch.save``, ``save_pretrained``,
-# ``torch.distributed.checkpoint``): the master weights have more bits than what is exported. :doc:`/saving` has that,
-# sharded models, and other formats.
+# To continue training later, save a plain checkpoint (``torch.save``, ``save_pretrained``,
+# ``torch.distributed.checkpoint``), because master weights have more precision than the export. :doc:`/saving` covers
+# this, sharded models, and other formats.

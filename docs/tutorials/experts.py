@@ -2,16 +2,17 @@
 A mixture of experts
 ====================
 
-Each token goes to few of many experts. Their weights are 3D Parameters, multiplied in one grouped product; the same
-``quantize_`` call converts them. Here a small Qwen3-MoE of transformers trains in fp32 and in FP8.
+A router sends each token to a few of many experts. The weights of the experts are 3D Parameters, which one grouped GEMM
+multiplies. The same ``quantize_`` call converts them. This tutorial trains a small Qwen3-MoE of transformers in fp32
+and in FP8.
 """
 
 # %%
 # The model
 # ---------
 #
-# ``experts_implementation="grouped_mm"`` takes PyTorch's grouped product, which can be converted; ``"eager"``, expert
-# by expert, can be too.
+# ``experts_implementation="grouped_mm"`` uses PyTorch's grouped GEMM, which can be converted. ``"eager"``, which runs
+# expert by expert, can also be converted.
 
 import matplotlib.pyplot as plt
 import torch
@@ -45,8 +46,8 @@ def make_model():
 # Convert
 # -------
 #
-# ``recommended_layers`` selects linear layers and experts. It leaves out the output head, and routers: a router's small
-# errors would send tokens elsewhere.
+# ``recommended_layers`` selects linear layers and experts. It leaves out the output head and routers, because small
+# errors in a router send tokens to other experts.
 
 model = make_model()
 quantize_(model, BlockwiseFP8TrainingConfig(), filter_fn=recommended_layers(model))
@@ -84,18 +85,18 @@ axes.legend()
 plt.show()
 
 # %%
-# The curves are close. A router's choice is one or the other, so a small error may send a token to another expert.
+# The curves are close, but not identical, because a small error may send a token to another expert.
 #
-# How tokens are spread
+# Tokens of each expert
 # ---------------------
 #
-# Experts may have any number of tokens, none too: nothing is padded to a size, and routing that changes recompiles
-# nothing.
+# Experts may have any number of tokens, including none. Nothing is padded to a fixed size, and a change in the routing
+# does not cause recompilation.
 
 router_logits = model(input_ids=batch).router_logits[0]
 chosen = router_logits.topk(2, -1).indices
 print("tokens of each expert:", torch.bincount(chosen.flatten(), minlength=8).tolist())
 
 # %%
-# A model of your own writes ``F.grouped_mm``, or takes the layers ``permute``, ``SwiGLUExperts`` and ``unpermute``,
-# which quantize as they compute: both are in :doc:`/moe`.
+# In your own model, call ``F.grouped_mm``, or use the layers ``permute``, ``SwiGLUExperts`` and ``unpermute``, which
+# quantize in the same kernel that computes their result. :doc:`/moe` describes both.

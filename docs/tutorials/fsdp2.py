@@ -2,17 +2,17 @@
 FSDP2 on two processes
 ======================
 
-``fully_shard`` splits each Parameter over the ranks. Shards stay in high precision for the optimizer; what is gathered
-for a product is FP8: a byte a parameter. This program starts two processes on the CPU, over gloo. On GPUs it is the
-same, over NCCL.
+``fully_shard`` shards each Parameter over the ranks. Shards stay in high precision for the optimizer, and FP8 values
+are all-gathered for the GEMMs, one byte a parameter. This program starts two processes on the CPU with gloo. The code
+is the same on GPUs with NCCL.
 """
 
 # %%
-# What each rank does
-# -------------------
+# The program of each rank
+# ------------------------
 #
-# Convert, then shard, then train: the order of PyTorch's own tutorial, with one line more. The file runs itself:
-# without a rank it starts two processes of itself by ``torchrun``, and each of these comes back here with a rank.
+# Convert, then shard, then train. This is PyTorch's own FSDP2 tutorial with one additional line. The file runs itself:
+# without a rank, it starts two copies of itself with ``torchrun``, and each copy has a rank.
 
 import inspect
 import os
@@ -71,7 +71,7 @@ def train(rank):
         dist.all_reduce(total)
         losses.append(total.item() / dist.get_world_size())
 
-    # Evaluation: weights stand still, so shards are quantized once for all batches.
+    # Weights do not change in evaluation, so shards are quantized once for all batches.
     with weights_unchanged(model), torch.no_grad():
         outputs = [model(batch) for batch in data(rank)]
     if rank == 0:
@@ -90,7 +90,7 @@ if "RANK" in os.environ:
 # Run it
 # ------
 #
-# In a shell: ``torchrun --nproc-per-node 2 fsdp2.py``.
+# The command in a shell is ``torchrun --nproc-per-node 2 fsdp2.py``.
 
 command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 done = subprocess.run([*command, inspect.getsourcefile(train)], capture_output=True, text=True)
@@ -98,11 +98,11 @@ assert done.returncode == 0, done.stderr
 print("\n".join(sorted(line for line in done.stdout.splitlines() if line.startswith(("rank", "sharded")))))
 
 # %%
-# The same on one process
-# -----------------------
+# Compare with one process
+# ------------------------
 #
-# A batch with the samples of both ranks, on the whole model: the loss is the same, because a sharded weight has the
-# bits of the whole one.
+# One process trains the whole model on the samples of both ranks. The loss is the same, because sharded and whole
+# weights are quantized to bitwise identical values.
 
 model = make_model()
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -117,4 +117,4 @@ for _ in range(5):
 print("whole:  ", [f"{loss:.6f}" for loss in losses])
 
 # %%
-# :doc:`/sharding` has the details, tensor parallelism and ZeRO; it also says what has run on GPUs, and how fast.
+# :doc:`/sharding` covers details, tensor parallelism and ZeRO. It also lists what was tested on GPUs, and the speed.

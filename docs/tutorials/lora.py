@@ -2,8 +2,8 @@
 LoRA on an FP8 base
 ===================
 
-Adapters train while the base stands still. So the base needs no values in high precision: with
-``master_weights=False`` its Parameters are FP8 themselves, one byte each, or half a byte in NVFP4.
+LoRA trains adapters while the base does not change. So the base needs no high-precision values. With
+``master_weights=False`` its Parameters are FP8 tensors with one byte a parameter, or half a byte in NVFP4.
 """
 
 # %%
@@ -31,7 +31,7 @@ config = transformers.LlamaConfig(
 )
 torch.manual_seed(0)
 with tempfile.TemporaryDirectory() as folder:
-    # In the place of a model that was downloaded.
+    # Stands for a downloaded model.
     transformers.LlamaForCausalLM(config).save_pretrained(folder)
     base = transformers.AutoModelForCausalLM.from_pretrained(
         folder, quantization_config=BlockwiseFP8Config(master_weights=False)
@@ -39,12 +39,12 @@ with tempfile.TemporaryDirectory() as folder:
 print(conversion_report(base))
 
 # %%
-# Now the bytes after are a quarter of those before: the weights were fp32.
+# The weights were fp32, so they now take a quarter of the bytes.
 #
 # Add adapters and train them
 # ---------------------------
 #
-# From here on all is PEFT's.
+# The rest of the code is plain PEFT.
 
 model = peft.get_peft_model(base, peft.LoraConfig(r=8, target_modules=["q_proj", "v_proj", "down_proj"]))
 model.print_trainable_parameters()
@@ -65,8 +65,8 @@ print(f"loss {losses[0]:.2f} -> {losses[-1]:.2f}")
 # Merge
 # -----
 #
-# ``merge_and_unload`` adds the adapters to the decoded weights and quantizes the sum again. Merged weights are rounded
-# to FP8, so the loss may move a little.
+# ``merge_and_unload`` adds the adapters to the decoded weights and quantizes the sum again. This rounds the merged
+# weights to FP8, so the loss may change slightly.
 
 before = model(input_ids=batch, labels=batch).loss.item()
 merged = model.merge_and_unload()
@@ -74,6 +74,6 @@ after = merged(input_ids=batch, labels=batch).loss.item()
 print(type(merged.model.layers[0].self_attn.q_proj.weight).__name__, f"loss {before:.4f}, merged {after:.4f}")
 
 # %%
-# To merge without that rounding, take a base with master weights (``BlockwiseFP8Config()``), or
-# :func:`~torchao_blockwise.unconvert` it first. :doc:`/saving` has adapters of experts; :doc:`/integrations` compares
+# To merge without this rounding, use a base with master weights (``BlockwiseFP8Config()``), or call
+# :func:`~torchao_blockwise.unconvert` first. :doc:`/saving` covers adapters of experts. :doc:`/integrations` compares
 # the memory with NF4 of bitsandbytes.

@@ -1,17 +1,17 @@
 """
-Watch numerics, choose what stays in bf16
-=========================================
+Monitor numerics and choose layers for bf16
+===========================================
 
-Some layers do not bear four bits. ``NumericsMonitor`` measures what each tensor of each layer loses while the model
-trains, tries other recipes on the same tensors, and names the layers to keep in bf16.
+Some layers lose too much accuracy in four bits. ``NumericsMonitor`` measures the quantization error of each tensor
+during training, tries other recipes on the same tensors, and names the layers to keep in bf16.
 """
 
 # %%
 # A model with a layer that is hard to quantize
 # ---------------------------------------------
 #
-# In one of its layers rows with large values lie beside a row with small ones. Training makes such weights by itself;
-# here they are made.
+# In one layer of this model, rows with large values are next to a row with small values. Training produces such weights
+# too; here they are constructed.
 
 import matplotlib.pyplot as plt
 import torch
@@ -32,11 +32,11 @@ def make_model():
 
 
 # %%
-# Train in FP8, and ask about NVFP4
-# ---------------------------------
+# Train in FP8 and evaluate NVFP4
+# -------------------------------
 #
-# A report comes on every tenth step; in between the monitor costs nothing. ``what_if`` quantizes the same tensors by
-# another recipe.
+# The monitor writes a report in every tenth step. Between reports it has almost no cost. ``what_if`` also quantizes the
+# same tensors with another recipe.
 
 model = make_model()
 quantize_(model, BlockwiseFP8TrainingConfig())
@@ -55,17 +55,17 @@ for layer in advice:
     print(layer)
 
 # %%
-# What a report holds
-# -------------------
+# The report
+# ----------
 #
-# A line a layer, those that lose most first. SQNR is the ratio of signal to quantization noise in decibels: 6 dB more
-# is half the error.
+# A report has one line for each layer, and starts with the largest error. SQNR is the signal-to-quantization-noise
+# ratio in decibels. An increase of 6 dB halves the error.
 
 report = [report for report in reports if report is not None][-1]
 print(report)
 
 # %%
-# The figures of single tensors are in it, too:
+# The report also contains the figures of single tensors:
 
 figure, axes = plt.subplots()
 for shift, recipe in ((-0.2, "fp8"), (0.2, "nvfp4")):
@@ -77,8 +77,8 @@ axes.legend()
 plt.show()
 
 # %%
-# Follow the advice
-# -----------------
+# Keep the named layers in bf16
+# -----------------------------
 
 model = make_model()
 names = [layer.layer for layer in advice]
@@ -86,5 +86,5 @@ quantize_(model, NVFP4TrainingConfig(), filter_fn=skip_fqns(*names))
 print(conversion_report(model))
 
 # %%
-# Real runs write reports to files: ``writers=[HTMLWriter("numerics.html")]`` is a page that needs no network.
-# :doc:`/monitor` explains each figure, and what happens under ``torch.compile`` and on several ranks.
+# In real runs, write reports to files. ``writers=[HTMLWriter("numerics.html")]`` writes a page that needs no network.
+# :doc:`/monitor` explains each figure, ``torch.compile`` and sharding.

@@ -2,8 +2,9 @@
 Write a new format
 ==================
 
-A format is data: the shape of a block, the element, and how scales follow from the largest value of a block. Once it
-is registered, every operation computes it. Here are FP8 formats with other blocks, to see what a block is worth.
+A format is data: the shape of a block, the element, and a function from the largest value of a block to its scale.
+After registration, every operation supports it. This tutorial defines FP8 formats with different block lengths, and
+measures the effect of the block length.
 """
 
 # %%
@@ -18,7 +19,7 @@ from torchao_blockwise.formats import E4M3, FORMATS, BlockFormat, Scales, regist
 
 
 def scales(block_amax, tensor_amax, power_of_2_scales):
-    """The largest value of a block becomes the largest e4m3, 448."""
+    """Map the largest value of a block to the largest e4m3 value, 448."""
     encode = E4M3.max / block_amax.clamp(min=1e-12)
     return Scales(encode=encode, scale=1 / encode, global_scale=None)
 
@@ -42,17 +43,17 @@ a, b = (ops.quantize(t, fp8_1x32).rowwise for t in (x, w))
 print(a.format_name, tuple(a.qdata.shape), "scales", tuple(a.scale.shape))
 
 y = ops.matmul(a, b, out_dtype=torch.float32)
-print(f"relative error of the product {((y - x @ w.T).norm() / (x @ w.T).norm()):.3f}")
+print(f"relative error of the GEMM {((y - x @ w.T).norm() / (x @ w.T).norm()):.3f}")
 
 # %%
-# No kernel knows it, so the reference computes it, in eager PyTorch on any device. A Triton kernel is a function and a
-# row in a table: :doc:`/extending` adds one.
+# No kernel supports this format, so the reference computes it, in eager PyTorch on any device. A Triton kernel is a
+# function and a row in a table: see :doc:`/extending`.
 #
-# What a block is worth
-# ---------------------
+# Effect of the block length
+# --------------------------
 #
-# How much of a tensor with outliers becomes zero, for blocks of any length? Values here are ordinary, and one in ten
-# thousand is 30,000 times larger.
+# The experiment counts how many values of a tensor with outliers become zero, for different block lengths. One value in
+# ten thousand is 30,000 times larger than the others.
 
 lengths = (16, 32, 64, 128, 512, 4096)
 values = torch.randn(64, 4096)
@@ -67,18 +68,18 @@ for length in lengths:
 
 figure, axes = plt.subplots()
 axes.semilogx(lengths, lost, marker="o", base=2)
-axes.set(title="Values that outliers turn to zero, by length of block", xlabel="values that share a scale", ylabel="%")
+axes.set(title="Values that become zero, by block length", xlabel="values that share a scale", ylabel="%")
 plt.show()
 
 # %%
-# The longer the block, the more values an outlier takes along. At 128, as DeepSeek-V3 trains, a scale of 32 bits costs
-# a quarter of a bit a value.
+# The longer the block, the more values are lost to an outlier. With blocks of 128, as in DeepSeek-V3, a 32-bit scale
+# costs a quarter of a bit for each value.
 #
-# These formats are not to stay:
+# Remove the formats of this experiment:
 
 for length in lengths:
     del FORMATS[f"my_fp8_1x{length}"]
 
 # %%
-# A format of which models are to train needs square blocks for weights, so that the transposed copy is exact; then a
-# config may name it. :doc:`/extending` says where, :doc:`/numerics` is what a format's definition looks like in full.
+# A format for training also needs square blocks for weights, so that the transposed copy is exact. A config can then
+# name the format. :doc:`/extending` shows the steps, and :doc:`/numerics` contains complete definitions of formats.

@@ -2,16 +2,16 @@
 NVFP4 step by step
 ==================
 
-Four bits have sixteen values. This tutorial shows what they do to a gradient, and what each part of the recipe of
-``NVFP4TrainingConfig`` is for: blocks with scales, stochastic rounding, the Hadamard transform, and layers that stay
-in bf16.
+A four-bit element has sixteen values. This tutorial shows how they represent a gradient, and the purpose of each part
+of the recipe of ``NVFP4TrainingConfig``: blocks with scales, stochastic rounding, the Hadamard transform, and layers
+that stay in bf16.
 """
 
 # %%
-# Sixteen values
-# --------------
+# The element format
+# ------------------
 #
-# An element, e2m1, has a sign, two bits of exponent and one of mantissa. That makes eight magnitudes:
+# An element (e2m1) has a sign, two exponent bits and one mantissa bit. This gives eight magnitudes:
 
 import matplotlib.pyplot as plt
 import torch
@@ -22,8 +22,8 @@ from torchao_blockwise.formats import E2M1_VALUES, NVFP4_1X16
 print(E2M1_VALUES)
 
 # %%
-# So values need a scale that brings them into the range of -6 to 6. NVFP4 has one for each 16 values, in e4m3 (8
-# bits), and one for the whole tensor, in fp32. ``ops.quantize`` makes all three.
+# Scales bring values into the range of -6 to 6. NVFP4 has one e4m3 scale (8 bits) for each 16 values, and one fp32
+# scale for the whole tensor. ``ops.quantize`` computes the payload and both scales.
 
 torch.manual_seed(0)
 x = torch.randn(32, 256)
@@ -40,8 +40,8 @@ def error(got, wanted):
 print(f"relative error {error(ops.dequantize(q), x):.3f}")
 
 # %%
-# The steps are finest near zero. Each block has a staircase of its own; this is that of one block whose largest value
-# is 6:
+# The steps are finest near zero. Each block has a separate scale, so it has separate steps. The figure shows those of a
+# block whose largest value is 6:
 
 line = torch.linspace(-6, 6, 1024 * 15).view(-1, 15)
 # A 6 in each block fixes the block's scale.
@@ -50,16 +50,16 @@ stairs = ops.dequantize(ops.quantize(blocks, NVFP4_1X16).rowwise)[:, :15]
 figure, axes = plt.subplots()
 axes.plot(line.flatten(), stairs.flatten())
 axes.plot([-6, 6], [-6, 6], linewidth=0.7, color="gray")
-axes.set(title="Rounding to nearest: what a value becomes", xlabel="value", ylabel="in NVFP4")
+axes.set(title="Rounding to nearest in NVFP4", xlabel="value", ylabel="value in NVFP4")
 plt.show()
 
 # %%
-# Rounding by chance
-# ------------------
+# Stochastic rounding
+# -------------------
 #
-# Rounded to nearest, a value of 0.2 between 0 and 0.5 is always 0. A gradient of many small values then loses them
-# all, at every step, in the same direction. Stochastic rounding goes up with the probability that keeps the mean: 0.2
-# becomes 0.5 in two of five cases.
+# With rounding to nearest, 0.2 between 0 and 0.5 always becomes 0. A gradient with many small values then loses all of
+# them, in every step, in the same direction. Stochastic rounding rounds up with the probability that preserves the
+# mean: 0.2 becomes 0.5 in two of five cases.
 
 values = torch.tensor([0.1, 0.2, 0.7, 1.3, 2.4, 3.3, 4.5, 6.0]).repeat(2)
 rows = values.repeat(4096, 1)
@@ -68,11 +68,12 @@ chance = ops.StochasticRounding(seed=0, stream=0, use=0)
 stochastic = ops.dequantize(ops.quantize(rows, NVFP4_1X16, stochastic=chance).rowwise)
 print("value     ", [f"{v:.2f}" for v in values[:8].tolist()])
 print("nearest   ", [f"{v:.2f}" for v in nearest.mean(0)[:8].tolist()])
-print("stochastic", [f"{v:.2f}" for v in stochastic.mean(0)[:8].tolist()], "in the mean of 4096")
+print("stochastic", [f"{v:.2f}" for v in stochastic.mean(0)[:8].tolist()], "on average over 4096")
 
 # %%
-# Each single rounding is worse, and the mean is right. In a sum over many tokens, as the gradient of a weight is,
-# errors that are as often up as down cancel. Here is the error of the mean of n roundings of a random gradient:
+# A single stochastic rounding has a larger error, but the mean is right. The gradient of a weight is a sum over many
+# tokens, in which positive and negative errors cancel. The figure shows the error of the mean of n roundings of a
+# random gradient:
 
 gradient = torch.randn(8, 256) * 0.3
 counts = [1, 4, 16, 64, 256]
@@ -91,17 +92,17 @@ axes.legend()
 plt.show()
 
 # %%
-# ``use`` counts how often a layer has drawn bits, ``stream`` tells layers apart. The bits follow from these numbers
-# and from the place of the element, and from nothing else: a run repeats bit for bit, on any device and split over any
-# number of GPUs.
+# ``use`` counts how often a layer has drawn random bits, and ``stream`` distinguishes layers. The bits depend only on
+# these numbers, the seed and the position of the element. So a run is reproducible bit for bit, on any device and on
+# any number of GPUs.
 #
-# Spreading outliers
-# ------------------
+# The Hadamard transform
+# ----------------------
 #
-# A block's scale follows its largest value. Beside an outlier the other 15 values have few steps left: most become 0.
-# For the gradient of the weight the recipe multiplies both operands, along the tokens, by an orthogonal matrix of 16 ×
-# 16, a *random Hadamard transform*: every value of a chunk becomes a sum of all of them with signs, so an outlier is
-# spread over the chunk. The product stays the same, because (Tx)ᵀ(T·dy) = xᵀdy.
+# The largest value of a block determines its scale. If it is an outlier, few steps are left for the other 15 values,
+# and most of them become 0. For the gradient of the weight, the recipe multiplies both operands, along the tokens, by
+# an orthogonal 16 × 16 matrix, a *random Hadamard transform*. Every value of a chunk becomes a signed sum of all of
+# them, so an outlier is spread over the chunk. The result of the GEMM does not change, because (Tx)ᵀ(T·dy) = xᵀdy.
 
 from torchao_blockwise.formats import hadamard_number, hadamard_transform
 
@@ -121,8 +122,8 @@ right.set(title="the same, transformed", xlabel="value")
 plt.show()
 
 # %%
-# What happens to the ordinary values that share a chunk with an outlier? Quantize with and without the transform,
-# decode, transform back, and look at them alone.
+# Next, look at the ordinary values that share a chunk with an outlier. Quantize with and without the transform,
+# decode, transform back, and count the values that are lost.
 
 
 def decoded(hadamard):
@@ -134,20 +135,20 @@ def decoded(hadamard):
     return torch.cat([matrix.T @ chunk for chunk in values.split(16)])
 
 
-beside = is_outlier.view(-1, 16, out_features).any(1).repeat_interleave(16, 0) & ~is_outlier
-print("ordinary values beside outliers, exactly 0 after quantization:")
+near_outlier = is_outlier.view(-1, 16, out_features).any(1).repeat_interleave(16, 0) & ~is_outlier
+print("ordinary values next to outliers, exactly 0 after quantization:")
 for hadamard in (False, True):
-    zero = (decoded(hadamard)[beside] == 0).float().mean().item()
+    zero = (decoded(hadamard)[near_outlier] == 0).float().mean().item()
     print(f"{'with' if hadamard else 'without'} the transform".ljust(22), f"{zero:4.0%}")
 
 # %%
-# Without the transform many ordinary values are lost; with it nearly none is, and each has noise instead.
+# Without the transform, many ordinary values are lost. With it, almost none are, and each has some noise instead.
 #
-# All together
-# ------------
+# The parts combined
+# ------------------
 #
-# ``grad_weight`` with each part switched on by itself, against the exact product; and the mean of 16 such products,
-# which shows what cancels:
+# The table gives the error of ``grad_weight`` with each combination of the two parts, compared with the exact result.
+# The mean of 16 such results shows which errors cancel:
 
 exact = dy.T @ x
 
@@ -168,20 +169,19 @@ for hadamard in (False, True):
         print(f"{name:24}{error(products[0], exact):8.3f}{error(torch.stack(products).mean(0), exact):12.3f}")
 
 # %%
-# Stochastic rounding makes a single step worse and the mean of many better; what remains in the mean is the error of
-# ``x``, which is rounded to nearest. The transform makes this product no better: the outliers are most of it, and a
-# block holds its largest value best. What it keeps are the many ordinary values. NVIDIA's paper found that to help
-# large models in long runs; ``NVFP4TrainingConfig(hadamard=False)`` is training without it, and :doc:`monitor` a way
-# to see the difference in your model.
+# Stochastic rounding makes a single step worse and the mean of many steps better. The error that remains in the mean is
+# that of ``x``, which is rounded to nearest. The transform does not improve this result: it is dominated by the
+# outliers, and a block represents its largest value best. The transform preserves the many ordinary values. NVIDIA's
+# paper found that this helps large models in long runs. ``NVFP4TrainingConfig(hadamard=False)`` trains without it, and
+# :doc:`monitor` shows how to measure the difference in your model.
 #
-# The recipe has each part where it helps: stochastic rounding in gradients alone, the transform in ``grad_weight``
-# alone.
+# The recipe uses stochastic rounding only for gradients, and the transform only for ``grad_weight``.
 #
-# In a model
-# ----------
+# Convert a model
+# ---------------
 #
-# All of that is the default. Paper and recipe keep about 15 % of the layers, the last ones, in bf16, and the head too.
-# ``recommended_layers`` does the same where it is called with the config.
+# All of this is the default. The paper and the recipe keep about 15 % of the layers, the last ones, in bf16, and also
+# the output head. ``recommended_layers`` selects the same layers if it is called with the config.
 
 from torch import nn
 from torchao.quantization import quantize_
@@ -208,5 +208,5 @@ loss = model(torch.randn(32, 64)).square().mean()
 loss.backward()
 
 # %%
-# :doc:`monitor` measures what each layer of your model loses, and names those to keep in bf16. :doc:`/numerics` has
-# every formula. Source: `NVIDIA, Pretraining Large Language Models with NVFP4 <https://arxiv.org/abs/2509.25149>`__.
+# :doc:`monitor` measures the error of each layer of your model, and names the layers to keep in bf16. :doc:`/numerics`
+# has all formulas. Source: `NVIDIA, Pretraining Large Language Models with NVFP4 <https://arxiv.org/abs/2509.25149>`__.

@@ -2,15 +2,15 @@
 Quickstart
 ==========
 
-Convert a small language model, train it in FP8, and compare the loss with the same model in bf16. It takes seconds on
-a CPU. A CPU computes the bits that a GPU would; only a GPU is fast.
+Convert a small language model, train it in FP8, and compare the loss with the same model in bf16. This takes seconds on
+a CPU. The quantized values are bitwise identical on CPU and GPU, but only a GPU is fast.
 """
 
 # %%
 # A model
 # -------
 #
-# Any model with ``nn.Linear`` layers will do. This one reads bytes of text and guesses the next one.
+# Any model with ``nn.Linear`` layers can be converted. This one reads bytes of text and predicts the next byte.
 
 import argparse
 from pathlib import Path
@@ -54,11 +54,11 @@ class Model(nn.Module):
 
 
 # %%
-# Convert it
-# ----------
+# Convert the model
+# -----------------
 #
-# ``quantize_`` is torchao's. The config says how to train, the filter which layers: here all except
-# the output head. The report has a line for each layer.
+# ``quantize_`` is a function of torchao. The config selects the recipe, and the filter selects the layers: here all
+# except the output head. The report has one line for each layer.
 
 torch.manual_seed(0)
 model = Model()
@@ -66,10 +66,10 @@ quantize_(model, BlockwiseFP8TrainingConfig(), filter_fn=recommended_layers(mode
 print(conversion_report(model))
 
 # %%
-# The bytes before and after are the same: the Parameters stay in high precision for the optimizer, and each product
-# quantizes the weight that it reads. The names in the state dict stay, too.
+# The bytes before and after are the same, because the Parameters stay in high precision for the optimizer. Each GEMM
+# quantizes the weight that it reads. The names in the state dict do not change.
 #
-# Filters compose. This one also leaves out the last block; nothing is converted yet when ``dry_run`` reports it.
+# Filters can be combined. This one also leaves out the last block. ``dry_run`` reports the result without converting.
 
 from torchao_blockwise import dry_run
 
@@ -80,7 +80,7 @@ print(dry_run(other, BlockwiseFP8TrainingConfig(), recommended_layers(other) & k
 # Train
 # -----
 #
-# The loop is any loop. The text is Python's own standard library.
+# The training loop does not change. The text is Python's own standard library.
 
 library = Path(argparse.__file__).parent
 text = torch.tensor(list(b"".join(file.read_bytes() for file in sorted(library.glob("[a-c]*.py")))))
@@ -113,7 +113,7 @@ curves = {"fp8": train(model)}
 # Compare with bf16
 # -----------------
 #
-# The same seed gives the same initial weights, and the same batches follow.
+# The same seed gives the same initial weights, and the batches are the same.
 
 torch.manual_seed(0)
 curves["bf16"] = train(Model())
@@ -128,12 +128,12 @@ axes.legend()
 plt.show()
 
 # %%
-# The curves lie on each other. Curves of longer runs, on GPUs, are in :doc:`/results/train_llm_nvidia_h200`.
+# The two curves are almost identical. :doc:`/results/train_llm_nvidia_h200` shows curves of longer runs on GPUs.
 #
 # Save
 # ----
 #
-# The state dict is that of a plain model: an unconverted one loads it, and the reverse.
+# The state dict is that of a plain model. A plain model can load it, and a converted model can load a plain state dict.
 
 plain = Model()
 plain.load_state_dict(model.state_dict())
@@ -143,6 +143,6 @@ print(type(model.layers[0].up.weight).__name__, "->", type(plain.layers[0].up.we
 # Next
 # ----
 #
-# - :doc:`/recipes` helps to choose between FP8 and NVFP4, and which layers to convert.
-# - On a GPU put ``torch.compile`` around the model: :doc:`/compile`.
-# - :doc:`trainer` fine-tunes a model of Hugging Face, :doc:`fsdp2` trains on several GPUs.
+# - :doc:`/recipes` helps to choose between FP8 and NVFP4, and to select the layers to convert.
+# - On a GPU, compile the model with ``torch.compile``: :doc:`/compile`.
+# - :doc:`trainer` fine-tunes a Hugging Face model, and :doc:`fsdp2` trains on several GPUs.

@@ -2,28 +2,28 @@
 torchtitan
 ==========
 
-torchtitan trains models that it knows from a config. One line more converts them as they are built. This tutorial
-builds torchtitan's small Llama 3 so, and trains it for a few steps on the CPU.
+torchtitan builds its models from a config. One additional line converts a model when it is built. This tutorial builds
+torchtitan's small Llama 3 in this way, and trains it for a few steps on the CPU.
 """
 
 # %%
-# On a command line
-# -----------------
+# From the command line
+# ---------------------
 #
-# On GPUs this is all, beside what your run has already:
+# On GPUs, add one option to the command of your run:
 #
 # .. code-block:: bash
 #
 #     torchrun --nproc-per-node 8 -m torchtitan.train --module llama3 --config llama3_8b \
 #         --override.imports torchao_blockwise.integrations.torchtitan.fp8
 #
-# Options follow as JSON: ``'torchao_blockwise.integrations.torchtitan.nvfp4={"keep_last_blocks": 0.15}'``.
+# Options are passed as JSON: ``'torchao_blockwise.integrations.torchtitan.nvfp4={"keep_last_blocks": 0.15}'``.
 #
-# In a config of your own
-# -----------------------
+# In a custom config
+# ------------------
 #
-# ``model_registry`` takes converters. The model is built on the meta device, where it takes no memory, and converted
-# there; then torchtitan splits and initializes it.
+# ``model_registry`` accepts converters. The model is built and converted on the meta device, where it takes no memory.
+# Then torchtitan shards and initializes it.
 
 import logging
 
@@ -56,8 +56,8 @@ print(conversion_report(model))
 # Train
 # -----
 #
-# torchtitan's trainer wants a GPU, and so does its attention in backward. On a CPU the loop is written out here, and
-# attention is PyTorch's.
+# torchtitan's trainer, and the backward pass of its attention, need a GPU. On a CPU, this tutorial uses its own loop
+# and PyTorch's attention.
 
 
 class Attention(nn.Module):
@@ -87,5 +87,5 @@ print("fp8: ", [f"{loss:.3f}" for loss in train(model)])
 print("fp32:", [f"{loss:.3f}" for loss in train(build(None))])
 
 # %%
-# Checkpoints hold plain tensors, so a run may be converted when it resumes, or no longer be. The options, and what has
-# run on several ranks, are in :doc:`/integrations`.
+# Checkpoints hold plain tensors, so a run can start or stop using the conversion when it resumes. :doc:`/integrations`
+# lists the options, and what was tested on several ranks.

@@ -2,9 +2,9 @@
 Fine-tune with Hugging Face's Trainer
 =====================================
 
-``from_pretrained`` converts a model as it loads it, ``Trainer`` trains it, and ``save_pretrained`` writes plain
-weights. Here the model is a small Llama with random weights, so that nothing is downloaded; put the name of yours in
-the place of its folder.
+``from_pretrained`` converts a model when it loads it, ``Trainer`` trains it, and ``save_pretrained`` writes plain
+weights. This tutorial uses a small Llama with random weights, so nothing is downloaded. Replace its folder with the
+name of your model.
 """
 
 # %%
@@ -37,14 +37,14 @@ model = transformers.AutoModelForCausalLM.from_pretrained(folder.name, quantizat
 print(conversion_report(model))
 
 # %%
-# The output projection is left out, as is what the model keeps in fp32. ``modules_to_not_convert=[...]`` names more,
-# and ``fused=True`` lets q, k and v share one quantization of what they read (:doc:`/fusion`).
+# The output projection is left out, and so are modules that the model keeps in fp32. ``modules_to_not_convert=[...]``
+# excludes more layers. ``fused=True`` lets q, k and v share one quantization of their input (:doc:`/fusion`).
 #
 # Train
 # -----
 #
-# Two microbatches make a step. ``UnchangedWeights`` says that weights stand still between them, so each is quantized
-# once for both.
+# Two microbatches make a step. Weights do not change between them, so ``UnchangedWeights`` quantizes each weight once
+# for both.
 
 text = torch.tensor(list(b"Blocks of 128 share a scale. " * 64))
 rows = [{"input_ids": row, "labels": row} for row in text[: len(text) // 32 * 32].view(-1, 32)]
@@ -72,9 +72,9 @@ print(f"loss {losses[0]:.2f} -> {losses[-1]:.2f}")
 # Save
 # ----
 #
-# The files hold plain weights; ``config.json`` remembers the recipe. Where
-# ``torchao_blockwise.integrations.transformers`` is imported the model comes back converted, and elsewhere as a plain
-# one.
+# The files contain plain weights, and ``config.json`` contains the recipe. If
+# ``torchao_blockwise.integrations.transformers`` is imported, the model is loaded converted, and otherwise as a plain
+# model.
 
 model.save_pretrained(folder.name)
 again = transformers.AutoModelForCausalLM.from_pretrained(folder.name)
@@ -83,5 +83,5 @@ print(type(weight).__name__, torch.equal(weight, model.model.layers[0].mlp.up_pr
 folder.cleanup()
 
 # %%
-# For NVFP4 take ``NVFP4Config``, and add the callback ``RecipeState()``, so that a run resumes bit for bit.
-# :doc:`/integrations` has accelerate, Lightning and torchtitan, and says what has run on several ranks.
+# For NVFP4, use ``NVFP4Config`` and add the callback ``RecipeState()``, so that a run resumes bit for bit.
+# :doc:`/integrations` covers accelerate, Lightning and torchtitan, and lists what was tested on several ranks.

@@ -1,9 +1,9 @@
 """
-While weights stand still: microbatches, evaluation, CUDA graphs
-================================================================
+``weights_unchanged``: microbatches, evaluation, CUDA graphs
+============================================================
 
-A converted layer quantizes its weight in each forward pass and again in backward, and keeps nothing: so no copy can be
-old. Where weights do not change for a while, say so, and each is quantized once.
+A converted layer quantizes its weight in each forward pass and again in backward. It keeps no copy, so a copy is never
+stale. If weights do not change for some time, ``weights_unchanged`` quantizes each of them only once.
 """
 
 # %%
@@ -41,8 +41,9 @@ optimizer.step()  # after the scope
 optimizer.zero_grad()
 
 # %%
-# ``keep="rowwise"``, the default, keeps one byte a parameter, and backward quantizes anew; ``"both"`` keeps two bytes.
-# Both are freed at the end. On this CPU, with few rows a microbatch, quantizing weights is much of the time:
+# ``keep="rowwise"``, the default, keeps one byte a parameter, and backward quantizes the weight again. ``"both"`` keeps
+# two bytes. Both copies are freed at the end. On this CPU, with few rows in a microbatch, quantizing weights takes much
+# of the time:
 
 
 def milliseconds(run):
@@ -71,10 +72,10 @@ with weights_unchanged(model), torch.no_grad():
 print(len(outputs), "batches, each weight quantized once")
 
 # %%
-# A change inside is an error
-# ---------------------------
+# A change inside the scope raises
+# --------------------------------
 #
-# The scope is a promise. A change that can be seen is refused, with the name of the weight:
+# A detectable change inside the scope raises an error with the name of the weight:
 
 optimizer.zero_grad()
 try:
@@ -90,9 +91,9 @@ optimizer.zero_grad()
 # CUDA graphs
 # -----------
 #
-# On a GPU small layers wait for Python. A CUDA graph replays the kernels of a whole step without it. A replay
-# quantizes the weights as they are *then*, so the optimizer may change them in between; a graph that is captured
-# inside the scope keeps no copies. :doc:`/gpu/cuda_graphs` captures a whole step, and compares it with an eager one.
+# On a GPU, small layers are limited by host overhead. A CUDA graph replays the kernels of a whole step without Python.
+# A replay quantizes the *current* weights, so the optimizer may change them between replays. A graph that is captured
+# inside the scope keeps no copies. :doc:`/gpu/cuda_graphs` captures a whole step and compares it with eager mode.
 #
-# ``torch.compile(model, mode="reduce-overhead")`` makes graphs by itself. :doc:`/compile` has all ways, and what they
-# are worth.
+# ``torch.compile(model, mode="reduce-overhead")`` creates CUDA graphs automatically. :doc:`/compile` describes all
+# methods and their speed.

@@ -2,8 +2,8 @@
 A whole step in a CUDA graph
 ============================
 
-On a GPU small layers wait for Python. A CUDA graph launches the kernels of a whole step at once: forward, backward and
-the optimizer. Weights are quantized anew in each replay, and stochastic rounding draws new random bits.
+On a GPU, small layers are limited by host overhead. A CUDA graph launches the kernels of a whole step at once: forward,
+backward and the optimizer. Each replay quantizes the weights again, and stochastic rounding draws new random bits.
 """
 
 # %%
@@ -51,11 +51,12 @@ batches = torch.randn(8, ROWS, WIDTH, device="cuda", dtype=torch.bfloat16)
 batch = batches[0].clone()
 
 # %%
-# The step, captured
-# ------------------
+# Capture a step
+# --------------
 #
-# A graph repeats addresses: each batch is copied to where the captured one was. Before the capture the step runs twice
-# on another stream, which builds kernels and makes the optimizer's states. These two steps are real ones.
+# A graph replays fixed addresses, so each batch is copied into the captured tensor. Before the capture, the step runs
+# twice on another stream, which compiles kernels and creates the optimizer's states. These two steps change the
+# weights.
 
 
 def step_of(model, optimizer):
@@ -88,10 +89,10 @@ def captured(step):
 
 
 # %%
-# The same bits
-# -------------
+# Compare with eager mode
+# -----------------------
 #
-# Two copies of the model train ten steps: one eagerly, one by replays.
+# Two copies of the model train for ten steps: one eagerly, one with replays.
 
 
 def train(run, steps):
@@ -118,15 +119,15 @@ for config in (BlockwiseFP8TrainingConfig(), NVFP4TrainingConfig()):
     print("  the same weights, bit for bit:", all(torch.equal(a, b) for a, b in weights))
 
 # %%
-# NVFP4 rounds gradients by random bits. How often each weight has drawn them is counted on the GPU, so that replays
-# count too; ``recipe_state`` reads it, for a checkpoint:
+# NVFP4 rounds gradients with random bits. The GPU counts how often each weight has drawn them, so replays are counted
+# too. ``recipe_state`` reads the count, for a checkpoint:
 
 name, state = next(iter(recipe_state(replayed[0]).items()))
 print(name, state)
 
 # %%
-# What it is worth
-# ----------------
+# Speed
+# -----
 
 
 def milliseconds(run, steps=30):
@@ -150,7 +151,8 @@ for name, config in {"bf16": None, "FP8": BlockwiseFP8TrainingConfig(), "NVFP4":
     print(f"{name:<8} {eager:8.2f} {replayed:13.2f}")
 
 # %%
-# Replays wait for nobody. At this width the products are too small for FP8 to gain much on bf16; without a graph it
-# would lose. Hopper multiplies NVFP4 in bf16.
+# Replays are not limited by the host. At this width the GEMMs are too small for FP8 to gain much over bf16. Without a
+# graph, FP8 would be slower. Hopper runs NVFP4 GEMMs in bf16.
 #
-# ``torch.compile(model, mode="reduce-overhead")`` makes graphs by itself. :doc:`/compile` has all ways.
+# ``torch.compile(model, mode="reduce-overhead")`` creates CUDA graphs automatically. :doc:`/compile` describes all
+# methods.

@@ -1,9 +1,9 @@
 """
-How fast on a GPU
-=================
+Speed on a GPU
+==============
 
-One model in bf16 and in FP8, eager and compiled: what a step takes, how much memory it needs, and where its time goes.
-The speed-up of *your* model depends on its shapes: change the numbers below, and run it again.
+This tutorial runs one model in bf16 and in FP8, eager and compiled. It shows the time and memory of a step, and the
+time of each kernel. The speed-up of *your* model depends on its shapes. Change the numbers below and run it again.
 """
 
 # %%
@@ -28,7 +28,7 @@ print(f"torch {torch.__version__}, torchao {torchao.__version__}, Triton {triton
 # Four layers of Llama 3 8B
 # -------------------------
 #
-# A step reads 8192 tokens. Parameters are bf16 in every variant; FP8 quantizes them where a product reads them.
+# A step reads 8192 tokens. Parameters are bf16 in every variant. FP8 quantizes them when a GEMM reads them.
 
 BATCH, LENGTH = 4, 2048
 SHAPE = LlamaConfig(
@@ -69,8 +69,8 @@ def make(fp8=False, fused=False, compiled=False):
 # Timing
 # ------
 #
-# The first steps build kernels, compile, and record what each operation does; they are left out. Then the median of 20
-# steps is taken, between events on the GPU.
+# The first steps compile kernels and are left out. The result is the median of 20 steps, measured with events on the
+# GPU.
 
 
 def milliseconds(step, steps=20):
@@ -109,16 +109,17 @@ for name, options in VARIANTS.items():
     del step
 
 # %%
-# Ratios are to bf16 of the same kind, eager or compiled. ``fuse`` lets layers that read one activation share its
-# quantized copies (:doc:`/fusion`). Attention, the head, norms and the optimizer take the time that they took in bf16:
-# they bound what faster products can give a whole step.
+# Ratios are relative to bf16 in the same mode, eager or compiled. ``fuse`` lets layers that read the same activation
+# share its quantized copies (:doc:`/fusion`). Attention, the head, norms and the optimizer take the same time as in
+# bf16, which limits the speed-up of the whole step.
 
 # %%
-# Where the time goes
+# Time of each kernel
 # -------------------
 #
-# The kernels of one FP8 step, the longest first. Names with ``quantize`` and ``amax`` make 8 bits of bf16, those with
-# ``matmul`` multiply them; ``nvjet`` and ``cutlass`` are cuBLAS' products, ``flash`` or ``cudnn`` is attention.
+# The table lists the kernels of one FP8 step, starting with the longest. Kernels with ``quantize`` and ``amax`` in
+# their name quantize bf16 to 8 bits. Kernels with ``matmul`` are FP8 GEMMs, ``nvjet`` and ``cutlass`` are cuBLAS'
+# GEMMs, and ``flash`` or ``cudnn`` is attention.
 
 step = make(fp8=True, fused=True)
 milliseconds(step, steps=1)
@@ -136,7 +137,7 @@ del step
 # Small layers
 # ------------
 #
-# One layer and few tokens: the GPU is done before Python has launched the next kernel, and FP8 launches more of them.
+# For one layer and few tokens, the GPU finishes before Python launches the next kernel, and FP8 launches more kernels.
 
 for width, rows in ((512, 512), (1024, 2048), (4096, 8192)):
     layer = {name: torch.nn.Linear(width, 4 * width, bias=False, device="cuda").bfloat16() for name in ("bf16", "FP8")}
@@ -147,5 +148,5 @@ for width, rows in ((512, 512), (1024, 2048), (4096, 8192)):
     print(f"{rows} tokens, {width} → {4 * width}: bf16 {took['bf16']:.3f} ms, FP8 {took['FP8']:.3f} ms")
 
 # %%
-# Where products are too small, leave layers in bf16 (``skip_small``), or let a CUDA graph do without Python:
-# :doc:`cuda_graphs`. What bounds each kernel, and larger models, are in :doc:`/performance`.
+# If GEMMs are too small, leave layers in bf16 (``min_features``), or use a CUDA graph: :doc:`cuda_graphs`. The limits
+# of each kernel and the speed of larger models are in :doc:`/performance` and :doc:`/kernels`.
