@@ -200,6 +200,7 @@ def report(study: Study, args: argparse.Namespace, failed: list[str]) -> int:
         f"each recipe. Starts: {len({r['start'] for r in records})}. {devices}.",
         "above bf16: mean over starts ± half of the 95 % interval, from draws that differ in one bit of each weight.",
         *[f"One bit of the start moves bf16 by {' and '.join(spreads)} (standard deviation)."] * bool(spreads),
+        *[f"Up to {study.at_once} runs shared a GPU, so tokens/s do not compare recipes."] * (study.at_once > 1),
         *[f"Missing: {', '.join(missing)}."] * bool(missing),
         *[f"Failed: {', '.join(failed)}; see the logs in {args.out}."] * bool(failed),
         *[f"Diverged: {', '.join(diverged)}."] * bool(diverged),

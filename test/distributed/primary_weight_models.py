@@ -60,8 +60,9 @@ def batch(step: int, rank: int = 0, width: int = 37) -> torch.Tensor:
 def train(model, optimizer, steps: int, rank: int = 0, first: int = 0, clip: bool = True) -> list[float]:
     losses = []
     for step in range(first, first + steps):
-        x = batch(step, rank)
-        loss = (model(x.to(next(model.parameters()).dtype)) - x).float().square().mean()
+        weight = next(model.parameters())
+        x = batch(step, rank).to(weight.device)
+        loss = (model(x.to(weight.dtype)) - x).float().square().mean()
         loss.backward()
         losses.append(loss.item())
         if clip:
