@@ -32,6 +32,7 @@ def test_pages_show_results():
         "convergence_moe_400m_after_300_nvidia_h200",
         "engine_agreement_cpu",
         "engine_kernels_nvidia_h200",
+        "study_25m",
         "summary_convergence",
         "summary_convergence_nvfp4",
         "summary_fsdp",

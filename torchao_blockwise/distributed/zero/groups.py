@@ -53,6 +53,22 @@ def described_options(group: dict[str, Any]) -> str:
     return ", ".join(f"{key}={value}" for key, value in sorted(plain.items())) or "no options"
 
 
+def _why_not_stepped(p: torch.Tensor, quantized: Any, group: dist.ProcessGroup | None) -> str | None:
+    """Why the optimizer cannot step `p`, whose quantized tensor is `quantized` or None, or None if it can."""
+    if group is not None and isinstance(quantized, QuantizedShard):
+        return "is split by FSDP2 already; leave process_group and shard out, which are for whole weights"
+    if quantized is None:
+        return None
+    if not quantized.fmt.is_square:
+        rows, columns = quantized.fmt.block
+        return f"has blocks of {rows}x{columns}; make it with square blocks"
+    if not (quantized.qdata.is_contiguous() and quantized.scale.is_contiguous()):
+        return "is a view that is not contiguous; pass the weight that it is a view of"
+    if quantized is not p and not isinstance(quantized, QuantizedShard):
+        return "is quantized and split by tensor parallelism; convert with master_weights=True"
+    return None
+
+
 def check_parameters(
     name: str,
     groups: Sequence[dict[str, Any]],
@@ -67,17 +83,9 @@ def check_parameters(
     given = [p for g in groups for p in g["params"]]
     ranks = set() if group is None else set(dist.get_process_group_ranks(group))
     for p in given:
-        refusal, quantized = "", quantized_of(p)
-        if group is not None and isinstance(quantized, QuantizedShard):
-            refusal = "is split by FSDP2 already; leave process_group and shard out, which are for whole weights"
-        elif quantized is not None and not quantized.fmt.is_square:
-            refusal = "has blocks of {}x{}; make it with square blocks".format(*quantized.fmt.block)
-        elif quantized is not None and not (quantized.qdata.is_contiguous() and quantized.scale.is_contiguous()):
-            refusal = "is a view that is not contiguous; pass the weight that it is a view of"
-        elif quantized is not None and quantized is not p and not isinstance(quantized, QuantizedShard):
-            refusal = "is quantized and split by tensor parallelism; convert with master_weights=True"
-        if refusal:
-            raise ValueError(f"{name}: {names.get(p, UNNAMED)} {refusal}")
+        quantized = quantized_of(p)
+        if (reason := _why_not_stepped(p, quantized, group)) is not None:
+            raise ValueError(f"{name}: {names.get(p, UNNAMED)} {reason}")
         if group is None and isinstance(quantized, QuantizedShard):
             ranks |= set(p.device_mesh.mesh.flatten().tolist())
     if len(ranks) > 1:
