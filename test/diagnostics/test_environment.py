@@ -52,7 +52,7 @@ CASES = {
     "interpreter": ((backend, "interpreting", lambda: True), GPU, PROBLEM, "unset it to train"),
     "interpreter on a cpu": ((backend, "interpreting", lambda: True), CPU, NOTE, "thousands of times slower"),
     "another triton": ((environment, "why_another_triton", lambda: "built with"), GPU, NOTE, "built with"),
-    "launcher": ((triton_launcher, "why_by_triton", lambda: "Triton 3.99"), GPU, NOTE, "host longer: Triton 3.99"),
+    "launcher": ((triton_launcher, "why_by_triton", lambda: "Triton 3.99"), GPU, NOTE, "host overhead: Triton 3.99"),
     "cache": ((triton_tools, "why_no_cache", lambda: "TRITON_CACHE_DIR"), GPU, NOTE, "TRITON_CACHE_DIR"),
     "driver without gpu": ((environment, "driver_version", lambda: "580.1"), CPU, PROBLEM, "580.1, but PyTorch, which"),
     "turing": ((backend, "compute_capability", lambda device: (7, 5)), GPU, PROBLEM, "sm_80 or newer, got sm_75"),

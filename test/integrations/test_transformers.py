@@ -132,7 +132,7 @@ def test_a_torchao_config_is_refused(masters, folder, caplog):
             load(folder, quantization_config=transformers.TorchAoConfig(replace(FP8, master_weights=masters)))
     finally:
         transformers.utils.logging.disable_propagation()
-    assert "take quantization_config=BlockwiseFP8Config(...) from torchao_blockwise.integrations" in caplog.text
+    assert "use quantization_config=BlockwiseFP8Config(...) from torchao_blockwise.integrations" in caplog.text
 
 
 def test_dequantize_gives_the_plain_model_back(folder):
@@ -275,6 +275,6 @@ def test_layers_that_transformers_loads_in_fp8_name_the_way():
     plain.weight = torch.nn.Parameter(plain.weight.detach().to(torch.float8_e4m3fn), requires_grad=False)
     for layer in (plain, fp8.FP8Linear(256, 256, block_size=(128, 128))):
         with pytest.raises(
-            ValueError, match=r"is torch\.float8_e4m3fn, codes .*convert it, and read .* checkpoint\.load"
+            ValueError, match=r"is torch\.float8_e4m3fn, codes .*convert it, and load its files with checkpoint\.load"
         ):
             quantize_(torch.nn.Sequential(layer), FP8)

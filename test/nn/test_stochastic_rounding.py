@@ -188,7 +188,7 @@ def test_a_run_resumes(variant):
 def test_states_that_do_not_fit():
     model = mlp(CONFIG)
     state = recipe_state(model)
-    with pytest.raises(KeyError, match=r"nothing of '2\.weight'"):
+    with pytest.raises(KeyError, match=r"the state has no '2\.weight'"):
         load_recipe_state(model, {"0.weight": state["0.weight"]})
     with pytest.raises(KeyError, match=r"rounds no gradients of '1\.weight' stochastically; did you mean"):
         load_recipe_state(model, state | {"1.weight": state["0.weight"]})
