@@ -125,6 +125,7 @@ class MasterWeightTensor(WeightTensor):
     fsdp_post_all_gather = fsdp.post_all_gather
 
     def set_(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Set the storage, as `torch.Tensor.set_` does."""
         # A weight and its values have one storage. Where PyTorch makes fakes of them, it sets that of the fake values,
         # which are on the meta device, on the fake weight as well.
         if args and is_fake(self.hp) and args[0] is self.hp.untyped_storage():
@@ -321,6 +322,7 @@ def _of_values(name: str) -> Callable[..., Any]:
     """The method of tensors that gives a weight's memory or its values away, refused where a plain tensor's is."""
 
     def method(weight: MasterWeightTensor, *args: Any, **kwargs: Any) -> Any:
+        """Call the method of the values."""
         note_read(weight)
         return getattr(weight.hp.detach().requires_grad_(weight.requires_grad), name)(*args, **kwargs)
 

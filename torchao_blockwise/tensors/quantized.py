@@ -149,6 +149,7 @@ class QuantizedTensor(WeightTensor):
         return self.qdata.data_ptr()
 
     def _refuse_memory(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raise TypeError: the memory holds blocks, not values."""
         # No NotImplementedError: safetensors takes that for a tensor without memory, and goes on by `data_ptr()`.
         raise TypeError(
             f"the memory of a {type(self).__name__} holds {self.fmt.name} blocks, not its values; take "

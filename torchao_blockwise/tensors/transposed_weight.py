@@ -70,6 +70,7 @@ class TransposedWeight(WeightTensor):
         return self.weight.dequantize(dtype).transpose(-2, -1)  # type: ignore[call-arg]  # a subclass's
 
     def data_ptr(self) -> int:
+        """Return the address of the weight's memory."""
         return self.weight.data_ptr()
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
