@@ -123,7 +123,9 @@ def train_until(study: Study, args: argparse.Namespace) -> list[str]:
             running[run] = subprocess.Popen(command, stdout=log, stderr=log, env=env)
         print(f"{run.name}: started, {(deadline - time.monotonic()) / 60:.1f} minutes left", file=sys.stderr)
 
-    def collect() -> None:
+    def collect() -> bool:
+        """Whether a run has ended since the last call."""
+        before = len(running)
         for run, process in list(running.items()):
             if process.poll() is not None:
                 del running[run]
@@ -131,11 +133,12 @@ def train_until(study: Study, args: argparse.Namespace) -> list[str]:
                     failed.append(run.name)
                 ended = "done" if process.returncode == 0 else f"failed, see {args.out / run.name}.log"
                 print(f"{run.name}: {ended}", file=sys.stderr)
+        return len(running) < before
 
+    content, starts = read_all(study, args), starts_here(study, args)
     while True:
-        collect()
-        content = read_all(study, args)
-        starts = starts_here(study, args)
+        if collect():
+            content, starts = read_all(study, args), starts_here(study, args)
         left = deadline - time.monotonic()
         waiting = [run for run in missing_runs(study, content["runs"], starts) if run not in tried]
         # Each seed needs its start first.

@@ -79,7 +79,10 @@ by_name(fmt=BlockFormat)(CastOptions)
 
 @dataclass(eq=False)
 class Operation:
-    """An operation: called by position, with whole values, it goes through PyTorch's dispatcher.
+    """An operation, called by position, with whole values.
+
+    Where something observes operations (a compiler, a mode, a profiler, a tensor subclass), it goes through PyTorch's
+    dispatcher.
 
     schema: as `torch.library` takes it; `str backend` last where the caller may name a backend. All functions below
         take the same values without it.
@@ -194,6 +197,11 @@ class Operation:
             values.append(part if value is None or part is None else tuple.__new__(value, flat[start:stop]))
         return values
 
+    def _inputs_of(self, parts: Sequence[Any]) -> list[Any]:
+        """`_values_of`, without the backend: what rows, fakes and rules take."""
+        values = self._values_of(parts)
+        return values[:-1] if self._takes_backend else values
+
     def _flat(self, result: Any) -> Any:
         """What a row or a fake returns, as the schema has it."""
         if type(result) is Copies:
@@ -211,7 +219,7 @@ class Operation:
         return self(*self._values_of(parts), dispatched=True)
 
     def _faked(self, *parts: Any) -> Any:
-        values = self._values_of(parts)[: -1 if self._takes_backend else None]
+        values = self._inputs_of(parts)
         if self.check is not None:
             self.check(*values)
         return None if self.fake is None else self._flat(self.fake(*values))
@@ -220,15 +228,14 @@ class Operation:
         """`sharding` as PyTorch takes it: with None for what is no tensor."""
         rules = []
         assert self.sharding is not None
-        values = self._values_of(specs)[: -1 if self._takes_backend else None]
-        for outputs, inputs in self.sharding(*values):
+        for outputs, inputs in self.sharding(*self._inputs_of(specs)):
             placements = iter(inputs)
             rules.append((outputs, [next(placements) if is_tensor else None for is_tensor in self._are_tensors]))
         return rules
 
     def _count(self, *parts: Any, out_val: Any) -> int:
         assert self.flops is not None
-        return self.flops(*self._values_of(parts)[: -1 if self._takes_backend else None])
+        return self.flops(*self._inputs_of(parts))
 
     def ranked(self, *values: Any) -> Sequence[Implementation]:
         """The rows of the table in the order in which AUTO asks them for these values."""
