@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import MappingProxyType
 
 import pytest
 import torch
@@ -27,7 +28,7 @@ from torchao_blockwise.testing import (
 )
 
 ROUNDING = StochasticRounding(2**63 + 5, 2**32 - 1, 7)
-BOTH = {"hadamard": True, "stochastic": ROUNDING}
+BOTH = MappingProxyType({"hadamard": True, "stochastic": ROUNDING})
 WAYS = {
     **{name: (fmt, {}) for name, fmt in FORMATS.items()},
     **{f"{fmt.name} powers of 2": (fmt, {"power_of_2_scales": True}) for fmt in (FP8_1X128, FP8_128X128)},

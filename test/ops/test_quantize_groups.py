@@ -77,7 +77,7 @@ def test_one_group_of_all_tokens_is_the_plain_copy(fmt):
     """So that groups, which are compared with a group of theirs, are what `quantize` gives without them."""
     x = random_tensor(3 * fmt.block[1], 75)
     for options in ({}, BOTH) if fmt is NVFP4_1X16 else ({},):
-        options |= {"columnwise": True, "backend": "reference"}
+        options = options | {"columnwise": True, "backend": "reference"}
         assert_copies_equal(ops.quantize(x, fmt, groups=int32([len(x)]), **options), ops.quantize(x, fmt, **options))
 
 
