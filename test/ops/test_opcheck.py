@@ -35,16 +35,17 @@ ENDS = [(torch.tensor(ends, dtype=torch.int32), tokens) for ends, tokens in (((3
 PLAIN = None, None, None, 0, 0, 0, -1
 
 
-def options_of(fmt, rowwise: bool, columnwise: bool, padded: bool, hadamard: int = 0) -> tuple:
+def options_of(fmt, rowwise: bool, columnwise: bool, padded: bool, hadamard: int = 0, of_columns: str = "") -> tuple:
     """`CastOptions` as a schema has them."""
-    return fmt.name, rowwise, columnwise, False, padded, hadamard, False
+    return fmt.name, rowwise, columnwise, False, padded, hadamard, False, of_columns
 
 
 def quantize_calls(both: bool):
     """(arguments) of `quantize_both`, which makes both copies, or of `quantize`, which makes one."""
     for rowwise, columnwise, padded in (copies for copies in COPIES if all(copies[:2]) == both):
-        for fmt in FORMATS.values():
-            options = options_of(fmt, rowwise, columnwise, padded)
+        square = [(FP8_1X128, FP8_128X128.name)] if columnwise else []
+        for fmt, of_columns in [(fmt, "") for fmt in FORMATS.values()] + square:
+            options = options_of(fmt, rowwise, columnwise, padded, of_columns=of_columns)
             for x, ends in [(random_tensor(*shape), None) for shape in SHAPES] + [
                 (random_tensor(tokens, 48), ends) for ends, tokens in ENDS if fmt.block[0] == 1 and padded
             ]:

@@ -62,8 +62,8 @@ def _sharding(
     """x replicated, or sharded on a dim whose shards end on block borders; without an amax NVFP4 needs all of x."""
     from torch.distributed.tensor import Replicate, Shard
 
-    fmt, first = options.fmt, len(x.shape) - 2
-    copies = [columnwise for columnwise in (False, True) if (options.columnwise if columnwise else options.rowwise)]
+    first = len(x.shape) - 2
+    copies = [(False, options.fmt)] * options.rowwise + [(True, options.columnwise_format)] * options.columnwise
 
     def rule(outputs: list[Placement], of_x: Placement, of_amax: Placement) -> tuple[list[Any], list[Any]]:
         of_groups = [None, None] if groups is None else [t if t is None else Replicate() for t in groups]
@@ -81,8 +81,8 @@ def _sharding(
     for dim in range(len(x.shape)):
         # A shard that is padded by itself is another one than in the whole.
         whole = not options.padded or dim != first or x.shape[dim] % (padded_size(1) * x.mesh.size()) == 0
-        if whole and all(shards_on_blocks(x, dim, fmt, columnwise) for columnwise in copies):
-            outputs = [placed(dim, columnwise != t) for columnwise in copies for t in (False, fmt.transposed_scales)]
+        if whole and all(shards_on_blocks(x, dim, fmt, columnwise) for columnwise, fmt in copies):
+            outputs = [placed(dim, swapped != t) for swapped, fmt in copies for t in (False, fmt.transposed_scales)]
             is_of_matrices = options.scale_per_group and dim < first
             rules.append(rule(outputs, Shard(dim), Shard(dim) if is_of_matrices else Replicate()))
     return rules
