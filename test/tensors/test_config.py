@@ -23,7 +23,7 @@ both_classes = pytest.mark.parametrize("cls", CONFIGS, ids=("fp8", "nvfp4"))
 def test_defaults():
     assert_expected_inline(
         repr(BlockwiseFP8TrainingConfig()),
-        """BlockwiseFP8TrainingConfig(power_of_2_scales=False, save_activations='quantized', master_weights=True, backend=<Backend.AUTO: 'auto'>, out_dtype=None)""",  # noqa: E501
+        """BlockwiseFP8TrainingConfig(power_of_2_scales=False, save_activations='quantized', master_weights=True, backend=<Backend.AUTO: 'auto'>, out_dtype=None, grad_weight_blocks='1x128')""",  # noqa: E501
     )
     assert_expected_inline(
         repr(NVFP4TrainingConfig()),
@@ -36,6 +36,8 @@ def test_formats():
     assert (fp8.weight_format, fp8.activation_format) == (FP8_128X128, FP8_1X128)
     assert (nvfp4.weight_format, nvfp4.activation_format) == (NVFP4_16X16, NVFP4_1X16)
     assert nvfp4.power_of_2_scales is False
+    assert (fp8.grad_weight_format, nvfp4.grad_weight_format) == (FP8_1X128, NVFP4_1X16)
+    assert BlockwiseFP8TrainingConfig(grad_weight_blocks="128x128").grad_weight_format is FP8_128X128
 
 
 WRONG = {
@@ -65,6 +67,13 @@ def test_power_of_2_scales_belong_to_fp8():
         NVFP4TrainingConfig(power_of_2_scales=True)
     with pytest.raises(ValueError, match="save_activations must be 'quantized' or 'high_precision', got 'fp8'"):
         NVFP4TrainingConfig(save_activations="fp8")
+
+
+def test_grad_weight_blocks_belong_to_fp8():
+    with pytest.raises(ValueError, match="grad_weight_blocks must be '1x128' or '128x128', got '128'"):
+        BlockwiseFP8TrainingConfig(grad_weight_blocks="128")
+    with pytest.raises(TypeError, match="no option 'grad_weight_blocks'"):
+        NVFP4TrainingConfig(grad_weight_blocks="1x128")
 
 
 @both_classes

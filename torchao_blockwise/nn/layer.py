@@ -131,7 +131,7 @@ class Layer(torch.autograd.Function):
             bits = ops.next_rounding_bits(rounding_key, grad_output, spec.places) if any(copies.values()) else None
             over = spec.amax_groups.grad_output
             grad, grad_weight = gradients(
-                [*quantize(dy, spec, **copies, amax_groups=over, rounding_bits=bits)],
+                [*quantize(dy, spec, **copies, is_input=False, amax_groups=over, rounding_bits=bits)],
                 x_columnwise,
                 dy.shape[0],
                 weight,
@@ -261,7 +261,7 @@ def operand_of(tensors: list[Any], config: TrainingConfig) -> Operand:
     """The operand of an activation from its tensors (qdata, scale, global_scale), which are taken out of the list."""
     qdata, scale, global_scale = tensors
     tensors.clear()
-    return Operand(qdata, scale, global_scale, config.activation_format.name)
+    return Operand(qdata, scale, global_scale, config.grad_weight_format.name)
 
 
 def source_of(weight: Any) -> tuple[torch.Tensor, torch.dtype | None]:

@@ -244,7 +244,7 @@ def _mlp_gradients(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | 
     tokens, bias_grad = dy.shape[0], grad_bias(dy, ctx.bias_dtype) if needs_bias else None
     needs_h = needs_x or needs_gate_up
     dh, grad_down = gradients(
-        [*quantize(dy, outer, rowwise=needs_h, columnwise=needs_down, rounding_bits=outer_bits)],
+        [*quantize(dy, outer, rowwise=needs_h, columnwise=needs_down, is_input=False, rounding_bits=outer_bits)],
         h_columnwise,
         tokens,
         down_weight,
@@ -253,7 +253,8 @@ def _mlp_gradients(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | 
     )
     if dh is None:
         return None, None, grad_down, bias_grad
-    options, backend = cast_options(inner.config, needs_x, needs_gate_up), ops.casting_backend(inner.config.backend)
+    options = cast_options(inner.config, needs_x, needs_gate_up, is_input=False)
+    backend = ops.casting_backend(inner.config.backend)
     gate, up = halves
     halves.clear()
     made = ops.swiglu_backward_quantize(
