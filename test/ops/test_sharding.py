@@ -71,9 +71,10 @@ def test_copies_and_what_is_made_of_them(fmt, shape, placements, mesh_shape):
 
     def check(mesh):
         sharded = distribute_tensor(x, mesh, placements)
-        both = (ops.quantize(t, fmt, columnwise=True, backend="reference") for t in (sharded, x))
-        for got, expected in zip(*both):
-            assert_gathers_to(got, expected)
+        for of_columns in (True, FP8_128X128) if fmt is FP8_1X128 else (True,):
+            both = (ops.quantize(t, fmt, columnwise=of_columns, backend="reference") for t in (sharded, x))
+            for got, expected in zip(*both):
+                assert_gathers_to(got, expected)
         for copy in ({}, {"columnwise": True, "padded": True}, {"columnwise": True, "padded": False}):
             assert_gathers_to(quantize(sharded, fmt, **copy), quantize(x, fmt, **copy))
         if len(shape) > 2:
@@ -96,7 +97,7 @@ def test_formats_and_options_do_not_share_a_rule():
     def check(mesh):
         sharded = distribute_tensor(x, mesh, [Shard(0)])
         for fmt in (*FORMATS.values(), *FORMATS.values()):
-            for columnwise in (False, True):
+            for columnwise in (False, True, FP8_128X128) if fmt is FP8_1X128 else (False, True):
                 options = {"columnwise": columnwise}
                 assert_gathers_to(quantize(sharded, fmt, **options), quantize(x, fmt, **options))
 
