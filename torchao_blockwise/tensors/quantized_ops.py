@@ -15,7 +15,6 @@ import torch
 from torchao.utils import TorchAOBaseTensor
 
 from torchao_blockwise import _compat
-from torchao_blockwise._compat import torch_fsdp
 from torchao_blockwise._compat.torch_types import Operation
 from torchao_blockwise.tensors.master_weight import MasterWeightTensor
 from torchao_blockwise.tensors.pending_master import PendingMaster
@@ -228,11 +227,8 @@ def _plain(func: Operation, x: QuantizedTensor, *args: Any, **kwargs: Any) -> to
 def _copy_(func: Operation, x: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) -> QuantizedTensor:
     """From a tensor of the same kind: its bytes. From high precision: quantized as `x` is. Never to high precision."""
     if not isinstance(x, QuantizedTensor):
-        # An FSDP2 that is not prepared copies parts of what it shards.
-        reason = torch_fsdp.why_not_installed()
         raise NotImplementedError(
             f"copy_: the source is a {type(src).__name__}, the target a plain tensor; copy from source.dequantize()"
-            + (f" (fully_shard: {reason})" if reason is not None else "")
         )
     src = source_for("copy_", x, src)
     # Layers save the payload for backward, and a change before that is to be refused.

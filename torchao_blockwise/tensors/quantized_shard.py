@@ -162,7 +162,7 @@ class QuantizedShard(QuantizedTensor):
         mp_policy: MixedPrecisionPolicy,
     ) -> tuple[tuple[torch.Tensor], Gather]:
         """FSDP2 calls it for what this rank sends: the payload, and the scales beside it, which do not travel."""
-        fsdp.check_installed(module)
+        fsdp.check_supported(module)
         if self.awaits_cast:
             raise RuntimeError(
                 f"FSDP2 gathers a weight of {module}, whose values were loaded or copied in after its last cast; call "
