@@ -15,19 +15,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from wrong_ranks import come_late, fail_later, flatten, go_wrong
 
 from torchao_blockwise import BlockwiseFP8Tensor, MasterWeightTensor, NVFP4Tensor
-from torchao_blockwise._compat import torch_fsdp
 from torchao_blockwise.distributed import sync_weight_scales, watch_collectives
 from torchao_blockwise.tensors import QuantizedShard
 from torchao_blockwise.tensors.fsdp import ShardLayout, attach
 from torchao_blockwise.testing import assert_bitwise_equal
 
 pytestmark = pytest.mark.usefixtures("no_interpreter")
-
-
-@pytest.fixture(autouse=True)
-def installed():
-    """As where a model has been converted: some weights here are made by hand."""
-    torch_fsdp.install()
 
 
 @pytest.fixture
@@ -164,7 +157,7 @@ def test_fsdp2_still_has_what_is_watched():
 
     watched = [FSDPState._root_pre_forward, FSDPModule.unshard]
     assert all(f.__wrapped__.__module__.startswith("torch.distributed.fsdp") for f in watched)
-    assert all(f.__globals__ is vars(torch_fsdp) for f in watched)
+    assert all(f.__globals__["__name__"] == "torchao_blockwise._compat.torch_fsdp" for f in watched)
 
 
 @pytest.mark.parametrize("config", (FP8, NVFP4), ids=("fp8", "nvfp4"))
