@@ -69,7 +69,7 @@ def export(
     tokenizer_from: a folder whose tokenizer files are copied; default the folder that the model was loaded from.
     shard_bytes: the size at which a new file is started; at most this much is held on the CPU.
     If FSDP2, tensor or expert parallelism shard the model, all ranks must call it, and the first one writes. Weights
-    are gathered a few at a time, and the files are bitwise identical to those of the model on one device.
+    are gathered one at a time, and the files are bitwise identical to those of the model on one device.
 
     If the width of an expert is not a multiple of 128, its up projection begins inside of a block and is quantized
     again from the weight's values, with a warning. In NVFP4 the same happens to weights that engines fuse (q, k and v;
