@@ -15,10 +15,9 @@ import pytest
 import safetensors.torch
 import torch
 import torch.distributed as dist
-from exported_models import FORMATS, assert_same_tensors, export, tensors_in
+from exported_models import FORMATS, OperandsRead, assert_files_hold, assert_same_tensors, export, tensors_in
 from helpers import FP8, NVFP4, mlp, replace
 from live_memory import peak_of
-from operands_read import OperandsRead, assert_files_hold
 from ranks import device, join, leave, run_each
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
