@@ -12,6 +12,7 @@ from helpers import FP8, NVFP4, mlp, weight
 from ranks import spawn
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy
 from wrong_ranks import come_late, fail_later, flatten, go_wrong
 
 from torchao_blockwise import BlockwiseFP8Tensor, MasterWeightTensor, NVFP4Tensor
@@ -149,6 +150,23 @@ def test_the_state_is_not_saved_with_the_weight(mesh, tmp_path):
     loaded = torch.load(tmp_path / "w.pt", weights_only=True)
     assert type(loaded) is MasterWeightTensor and set(vars(loaded)) == {"hp", "config"}
     assert (tmp_path / "w.pt").stat().st_size < 2 * local.hp.nbytes
+
+
+@pytest.mark.gpu
+def test_offloaded_shards_are_saved_where_they_lie():
+    """On the CPU, in the memory of the masters, whatever the device of the mesh."""
+    dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = shard(blocks(CONFIGS["fp8"]).cuda(), DeviceMesh("cuda", [0]), offload_policy=CPUOffloadPolicy())
+        x = batch().cuda()
+        before, state = model(x), model.state_dict()
+        for name, p in masters_of(model).items():
+            assert state[name].to_local().data_ptr() == p.to_local().hp.data_ptr()
+            assert state[name].to_local().device.type == "cpu"
+        state["0.up.weight"].mul_(2)
+        assert not before.equal(model(x))
+    finally:
+        dist.destroy_process_group()
 
 
 def test_fsdp2_still_has_what_is_watched():
