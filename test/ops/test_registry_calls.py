@@ -9,7 +9,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 from torchao_blockwise.formats import FORMATS, CastOptions, Copies, Groups, Operand
-from torchao_blockwise.ops import registry
 from torchao_blockwise.ops.backend import Backend
 from torchao_blockwise.ops.operands import without_grad
 from torchao_blockwise.ops.registry import OPTIONS, groups, operand
@@ -130,31 +129,3 @@ def test_operations_change_their_arguments(argument, define):
     x = torch.zeros(3, 3)
     assert op(X, [x] if "[]" in argument else x) is None
     assert x.tolist() == [[1, 1, 1]] * 3
-
-
-# --- sharding rules ---------------------------------------------------------------------------------------------------
-
-
-def test_rules_are_of_values(define, monkeypatch):
-    """Values with specs in, placements of the tensors out; None is filled in for what is no tensor."""
-    from torch.distributed.tensor import Replicate, Shard
-
-    rules, seen = {}, []
-    monkeypatch.setattr(registry._compat, "register_sharding", rules.__setitem__)
-
-    def rule(*values):
-        seen.append(values)
-        return [
-            ([Replicate()], [Replicate(), Replicate(), Replicate(), None, Replicate(), None]),
-            ([Shard(0)], [Shard(0), Shard(0), Shard(1), Replicate(), Replicate(), None]),
-        ]
-
-    arguments = f"Tensor x, {operand('a')}, int n, {groups()}, str backend"
-    op = define(arguments, "Tensor", takes=(None, Operand, None, Groups), sharding=rule)
-    # A spec is whatever PyTorch gives in a tensor's place.
-    answer = rules[op.overload]("spec", *WITH_GLOBAL, 3, ENDS, None, "triton")
-    assert_same(list(seen[0]), ["spec", WITH_GLOBAL, 3, Groups(ENDS)])
-    assert answer == [
-        ([Replicate()], [Replicate(), Replicate(), Replicate(), None, None, None, Replicate(), None, None]),
-        ([Shard(0)], [Shard(0), Shard(0), Shard(1), Replicate(), None, None, Replicate(), None, None]),
-    ]
