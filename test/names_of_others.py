@@ -40,7 +40,6 @@ NAMES_IN_COMPAT = (
     "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._lazy_init",
     "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._root_pre_forward",
     "torch.distributed.tensor.DTensor._local_tensor",
-    "torch.distributed.tensor.DTensor._op_dispatcher.sharding_propagator.op_to_schema_info",
     "torch.distributed.tensor.DTensor._spec",
     "torch.distributed.tensor.DTensor._stable_hash_for_caching",
     "torch.ops._c10d_functional._wrap_tensor_autograd",

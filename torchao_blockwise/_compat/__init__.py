@@ -202,20 +202,6 @@ def counting_changes() -> AbstractContextManager[object]:
     return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), exclude)
 
 
-def register_sharding(op: Operation, rule: Callable[..., Sequence[Any]]) -> None:
-    """Register a DTensor sharding rule for `op` whose results are cached by all arguments that are not tensors.
-
-    By default PyTorch uses only the arguments from the first integer on, and would mix up the rules of two formats.
-    """
-    from torch.distributed.tensor import DTensor
-    from torch.distributed.tensor.experimental import register_sharding
-
-    register_sharding(op)(rule)
-    arguments = schema_of(op).arguments
-    first_option = next((i for i, arg in enumerate(arguments) if "Tensor" not in str(arg.type)), len(arguments))
-    DTensor._op_dispatcher.sharding_propagator.op_to_schema_info[op].static_argnum = first_option
-
-
 @functools.cache
 def functional_gathers() -> set[Operation]:
     """Return the operations with which DTensor gathers the shards of a tensor."""
