@@ -33,7 +33,8 @@ _T = TypeVar("_T", bound=type)
 # --- pieces of schemas ------------------------------------------------------------------------------------------------
 
 OPTIONS = (
-    "str fmt, bool rowwise, bool columnwise, bool power_of_2_scales, bool padded, SymInt hadamard, bool scale_per_group"
+    "str fmt, bool rowwise, bool columnwise, bool power_of_2_scales, bool padded, SymInt hadamard, "
+    "bool scale_per_group, str columnwise_format_name"
 )
 PLACE = "SymInt operand, SymInt row, SymInt column, SymInt grid"
 
