@@ -66,7 +66,6 @@ NAMES_IN_COMPAT = (
     "triton.backends.nvidia.driver.make_tensordesc_arg",
     "triton.compiler.CompiledKernel.run",
     "triton.knobs.cache.dir",
-    "triton.backends.nvidia.compiler.get_ptxas",
     "triton.knobs.runtime.add_stages_inspection_hook",
     "triton.knobs.runtime.debug",
     "triton.knobs.runtime.interpret",
