@@ -115,7 +115,7 @@ def memory_report(
     if batch and any(_compat.local_of(p) is not p for p in weights):
         raise ValueError("memory_report: this model is sharded; call it before fully_shard, or without a batch")
     columns = {
-        "bf16": _at_rest(*([_in_bf16(x) for x in tensors] for tensors in (weights, buffers)), optimizer),
+        "bf16": _at_rest([_in_bf16(x) for x in weights], [_in_bf16(x) for x in buffers], optimizer),
         "the prediction": _at_rest(weights, buffers, optimizer),
     }
     fp32 = sum(p.nbytes for p in weights if p.dtype is torch.float32 and not isinstance(p, QuantizedTensor))
