@@ -46,7 +46,7 @@ def described_options(group: dict[str, Any]) -> str:
     return ", ".join(f"{key}={value}" for key, value in sorted(plain.items())) or "no options"
 
 
-def _why_not_stepped(p: torch.Tensor, quantized: Any, group: dist.ProcessGroup | None) -> str | None:
+def _why_not_stepped(p: Any, quantized: Any, group: dist.ProcessGroup | None) -> str | None:
     """Why the optimizer cannot step `p`, whose quantized tensor is `quantized` or None, or None if it can."""
     if group is not None and isinstance(quantized, QuantizedShard):
         return "is split by FSDP2 already; leave process_group and shard out, which are for whole weights"
