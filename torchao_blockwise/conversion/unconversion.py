@@ -11,7 +11,7 @@ from torchao_blockwise.conversion.handlers import swap, why_not_swappable
 from torchao_blockwise.conversion.state_dicts import keep_state_dicts_no_longer
 from torchao_blockwise.conversion.weights import held_parameters
 from torchao_blockwise.nn.converted import ConvertedModule, restore_class
-from torchao_blockwise.nn.fused_modules import FusedModule, restore_module
+from torchao_blockwise.nn.fused_modules import FusedModule
 from torchao_blockwise.tensors import MasterWeightTensor, QuantizedTensor
 from torchao_blockwise.tensors.state_values import plain_values
 
@@ -51,7 +51,7 @@ def unconvert(model: nn.Module) -> nn.Module:
         forget_skip_reason(module)
         keep_state_dicts_no_longer(module)
         if isinstance(module, FusedModule):
-            restore_module(module)
+            restore_class(module)
         if isinstance(module, ConvertedModule):
             restore_class(module)
     return model
