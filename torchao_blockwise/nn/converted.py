@@ -45,12 +45,14 @@ class DerivedModule(nn.Module):
         return reduced if derivation is None else (_rebuild, derivation[::-1], *reduced[2:])
 
 
-def restore_class(module: DerivedModule) -> None:
-    """Give `module` the class back that it had; one whose class another wrapper derived keeps it."""
-    if "derivation" in vars(type(module)):
-        for name in module.attributes:
-            module.__dict__.pop(name, None)
-        module.__class__ = module.derivation[1]
+def restore_class(module: DerivedModule) -> bool:
+    """Give `module` the class back that it had, unless another wrapper derived the one that it has; return whether."""
+    if "derivation" not in vars(type(module)):
+        return False
+    for name in module.attributes:
+        module.__dict__.pop(name, None)
+    module.__class__ = module.derivation[1]
+    return True
 
 
 def derived_class(bases: tuple[type, ...], class_of: Callable[[Any], Any], base: type, **names: Any) -> Any:

@@ -17,8 +17,12 @@ import torch
 
 from torchao_blockwise import ops
 from torchao_blockwise._compat import modes
+from torchao_blockwise._compat.torch_types import Operation as TorchOperation
 from torchao_blockwise.formats import CastOptions, Copies, Groups, Operand, Place, RoundingBits
 from torchao_blockwise.ops.backend import Backend, Implementation
+from torchao_blockwise.ops.gemm.grouped import grouped_matmul_op
+from torchao_blockwise.ops.gemm.plain import matmul_op
+from torchao_blockwise.ops.quantization.operations import hadamard_amax_bits_op, tensor_amax_bits_op
 from torchao_blockwise.ops.registry import OPTIONS, Operation, groups, operand
 from torchao_blockwise.tensors import MasterWeightTensor, TrainingConfig
 from torchao_blockwise.tensors.weight_operands import amax_over, amaxes_over, weight_operand, weight_options
@@ -279,3 +283,16 @@ grad_weight_op = Operation(
     fake=_grad_weight_fake,
     flops=lambda a, b, groups, tokens, *_: gemm_flops(tokens, (a.qdata.shape[0], b.qdata.shape[0])),
 )
+
+
+def sac_save_list() -> list[TorchOperation]:
+    """The operations whose results a policy of selective activation checkpointing should save: those that cost most.
+
+    GEMMs of `output` of all layers, dense and of experts, and in NVFP4 the amax of each tensor and of its transform:
+    four bytes, for which a whole tensor is read. Quantized copies are not among them: they are made again, as norms and
+    activations are.
+    A new list, for `torch.utils.checkpoint.create_selective_checkpoint_contexts`, by itself or with PyTorch's.
+    Eager and compiled.
+    """
+    multiply = master_matmul_op, quantized_matmul_op, matmul_op, grouped_matmul_op
+    return [op.overload for op in (*multiply, tensor_amax_bits_op, hadamard_amax_bits_op)]
