@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -111,27 +108,6 @@ def test_values_are_shared_not_copied():
 def test_wrong_arguments(hp, config, message):
     with pytest.raises(TypeError, match=message):
         MasterWeightTensor(hp, config)
-
-
-COPIES = {
-    "deepcopy": copy.deepcopy,
-    "pickle": lambda x: pickle.loads(pickle.dumps(x)),
-    "torch_save": saved_and_loaded,
-}
-every_copy = pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
-
-
-@every_copy
-def test_copies_know_no_layer_and_no_source(copied):
-    """A cast whose GEMMs read the weight is saved as what it is, and so is a weight of a converted model."""
-    parameter = mlp(FP8)[0].weight
-    linked = parameter.bfloat16().detach()
-    assert parameter.layer == "0.weight" and linked.source[0] is parameter.hp
-    other = copied(linked)
-    assert other.source[0] is other.hp
-    assert_bitwise_equal(other.hp, parameter.hp.bfloat16())
-    if copied is not copy.deepcopy:
-        assert copied(parameter).layer == ""
 
 
 def test_moves_keep_the_type():
