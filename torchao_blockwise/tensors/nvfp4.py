@@ -55,8 +55,6 @@ class NVFP4Tensor(QuantizedTensor):
     ) -> Self:
         fmt = _format_of(cls.__name__, block_size)
         check_attributes(cls.__name__, fmt, dtype, config)
-        if not isinstance(columns, (int, torch.SymInt)) or isinstance(columns, bool) or columns < 0:
-            raise ValueError(f"{cls.__name__}: columns must be the length of the last dim, got {columns!r}")
         shape = (*qdata.shape[:-1], columns)
         # Of a part whose rows lie apart it must be seen that they do: `contiguous()` looks at nothing else.
         apart = () if qdata.is_contiguous() else (*(fmt.element.per_byte * s for s in qdata.stride()[:-1]), 1)
