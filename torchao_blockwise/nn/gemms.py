@@ -222,7 +222,7 @@ def _master_matmul(
 master_matmul_op = Operation(
     f"master_matmul({operand('a')}, Tensor hp, {OPTIONS}, str amax_groups, ScalarType? rounded_to, "
     f"ScalarType out_dtype, Tensor? bias, {groups('Tensor?')}, str products_by) -> Tensor",
-    takes=(Operand, None, CastOptions, *[None] * 4, Groups, Backend),
+    takes=(Operand, None, CastOptions, *[None] * 4, Groups, None),
     table=[Implementation(Backend.AUTO, _recorded(_master_matmul))],
     fake=lambda a, hp, options, amax_groups, rounded_to, out_dtype, *_: a.qdata.new_empty(
         (a.qdata.shape[0], hp.shape[-1 if options.columnwise else -2]), dtype=out_dtype
@@ -250,7 +250,7 @@ def _quantized_matmul(
 quantized_matmul_op = Operation(
     f"quantized_matmul({operand('a')}, {operand('weight')}, SymInt columns, bool columnwise, ScalarType out_dtype, "
     f"Tensor? bias, {groups('Tensor?')}, str products_by) -> Tensor",
-    takes=(Operand, Operand, None, None, None, None, Groups, Backend),
+    takes=(Operand, Operand, None, None, None, None, Groups, None),
     table=[Implementation(Backend.AUTO, _recorded(_quantized_matmul))],
     fake=lambda a, weight, columns, columnwise, out_dtype, *_: a.qdata.new_empty(
         (a.qdata.shape[0], columns if columnwise else weight.qdata.shape[-2]), dtype=out_dtype
@@ -278,7 +278,7 @@ def _grad_weight_fake(
 grad_weight_op = Operation(
     f"grad_weight({operand('a')}, {operand('b')}, {groups('Tensor?')}, SymInt tokens, ScalarType out_dtype, "
     "str products_by) -> Tensor",
-    takes=(Operand, Operand, Groups, None, None, Backend),
+    takes=(Operand, Operand, Groups, None, None, None),
     table=[Implementation(Backend.AUTO, _grad_weight)],
     fake=_grad_weight_fake,
     flops=lambda a, b, groups, tokens, *_: gemm_flops(tokens, (a.qdata.shape[0], b.qdata.shape[0])),
