@@ -14,6 +14,7 @@ from helpers import saved_and_loaded
 from torchao.core.config import config_from_dict, config_to_dict
 
 from torchao_blockwise import BlockwiseFP8TrainingConfig, NVFP4TrainingConfig, ops
+from torchao_blockwise.formats import FP8_1X128, FP8_128X128, NVFP4_1X16
 
 CONFIGS = (BlockwiseFP8TrainingConfig, NVFP4TrainingConfig)
 both_classes = pytest.mark.parametrize("cls", CONFIGS, ids=("fp8", "nvfp4"))
@@ -22,12 +23,22 @@ both_classes = pytest.mark.parametrize("cls", CONFIGS, ids=("fp8", "nvfp4"))
 def test_defaults():
     assert_expected_inline(
         repr(BlockwiseFP8TrainingConfig()),
-        """BlockwiseFP8TrainingConfig(power_of_2_scales=False, save_activations='quantized', master_weights=True, backend=<Backend.AUTO: 'auto'>, out_dtype=None)""",  # noqa: E501
+        """BlockwiseFP8TrainingConfig(power_of_2_scales=False, save_activations='quantized', master_weights=True, backend=<Backend.AUTO: 'auto'>, out_dtype=None, grad_weight_blocks='1x128')""",  # noqa: E501
     )
     assert_expected_inline(
         repr(NVFP4TrainingConfig()),
         """NVFP4TrainingConfig(stochastic_rounding=True, seed=0, scale_per_expert=False, save_activations='quantized', master_weights=True, backend=<Backend.AUTO: 'auto'>, out_dtype=None, hadamard=True)""",  # noqa: E501
     )
+
+
+def test_blocks_of_grad_weight_belong_to_fp8():
+    fp8, nvfp4 = (cls() for cls in CONFIGS)
+    assert (fp8.grad_weight_format, nvfp4.grad_weight_format) == (FP8_1X128, NVFP4_1X16)
+    assert BlockwiseFP8TrainingConfig(grad_weight_blocks="128x128").grad_weight_format is FP8_128X128
+    with pytest.raises(ValueError, match="grad_weight_blocks must be '1x128' or '128x128', got '128'"):
+        BlockwiseFP8TrainingConfig(grad_weight_blocks="128")
+    with pytest.raises(TypeError, match="no option 'grad_weight_blocks'"):
+        NVFP4TrainingConfig(grad_weight_blocks="1x128")
 
 
 WRONG = {

@@ -58,7 +58,8 @@ class NumericsMonitor:
     model: the model to observe. Make the monitor last, after `quantize_`, `fuse`, sharding and loading checkpoints.
     every: steps between reports; the first report covers the next step.
     layers: `fnmatch` patterns of the names of linear layers and weights of experts.
-    what_if: further recipes ("fp8", "fp8_pow2", "nvfp4", or configs) to try on the tensors of every layer.
+    what_if: further recipes ("fp8", "fp8_pow2", "fp8_128x128", "nvfp4", or configs) to try on the tensors of every
+        layer.
     writers: receive each report, on the first rank only; see `diagnostics`.
     step: the step of the training run, if it continues one.
     group: the ranks that train the model together, None for all. Making a monitor, and `step`, are collectives.
@@ -282,7 +283,7 @@ class NumericsMonitor:
             groups = None if spec.groups is None else spec.groups if config is spec.config else Groups(spec.groups.ends)
             by = GemmSpec(groups, untransformed(config))
             split = over if config.activation_format.has_global_scale else ""
-            copies = quantize(x, by, rowwise=True, columnwise=True, amax_groups=split)
+            copies = quantize(x, by, rowwise=True, columnwise=True, is_input=kinds[0] is X_ROWWISE, amax_groups=split)
             for kind, copy, order in zip(kinds, copies, orders):
                 found, tokens[name] = statistics.tally(
                     x, copy, order, columnwise=kind.direction == "columnwise", groups=groups

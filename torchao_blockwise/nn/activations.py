@@ -167,7 +167,8 @@ class SwiGLUInput(Input):
         rounding_bits: RoundingBits | None,
     ) -> Copies:
         """Copies of the gradient of (gate | up) for the GEMMs of this spec, computed and quantized in one pass."""
-        options, backend = cast_options(spec.config, rowwise, columnwise), ops.casting_backend(spec.config.backend)
+        options = cast_options(spec.config, rowwise, columnwise, is_input=False)
+        backend = ops.casting_backend(spec.config.backend)
         gate, up = prepared
         return ops.swiglu_backward_quantize(
             grad, gate, up, options, groups=spec.groups, rounding_bits=rounding_bits, backend=backend

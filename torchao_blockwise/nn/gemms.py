@@ -68,8 +68,8 @@ def with_groups(spec: GemmSpec, groups: Groups | None) -> GemmSpec:
     return GemmSpec(groups, *spec[1:])
 
 
-def cast_options(config: TrainingConfig, rowwise: bool, columnwise: bool) -> CastOptions:
-    """How a layer of this config quantizes an activation or its gradient."""
+def cast_options(config: TrainingConfig, rowwise: bool, columnwise: bool, is_input: bool = True) -> CastOptions:
+    """How a layer of this config quantizes its input, or the gradient of its output."""
     return CastOptions(
         config.activation_format,
         rowwise,
@@ -78,6 +78,7 @@ def cast_options(config: TrainingConfig, rowwise: bool, columnwise: bool) -> Cas
         padded=True,
         hadamard=config.hadamard_number if columnwise else 0,
         scale_per_group=config.scale_per_expert,
+        columnwise_format_name=config.grad_weight_format.name if is_input else "",
     )
 
 
@@ -86,16 +87,18 @@ def quantize(
     spec: GemmSpec,
     rowwise: bool,
     columnwise: bool,
+    is_input: bool = True,
     amax_groups: str = "",
     rounding_bits: RoundingBits | None = None,
 ) -> Copies:
     """Copies of x [T, K], none where none are asked for.
 
+    is_input: whether `x` is the layer's input, and not the gradient of its output.
     amax_groups: the process groups over which `x` is split. rounding_bits: the random bits of stochastic rounding.
     """
     if not (rowwise or columnwise):
         return Copies(None, None)
-    options = cast_options(spec.config, rowwise, columnwise)
+    options = cast_options(spec.config, rowwise, columnwise, is_input)
     amax: Any = None
     if amax_groups:
         amax = amaxes_over(x, amax_groups, options.hadamard) if options.hadamard else amax_over(x, amax_groups)
@@ -149,14 +152,20 @@ def grad_weight(
     main_grad: f32, of the weight's shape; `weight.grad_added_to_main_grad` is set, as Megatron-LM's optimizers expect.
     `.grad` stays as it is, and its hooks do not run. In eager mode only: a compiled layer gives `.grad`.
     """
-    a, b = (x, dy) if spec.transposed else (dy, x)
+    # Kernels take square blocks in b only.
+    transposes = spec.transposed and spec.config.grad_weight_format.is_square
+    a, b = (x, dy) if spec.transposed and not transposes else (dy, x)
     groups = spec.groups
     backend: Any = spec.config.backend
     main_grad = None if torch.compiler.is_compiling() else getattr(weight, "main_grad", None)
-    if main_grad is None:
+    if main_grad is None or transposes:
         multiply = grad_weight_op if modes.is_intercepted(a) else _grad_weight
-        return multiply(a, b, groups, tokens, out_dtype, backend)
-    if groups is None:
+        grad = multiply(a, b, groups, tokens, out_dtype if main_grad is None else torch.float32, backend)
+        grad = grad.mT if transposes else grad
+        if main_grad is None:
+            return grad
+        main_grad.add_(grad)
+    elif groups is None:
         ops.add_matmul_(main_grad, a, b, backend=backend)
     else:
         ops.add_grouped_matmul_(main_grad, a, b, groups, backend=backend)

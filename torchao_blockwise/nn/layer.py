@@ -137,7 +137,7 @@ class Layer(torch.autograd.Function):
                 if i == last:
                     if observer is not None:
                         observer(dy)
-                    copies = [*quantize(dy, spec, *wanted, spec.amax_groups.grad_output, bits)]
+                    copies = [*quantize(dy, spec, *wanted, False, spec.amax_groups.grad_output, bits)]
                 else:
                     if observer is not None:
                         observer(torch.cat(outer.backward(grad, outer_prepared, spec, (True, True)), 1))
@@ -207,7 +207,7 @@ def columnwise_of(kind: type[Input], activation: tuple[list[Any], list[Any]], sp
     if copy:
         qdata, scale, global_scale = copy
         copy.clear()
-        return Operand(qdata, scale, global_scale, spec.config.activation_format.name)
+        return Operand(qdata, scale, global_scale, spec.config.grad_weight_format.name)
     made = kind.quantize(prepared, spec, False, True).columnwise
     if not keeps:
         prepared.clear()
