@@ -16,19 +16,12 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from wrong_ranks import come_late, fail_later, flatten, go_wrong
 
 from torchao_blockwise import BlockwiseFP8Tensor, MasterWeightTensor, NVFP4Tensor
-from torchao_blockwise._compat import torch_fsdp
 from torchao_blockwise.distributed import sync_weight_scales, watch_collectives
 from torchao_blockwise.tensors import QuantizedShard
 from torchao_blockwise.tensors.fsdp import ShardLayout, attach
 from torchao_blockwise.testing import assert_bitwise_equal
 
 pytestmark = pytest.mark.usefixtures("no_interpreter")
-
-
-@pytest.fixture(autouse=True)
-def installed():
-    """As where a model has been converted: some weights here are made by hand."""
-    torch_fsdp.install()
 
 
 @pytest.fixture
