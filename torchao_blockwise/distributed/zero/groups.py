@@ -46,13 +46,15 @@ def described_options(group: dict[str, Any]) -> str:
     return ", ".join(f"{key}={value}" for key, value in sorted(plain.items())) or "no options"
 
 
-def _why_not_stepped(p: Any, quantized: Any, group: dist.ProcessGroup | None) -> str | None:
-    """Why the optimizer cannot step `p`, whose quantized tensor is `quantized` or None, or None if it can."""
-    if group is not None and isinstance(quantized, QuantizedShard):
-        return "is split by FSDP2 already; leave process_group and shard out, which are for whole weights"
+def _why_not_stepped(p: torch.Tensor, group: dist.ProcessGroup | None) -> str | None:
+    """Why the optimizer cannot step `p`, or None if it can."""
+    quantized = quantized_of(p)
     if quantized is None:
         return None
-    if quantized is not p and not isinstance(quantized, QuantizedShard):
+    is_shard = isinstance(quantized, QuantizedShard)
+    if group is not None and is_shard:
+        return "is split by FSDP2 already; leave process_group and shard out, which are for whole weights"
+    if _compat.local_of(p) is not p and not is_shard:
         return "is quantized and split by tensor parallelism; convert with master_weights=True"
     return why_not_written(quantized)
 
@@ -71,10 +73,9 @@ def check_parameters(
     given = [p for g in groups for p in g["params"]]
     ranks = set() if group is None else set(dist.get_process_group_ranks(group))
     for p in given:
-        quantized = quantized_of(p)
-        if (reason := _why_not_stepped(p, quantized, group)) is not None:
+        if (reason := _why_not_stepped(p, group)) is not None:
             raise ValueError(f"{name}: {names.get(p, UNNAMED)} {reason}")
-        if group is None and isinstance(quantized, QuantizedShard):
+        if group is None and isinstance(quantized_of(p), QuantizedShard):
             ranks |= set(p.device_mesh.mesh.flatten().tolist())
     if len(ranks) > 1:
         entries = [what]
