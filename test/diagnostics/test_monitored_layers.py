@@ -163,19 +163,9 @@ def test_weights_that_are_quantized_themselves(config):
     assert seen(report) == {"0": ALL - {"w"}, "2": ALL - {"w"}}
 
 
-@pytest.mark.parametrize(
-    ("how", "backend", "config"),
-    [
-        pytest.param(
-            *(how, backend, config),
-            id=f"{how}-{backend}-{'fp8' if config is FP8 else 'nvfp4'}",
-            marks=() if backend == "aot_eager" and (how == "function") == (config is NVFP4) else pytest.mark.slow,
-        )
-        for how in ("function", "module", "layer")
-        for backend in ("aot_eager", "inductor")
-        for config in (FP8, NVFP4)
-    ],
-)
+@both_formats
+@pytest.mark.parametrize("backend", ("aot_eager", pytest.param("inductor", marks=pytest.mark.slow)))
+@pytest.mark.parametrize("how", ("function", "module", "layer"))
 def test_compiled_models(config, backend, how):
     """A step that is reported runs eagerly, the others compiled; nothing is compiled again because of it."""
     torch._dynamo.reset()

@@ -75,9 +75,7 @@ class Run:
 
     def __init__(self, **options):
         self.logged, self.finished = [], False
-
-    def log(self, values):
-        self.logged.append(values)
+        self.log = self.logged.append
 
     def finish(self):
         self.finished = True
@@ -90,9 +88,8 @@ def test_wandb_is_given_scalars_and_runs_of_the_program_are_left_open(monkeypatc
     wandb.run = Run()
     given = Run()
     written = reports(begun, WandbWriter(), WandbWriter(given))
-    assert [run.finished for run in (begun._run, wandb.run, given)] == [True, False, False]
-    for run in (begun._run, wandb.run, given):
-        assert [values["numerics/step"] for values in run.logged] == [0, 1]
+    for run, is_own in ((begun._run, True), (wandb.run, False), (given, False)):
+        assert run.finished is is_own and [values["numerics/step"] for values in run.logged] == [0, 1]
     for values, report in zip(given.logged, written):
         assert values["numerics/gradient_to_noise"] == report.gradient_to_noise
         figures = {(t.layer, str(t.kind), t.recipe): t.sqnr_db for t in report.tensors}
@@ -108,17 +105,16 @@ def test_a_place_that_cannot_be_written_is_refused_at_once(kind, tmp_path):
             kind(path)
 
 
-class Broken:
-    calls = 0
-
-    def write(self, report):
-        self.calls += 1
-        raise OSError("no space left on device")
-
-    def close(self): ...
-
-
 def test_a_writer_that_fails_warns_once_and_is_left_out(tmp_path):
+    class Broken:
+        calls = 0
+
+        def write(self, report):
+            self.calls += 1
+            raise OSError("no space left on device")
+
+        def close(self): ...
+
     broken, path = Broken(), tmp_path / "numerics.csv"
     with pytest.warns(UserWarning) as caught:
         written = reports(broken, CSVWriter(path), steps=3)
