@@ -48,7 +48,7 @@ def train(model, monitor, steps: int = 1, run=None, microbatches: int = 1):
 
 
 def tensor_of(report, layer, kind, recipe):
-    return next(t for t in report.tensors if (t.layer, str(t.kind), t.recipe) == (layer, kind, recipe))
+    return next(t for t in report.tensors if (t.layer, t.kind, t.recipe) == (layer, kind, recipe))
 
 
 # --- figures ----------------------------------------------------------------------------------------------------------
@@ -116,7 +116,7 @@ def test_microbatches_make_one_report():
     for microbatches in (1, 3):
         with NumericsMonitor(model) as monitor:
             (report,) = train(model, monitor, microbatches=microbatches)
-        counts.append({str(t.kind): t.elements for t in report.tensors if t.layer == "0"})
+        counts.append({t.kind: t.elements for t in report.tensors if t.layer == "0"})
     assert counts[1] == {kind: (1 if kind == "w" else 3) * count for kind, count in counts[0].items()}
 
 

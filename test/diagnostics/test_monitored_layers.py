@@ -33,7 +33,7 @@ def report_of(model, run, **options):
 def seen(report) -> dict[str, set[str]]:
     found = {}
     for tensor in report.tensors:
-        found.setdefault(tensor.layer, set()).add(str(tensor.kind))
+        found.setdefault(tensor.layer, set()).add(tensor.kind)
     return found
 
 
@@ -48,7 +48,7 @@ def test_figures_of_transformed_layers_are_about_the_tensors():
         model, x = mlp(config), weight(50, 64)
         reports.append(report_of(model, lambda: model(x)))  # noqa: B023
     # The second layer's gradients are the same, those behind it are not.
-    first, second = ({(t.layer, str(t.kind)): vars(t) for t in report.tensors} for report in reports)
+    first, second = ({(t.layer, t.kind): vars(t) for t in report.tensors} for report in reports)
     for key in (("0", "x rowwise"), ("0", "x columnwise"), ("2", "x columnwise"), ("2", "dy columnwise")):
         assert first[key] == second[key]
 

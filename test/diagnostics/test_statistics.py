@@ -11,7 +11,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchao_blockwise import formats, ops
 from torchao_blockwise.diagnostics import statistics
-from torchao_blockwise.diagnostics.records import Kind
 from torchao_blockwise.diagnostics.statistics import (
     AMAX,
     ERROR,
@@ -47,7 +46,7 @@ def decoded_of(copy, x, columnwise=False):
 
 
 def report_of(found: Tally):
-    return tensor_report("layer", Kind("x", "rowwise"), "fp8", True, found)
+    return tensor_report("layer", "x rowwise", "fp8", True, found)
 
 
 def close(got, expected, rel=1e-6):
