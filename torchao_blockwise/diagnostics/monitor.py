@@ -31,16 +31,7 @@ from torchao_blockwise.diagnostics.layers import (
     untransformed,
     values_of_weight,
 )
-from torchao_blockwise.diagnostics.records import (
-    DY_COLUMNWISE,
-    DY_ROWWISE,
-    WEIGHT,
-    X_COLUMNWISE,
-    X_ROWWISE,
-    Recommendation,
-    Report,
-    recommend,
-)
+from torchao_blockwise.diagnostics.records import Recommendation, Report, recommend
 from torchao_blockwise.diagnostics.tallies import Tallies
 from torchao_blockwise.diagnostics.unconverted import watch_products
 from torchao_blockwise.diagnostics.writers import Writer
@@ -223,7 +214,7 @@ class NumericsMonitor:
                         options["tensor_amax"] = amax_over(values, over)
                     copy = ops.quantize(values, fmt, scale_per_group=config.scale_per_expert, **options).rowwise
                     if owned:
-                        self._tallies.add(layer.name, WEIGHT, name, statistics.tally(values, copy, order)[0])
+                        self._tallies.add(layer.name, "w", name, statistics.tally(values, copy, order)[0])
 
     def _see(self, weight: Any, x: torch.Tensor, spec: GemmSpec) -> GradientObserver | None:
         layer = self._index.find(weight)
@@ -248,16 +239,15 @@ class NumericsMonitor:
         # Activation checkpointing runs a layer again in backward; it was counted in forward.
         counts = place.counts_x and not _compat.in_backward()
         with without_modes(), _compat.no_torch_function():
-            kinds = X_ROWWISE, X_COLUMNWISE
-            tokens = self._count(layer.name, kinds, x, recipes, spec, place.split.x, counts)
+            tokens = self._count(layer.name, "x", x, recipes, spec, place.split.x, counts)
             projected = statistics.project(x, seed, place.first[1] if spec.groups is None else 0)
 
         def see_gradient(dy: torch.Tensor) -> None:
             if self._armed is None:
                 return
             with torch.no_grad(), without_modes(), _compat.no_torch_function():
-                over, kinds = place.split.grad_output, (DY_ROWWISE, DY_COLUMNWISE)
-                of_dy = self._count(layer.name, kinds, dy, recipes, spec, over, place.counts_gradient)
+                over = place.split.grad_output
+                of_dy = self._count(layer.name, "dy", dy, recipes, spec, over, place.counts_gradient)
                 first = place.first[0]
                 other = statistics.project(dy, seed + 1, first if spec.groups is None else 0)
                 probes = statistics.gradient_probes(projected, other, spec.groups, seed + 2, first)
@@ -269,7 +259,7 @@ class NumericsMonitor:
     def _count(
         self,
         layer: str,
-        kinds: Sequence[Any],
+        tensor: str,
         x: torch.Tensor,
         recipes: dict[str, TrainingConfig],
         spec: GemmSpec,
@@ -283,13 +273,12 @@ class NumericsMonitor:
             groups = None if spec.groups is None else spec.groups if config is spec.config else Groups(spec.groups.ends)
             by = GemmSpec(groups, untransformed(config))
             split = over if config.activation_format.has_global_scale else ""
-            copies = quantize(x, by, rowwise=True, columnwise=True, is_input=kinds[0] is X_ROWWISE, amax_groups=split)
-            for kind, copy, order in zip(kinds, copies, orders):
-                found, tokens[name] = statistics.tally(
-                    x, copy, order, columnwise=kind.direction == "columnwise", groups=groups
-                )
+            copies = quantize(x, by, rowwise=True, columnwise=True, is_input=tensor == "x", amax_groups=split)
+            for direction, copy, order in zip(("rowwise", "columnwise"), copies, orders):
+                is_columnwise = direction == "columnwise"
+                found, tokens[name] = statistics.tally(x, copy, order, columnwise=is_columnwise, groups=groups)
                 if counts:
-                    self._tallies.add(layer, kind, name, found)
+                    self._tallies.add(layer, f"{tensor} {direction}", name, found)
         return tokens
 
     def _next(self) -> int:
