@@ -33,10 +33,6 @@ ROUTINGS = {
 N, K = 40, 200
 routings = pytest.mark.parametrize("routing", ROUTINGS.values(), ids=ROUTINGS)
 backends = pytest.mark.parametrize("backend", ("reference", "triton"))
-_GROUPED = [(along, pair) for along in "mk" for pair in PAIRS[along]]
-along_and_pairs = pytest.mark.parametrize(
-    ("along", "pair"), _GROUPED, ids=[f"{along}-{pair_id(pair)}" for along, pair in _GROUPED]
-)
 
 
 def ends_of(routing: str) -> tuple[torch.Tensor, int]:

@@ -196,8 +196,8 @@ def _format(config: TrainingConfig) -> str:
     return config.weight_format.name + _blocks(config) + ("" if config.master_weights else ", no master")
 
 
-def _blocks(config: TrainingConfig) -> str:
-    return ", grad_weight 128x128" * config.grad_weight_format.is_square
+def _blocks(config: TrainingConfig | None) -> str:
+    return ", grad_weight 128x128" if config is not None and config.grad_weight_format.is_square else ""
 
 
 def _bytes(weight: torch.Tensor, shape: tuple[int, ...], config: TrainingConfig | None) -> tuple[int, int, int]:

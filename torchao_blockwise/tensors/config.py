@@ -118,10 +118,8 @@ class TrainingConfig(AOBaseConfig, metaclass=ConfigClass):
                 f"got {self.out_dtype!r}"
             )
 
-    def __setstate__(self, state: object) -> None:
+    def __setstate__(self, state: dict[str, Any]) -> None:
         """What loads and copies set: fields, checked as those of a new config; those of other versions are left out."""
-        if not isinstance(state, dict):
-            raise TypeError(f"{type(self).__name__}: its state must be a dict of fields, got {type(state).__name__}")
         without_removed(type(self).__name__, state)
         for field in fields(self):
             if field.name in state:
