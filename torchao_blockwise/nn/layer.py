@@ -82,8 +82,8 @@ class Layer(torch.autograd.Function):
                 at = weights_at + 3 * i
                 weight: Any
                 weight, bias, rounding_key = tensors[at : at + 3]
-                weight = stored_weight(weight, spec.rounded_to)
-                spec = spec if groups is None else with_groups(spec, groups)
+                if groups is not None:
+                    weight, spec = stored_weight(weight, spec.rounded_to), with_groups(spec, groups)
                 prepared = kind.prepare(inputs, spec)
                 saves_copy = saves and needs[at] and spec.config.saves_quantized_activations
                 if copies is None:
