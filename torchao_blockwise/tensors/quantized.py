@@ -281,13 +281,16 @@ torch.serialization.add_safe_globals([_rebuild])
 
 
 _OPS: dict[Operation, Callable[..., Any]] = {}
+# Those that are the same for the rows of a rank as for a whole weight: copies, moves, and plain tensors like it.
+OPS_OF_SHARDS: set[Operation] = set()
 
 
-def implements(*funcs: Operation) -> Callable[[_F], _F]:
+def implements(*funcs: Operation, of_shards: bool = False) -> Callable[[_F], _F]:
     def register(implementation: _F) -> _F:
         for func in funcs:
             assert func not in _OPS, f"{func} is registered twice"
             _OPS[func] = implementation
+        OPS_OF_SHARDS.update(funcs if of_shards else ())
         return implementation
 
     return register

@@ -24,7 +24,7 @@ from torchao_blockwise.tensors.blockwise_fp8 import BlockwiseFP8Tensor
 from torchao_blockwise.tensors.fsdp import Gather, ShardLayout
 from torchao_blockwise.tensors.nvfp4 import NVFP4Tensor
 from torchao_blockwise.tensors.pending_master import PendingMaster
-from torchao_blockwise.tensors.quantized import QuantizedTensor, check_attributes, check_parts
+from torchao_blockwise.tensors.quantized import OPS_OF_SHARDS, QuantizedTensor, check_attributes, check_parts
 from torchao_blockwise.tensors.rounding import carry_key
 from torchao_blockwise.tensors.state_values import same_bits
 
@@ -34,27 +34,6 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 aten = torch.ops.aten
-
-# Operations that are the same for the rows as for the whole weight: copies, moves, and plain tensors like it.
-_ROW_BY_ROW = {
-    aten.alias.default,
-    aten.clone.default,
-    aten.contiguous.default,
-    aten.detach.default,
-    aten.empty_like.default,
-    aten.equal.default,
-    aten.full_like.default,
-    aten.is_pinned.default,
-    aten.lift_fresh.default,
-    aten.new_empty.default,
-    aten.new_full.default,
-    aten.new_ones.default,
-    aten.new_zeros.default,
-    aten.ones_like.default,
-    aten.rand_like.default,
-    aten.zeros_like.default,
-    aten._to_copy.default,
-}
 
 _COPIES = {aten.clone.default, aten.contiguous.default}
 
@@ -207,7 +186,7 @@ class QuantizedShard(QuantizedTensor):
             func, args = aten.alias.default, args[:1]
         if func is aten.slice.Tensor and args[0].chunks is not None:
             return _narrow(*args)
-        if func not in _ROW_BY_ROW:
+        if func not in OPS_OF_SHARDS:
             raise NotImplementedError(
                 f"{func}: not exact on the rows of a quantized weight that FSDP2 shards, so it is not done; copy "
                 "values into the parameter; to train, take torchao_blockwise.distributed.MasterWeightOptimizer or "

@@ -96,6 +96,8 @@ class TransposedWeight(WeightTensor):
 
 def swaps_last_dims(func: Operation, args: Args) -> bool:
     """Whether the operation `func(*args)` swaps the last two dims of a tensor, and does nothing else."""
+    if func is aten.t.default:
+        return args[0].dim() == 2
     if func not in (aten.transpose.int, aten.permute.default) or args[0].dim() < 2:
         return False
     x, *dims = args
