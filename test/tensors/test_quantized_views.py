@@ -92,7 +92,7 @@ def test_views_that_cut_blocks_are_refused(from_hp):
 
 @pytest.mark.parametrize("kind", QUANTIZERS)
 def test_a_part_of_columns_is_known_to_lie_apart(kind):
-    """What sends its bytes asks for a contiguous copy first."""
+    """Code that sends its bytes asks for a contiguous copy first."""
     q = QUANTIZERS[kind](weight(32, 512))
     part = q[:, :256]
     assert q.is_contiguous() and not part.is_contiguous()
@@ -146,7 +146,7 @@ def test_odd_columns(kind, columns):
 
 
 def test_slices_keep_the_scale_of_the_whole():
-    """A part decodes as it did in the whole, not as it would alone."""
+    """A part decodes as it did in the whole."""
     w = torch.cat([torch.full((16, 16), 100.0), torch.full((16, 16), 0.3)])
     q = QUANTIZERS["nvfp4"](w)
     assert_bitwise_equal(q[16:].global_scale, q.global_scale)

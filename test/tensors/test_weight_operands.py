@@ -1,4 +1,4 @@
-"""What GEMMs read of a master weight: its values of now, quantized where they are read; no copy can be stale."""
+"""GEMMs read the present values of a master weight, and quantize them where they read; no copy can be stale."""
 
 from __future__ import annotations
 

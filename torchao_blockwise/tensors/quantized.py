@@ -184,7 +184,7 @@ def _names(types: Types, args: Args, kwargs: Kwargs | None) -> str:
 
 # --- whether the parts of a tensor fit each other ---------------------------------------------------------------------
 #
-# Kernels rely on it: they take sizes from the payload alone. Parts come from files, from gathers and from callers. They
+# Kernels rely on it: they take sizes only from the payload. Parts come from files, from gathers and from callers. They
 # are checked where a tensor is made, which is every view and copy too, and again where they become an operand:
 # attributes can be set from outside after a tensor was made.
 
@@ -336,7 +336,7 @@ def _set_data(func: Function, types: Types, args: Args, kwargs: Kwargs) -> None:
 
 @QuantizedTensor.implements_torch_function([torch.isfinite, Tensor.isfinite])
 def _isfinite(func: Function, types: Types, args: Args, kwargs: Kwargs) -> Tensor:
-    """As PEFT asks of what it merges."""
+    """PEFT checks merged weights by it."""
     return func(args[0].dequantize())
 
 

@@ -5,7 +5,7 @@
     gather: payload ─ all-gather, 1 byte (FP8) or half a byte (NVFP4) an element ─▶ BlockwiseFP8Tensor | NVFP4Tensor
 
 Rows may end anywhere in a block: no payload lies across two ranks, and every rank has every scale. High-precision
-values that are copied in cannot be quantized by a rank alone; they wait for a cast, which all ranks make together. A
+values that are copied in cannot be quantized by one rank; they wait for a cast, which all ranks make together. A
 master weight has one next to it, which each pass casts again.
 """
 
@@ -39,7 +39,7 @@ _COPIES = {aten.clone.default, aten.contiguous.default}
 
 
 class QuantizedShard(QuantizedTensor):
-    """A part of a quantized weight: qdata of its own, scale and global_scale of the whole weight, alike on every rank.
+    """A part of a quantized weight: its qdata, and scale and global_scale of the whole weight, alike on every rank.
 
     qdata: of part.local_shape, in the format's storage. scale: grid of part.shape. global_scale: f32, or None.
     part: which part of which weight; rows, where it is a Parameter. dtype: that of the Parameter; values are rounded to
@@ -130,7 +130,9 @@ class QuantizedShard(QuantizedTensor):
         got = self.qdata.shape
         if got[:-1] != part.local_shape[:-1]:
             wanted = f"{list(part.local_shape)} of {part.name}"
-            raise ValueError(f"{name}: qdata must be the rows {wanted}, got {list(got)}; shard anew with fully_shard")
+            raise ValueError(
+                f"{name}: qdata must be the rows {wanted}, got {list(got)}; shard it again with fully_shard"
+            )
         parts = self.qdata, self.scale, self.global_scale
         check_parts(name, self.fmt, *parts, part.shape, part.local_shape[-1])
 
@@ -147,7 +149,7 @@ class QuantizedShard(QuantizedTensor):
         module: torch.nn.Module,
         mp_policy: MixedPrecisionPolicy,
     ) -> tuple[tuple[torch.Tensor], Gather]:
-        """FSDP2 calls it for what this rank sends: the payload, and the scales beside it, which do not travel."""
+        """Return the payload that this rank sends, and the scales, which do not travel; FSDP2 calls it."""
         fsdp.check_supported(module)
         if self.awaits_cast:
             raise RuntimeError(
@@ -166,7 +168,7 @@ class QuantizedShard(QuantizedTensor):
         One 4-bit code a byte where rows split unevenly.
         """
         if self.ready is not None:
-            # Gathers run on a stream of their own.
+            # Gathers run on a separate stream.
             torch.cuda.current_stream(self.device).wait_event(self.ready)
         payload = self.qdata.view(torch.uint8)
         if not self.part.travels_as_stored:
