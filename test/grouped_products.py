@@ -14,7 +14,7 @@ from torchao_blockwise.testing import assert_bitwise_equal, random_tensor
 PAIRS = {
     "": ((FP8_1X128, FP8_128X128), (FP8_1X128, FP8_1X128), (NVFP4_1X16, NVFP4_16X16), (NVFP4_1X16, NVFP4_1X16)),
     "m": ((FP8_1X128, FP8_128X128), (FP8_1X128, FP8_1X128), (NVFP4_1X16, NVFP4_16X16), (NVFP4_1X16, NVFP4_1X16)),
-    "k": ((FP8_1X128, FP8_1X128), (NVFP4_1X16, NVFP4_1X16)),
+    "k": ((FP8_1X128, FP8_128X128), (FP8_1X128, FP8_1X128), (NVFP4_1X16, NVFP4_1X16)),
 }
 # name: (sizes of the groups, tokens after the last one)
 ROUTINGS = {

@@ -72,7 +72,7 @@ def _triton_cases() -> dict:
 
     cases = {}
 
-    def quantize_case(fmt, shape, dtype, rowwise, columnwise, power_of_2=False, ends=None):
+    def quantize_case(fmt, shape, dtype, rowwise, columnwise, power_of_2=False, ends=None, square=""):
         x, groups = special_input(*shape, dtype), None
         if fmt.has_global_scale:
             x = x.nan_to_num(1.0, 1.0, -1.0)
@@ -80,10 +80,11 @@ def _triton_cases() -> dict:
             x[max(ends) :] = float("nan")
             ends = torch.tensor(ends, dtype=torch.int32)
             groups = Groups(ends)
-        of = _amax_of(x, fmt, ends), CastOptions(fmt, rowwise, columnwise, power_of_2, padded=True), groups
+        options = CastOptions(fmt, rowwise, columnwise, power_of_2, padded=True, columnwise_format_name=square)
+        of = _amax_of(x, fmt, ends), options, groups
         copies = "+".join(["rowwise"] * rowwise + ["columnwise"] * columnwise)
         name = f"quantize {fmt.name} {shape[0]}x{shape[1]} {str(dtype)[6:]} {copies}" + " power_of_2" * power_of_2
-        name += "" if ends is None else f" E{len(ends)}"
+        name += f" {square}" * bool(square) + ("" if ends is None else f" E{len(ends)}")
         cases[name] = lambda: (quantize.quantize(x, *of), reference.quantize(x, *of))
 
     def swiglu_case(tokens, width, ends):
@@ -132,6 +133,8 @@ def _triton_cases() -> dict:
     for dtype in (torch.float16, torch.float32):
         quantize_case(FP8_1X128, (48, 144), dtype, True, True)
     quantize_case(FP8_1X128, (48, 144), bf16, True, True, True)
+    quantize_case(FP8_1X128, (150, 144), bf16, True, True, square=FP8_128X128.name)
+    quantize_case(FP8_1X128, (150, 80), bf16, True, True, ends=[0, 37, 36, 130], square=FP8_128X128.name)
     return cases
 
 
@@ -142,7 +145,7 @@ def _gluon_cases() -> dict:
 
     cases = {}
 
-    def add(label, y, launch, tiles, power_of_2=False, grouped=True):
+    def add(label, y, launch, tiles, power_of_2=False, square="", grouped=True):
         """What `launch(options, groups)` makes of tokens, and of those in groups, with tiles: {constant: value}.
 
         y: the matrix that it quantizes.
@@ -153,20 +156,20 @@ def _gluon_cases() -> dict:
         def run(rowwise, groups):
             for (module, constant), value in tiles.items():
                 setattr(module, constant, value)
-            options = CastOptions(FP8_1X128, rowwise, True, power_of_2, padded=True)
+            options = CastOptions(FP8_1X128, rowwise, True, power_of_2, padded=True, columnwise_format_name=square)
             return launch(options, groups), reference.quantize(y, None, options, groups)
 
         for rowwise, groups in itertools.product((True, False), (None, ends) if grouped else (None,)):
-            name = f"{label} in Gluon" + " columnwise" * (not rowwise) + " grouped" * (groups is not None)
+            name = f"{label} in Gluon {square}" + " columnwise" * (not rowwise) + " grouped" * (groups is not None)
             cases[name] = functools.partial(run, rowwise, groups)
 
-    def quantize_cases(shape, dtype, warps, power_of_2=False, stride=None):
+    def quantize_cases(shape, dtype, warps, power_of_2=False, stride=None, square=""):
         x = special_input(shape[0], stride or shape[1], dtype)[:, : shape[1]]
         tiles = {(gluon, "BOTH"): (128, warps), (gluon, "COLUMNWISE"): (64, warps)}
         label = f"one read {shape[0]}x{shape[1]} {str(dtype)[6:]} {warps} warps"
-        add(label, x, lambda options, groups: gluon.quantize(x, None, options, groups), tiles, power_of_2)
+        add(label, x, lambda options, groups: gluon.quantize(x, None, options, groups), tiles, power_of_2, square)
 
-    def fused_cases(rows, width, dtype, parts, warps, power_of_2=False):
+    def fused_cases(rows, width, dtype, parts, warps, power_of_2=False, square=""):
         """A norm and SwiGLU, and the same in groups; of halves of wider rows, whose gradients are side by side."""
         dh, gate, up = (special_input(rows, width, dtype) / scale for scale in (1, 8, 16))
         gate, up = torch.cat([gate, up], 1).chunk(2, 1)
@@ -177,23 +180,25 @@ def _gluon_cases() -> dict:
             ("swiglu", fused.swiglu_quantize, (gate, up), h),
             ("swiglu backward", fused.swiglu_backward_quantize, (dh, gate, up), torch.cat(gradients, 1)),
         ):
-            add(f"{name} {label}", y, functools.partial(launch, *inputs), tiles, power_of_2)
+            add(f"{name} {label}", y, functools.partial(launch, *inputs), tiles, power_of_2, square)
         weight, bias = random_tensor(1, width, dtype=dtype)[0] / 16, random_tensor(1, width, seed=1)[0] / 16
         for layer in (False, True):
             mean, rstd = fused_reference.norm_statistics(dh, layer, 1e-5)
             norm = Norm(dh, weight, bias if layer else None, mean, rstd, dtype)
             add(
                 f"{'layer' if layer else 'rms'} norm {label}", fused_reference.normalize(norm),
-                lambda options, groups, norm=norm: fused.norm_quantize(norm, options), tiles, power_of_2, False,
+                lambda options, groups, norm=norm: fused.norm_quantize(norm, options), tiles, power_of_2, square, False,
             )  # fmt: skip
 
     for shape, warps in itertools.product(GLUON_SHAPES, (4, 8)):
         quantize_cases(shape, torch.bfloat16, warps)
     quantize_cases(GLUON_SHAPES[1], torch.float16, 16, True, 304)
+    quantize_cases((144, 272), torch.bfloat16, 4, square=FP8_128X128.name)
     # Gradients whose blocks are of one half, and of both.
     fused_cases(147, 128, torch.bfloat16, 2, 16)
     fused_cases(147, 208, torch.float16, 1, 8, power_of_2=True)
     fused_cases(37, 304, torch.bfloat16, 2, 8)
+    fused_cases(147, 144, torch.float16, 2, 8, square=FP8_128X128.name)
     return cases
 
 

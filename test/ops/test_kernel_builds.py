@@ -47,13 +47,13 @@ def _quantize_cases():
     import torch
 
     from torchao_blockwise import _compat
-    from torchao_blockwise.formats import E4M3, FORMATS, FP8_1X128, CastOptions
+    from torchao_blockwise.formats import E4M3, FORMATS, FP8_1X128, FP8_128X128, CastOptions
     from torchao_blockwise.ops.quantization import kernels_gluon as gluon
     from torchao_blockwise.ops.quantization import kernels_triton as quantize
 
     bf16, f32, both = torch.bfloat16, torch.float32, (True, True)
 
-    def case(module, name, fmt, m, k, dtype=bf16, copies=both, power_of_2=False, **constants):
+    def case(module, name, fmt, m, k, dtype=bf16, copies=both, power_of_2=False, square="", **constants):
         """constants: tiles of the module for this case."""
 
         def launch():
@@ -61,10 +61,12 @@ def _quantize_cases():
                 for constant, value in constants.items():
                     patch.setattr(module, constant, value)
                 bits = torch.ones(()).view(torch.int32) if fmt.has_global_scale else None
-                module.quantize(torch.zeros(m, k, dtype=dtype), bits, CastOptions(fmt, *copies, power_of_2))
+                options = CastOptions(fmt, *copies, power_of_2, columnwise_format_name=square)
+                module.quantize(torch.zeros(m, k, dtype=dtype), bits, options)
 
         which = "+".join(name for name, wanted in zip(("rowwise", "columnwise"), copies) if wanted)
         label = f"{name} {fmt.name} {m}x{k} {str(dtype)[6:]} {which}" + " power_of_2" * power_of_2
+        label += f" columnwise {square}" * bool(square)
         return label + "".join(f" {value[-1]}" for value in constants.values()), launch
 
     yield case(quantize, "quantize", FP8_1X128, 512, 1024, copies=(False, True), _FP8_COLUMNWISE_TILE=(128, 32, 2, 8))
@@ -77,8 +79,11 @@ def _quantize_cases():
             yield of(512, 1024, power_of_2=True)
         # Token counts that change: the first one is built already, the others make one build more.
         yield from (of(m, 1024) for m in ((528, 531, 533) if fmt.element is E4M3 else (531,)))
+    squares = functools.partial(case, quantize, "quantize", FP8_1X128, 512, 1024, square=FP8_128X128.name)
+    yield from (squares(dtype) for dtype in (bf16, f32))
     if _compat.has_gluon():
         of = functools.partial(case, gluon, "quantize one_read", FP8_1X128)
+        yield of(512, 1024, square=FP8_128X128.name, BOTH=(128, 4))
         yield from (of(512, 1024, BOTH=(128, warps)) for warps in (4, 8, 16))
         yield of(512, 1024, torch.float16, power_of_2=True, BOTH=(128, 8))
         yield from (of(m, k, BOTH=(128, 8)) for m, k in ((528, 2064), (531, 1024), (1, 1024)))

@@ -39,6 +39,8 @@ def calls_of_no_layer(tokens: int) -> None:
         for columnwise in (False, True):
             options = {"rowwise": not columnwise, "columnwise": columnwise, "groups": groups, "stochastic": rounded}
             ops.quantize(x, NVFP4_1X16, **options)
+        for rowwise in (False, True):
+            ops.quantize(x, FP8_1X128, rowwise=rowwise, columnwise=FP8_128X128, groups=groups)
     a, b = quantize(x, FP8_1X128), quantize(random_tensor(16, 40), FP8_1X128)
     ops.matmul(a, b, out_dtype=torch.float16, bias=torch.ones(16))
     for layer in ("layer", "rms"):

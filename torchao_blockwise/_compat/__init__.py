@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 import torch.utils._pytree
 
-from torchao_blockwise._compat import stored_graphs
+from torchao_blockwise._compat import stored_graphs, torch_fsdp
 from torchao_blockwise._compat.torch_types import Args, Kwargs, Operation
 
 if TYPE_CHECKING:
@@ -127,6 +127,7 @@ def make_wrapper(
     """
     if not torch.compiler.is_dynamo_compiling():
         stored_graphs.keep_graphs_apart()
+        torch_fsdp.install()
     if inner is None or not torch.is_inference_mode_enabled() or inner.is_inference():
         return torch.Tensor._make_wrapper_subclass(cls, shape, **options)
     with torch.inference_mode(False):

@@ -34,7 +34,8 @@ _library = torch.library.Library(NAMESPACE, "DEF")
 # --- pieces of schemas ------------------------------------------------------------------------------------------------
 
 OPTIONS = (
-    "str fmt, bool rowwise, bool columnwise, bool power_of_2_scales, bool padded, SymInt hadamard, bool scale_per_group"
+    "str fmt, bool rowwise, bool columnwise, bool power_of_2_scales, bool padded, SymInt hadamard, "
+    "bool scale_per_group, str columnwise_format_name"
 )
 PLACE = "SymInt operand, SymInt row, SymInt column, SymInt grid"
 
