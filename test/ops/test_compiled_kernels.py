@@ -21,7 +21,6 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 pytest.importorskip("triton")
 
-from torchao_blockwise import _compat
 from torchao_blockwise.formats import (
     FP8_1X128,
     FP8_128X128,
@@ -56,8 +55,7 @@ def special_input(rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
 
 def _cases() -> dict:
     """{label: call that gives (what kernels computed, what the reference computes), each operands, or None}."""
-    cases = _triton_cases()
-    return cases | _gluon_cases() if _compat.has_gluon() else cases
+    return _triton_cases() | _gluon_cases()
 
 
 def _amax_of(x, fmt, ends=None):

@@ -5,8 +5,6 @@ import re
 
 import pytest
 
-from torchao_blockwise import _compat
-
 pytest.importorskip("triton")
 
 import kernel_builds
@@ -118,7 +116,7 @@ def cases(target: int):
         ends = torch.zeros(groups, dtype=torch.int32)
         yield f"tables {fmt.name} {m} E{groups}", lambda ends=ends, m=m, fmt=fmt: group_tables(ends, m, fmt)
     yield from _triton_cases(target)
-    if target == 90 and _compat.has_gluon():
+    if target == 90:
         yield from _gluon_cases()
     square, rows = (NVFP4_1X16, NVFP4_16X16), (NVFP4_1X16, NVFP4_1X16)
     for pair, along, m in ((square, "", 16), (square, "", 512), (square, "m", 512), (rows, "k", 512)):
@@ -134,7 +132,6 @@ def cases(target: int):
 targets = pytest.mark.parametrize("target", TARGETS)
 GLUON_KINDS = ("square", "one_row", "m", "k", "square_k", "decoded_m", "decoded_k")
 gluon_kinds = pytest.mark.parametrize("kind", GLUON_KINDS)
-needs_gluon = pytest.mark.skipif(not _compat.has_gluon(), reason="needs Gluon of Triton 3.6 or newer")
 
 
 @targets
@@ -200,7 +197,6 @@ def by_gluon(builds, kind, *words):
     return [row for row in rows if row["kernel"] == "matmul_kernel"]
 
 
-@needs_gluon
 @gluon_kinds
 def test_gluon_runs_on_tensor_cores_and_fits_in_shared_memory(builds, kind):
     element = r"bf16\.bf16" if kind.startswith("decoded") else r"e4m3\.e4m3"
@@ -209,7 +205,6 @@ def test_gluon_runs_on_tensor_cores_and_fits_in_shared_memory(builds, kind):
         assert row["SHARED"] <= 227 * 1024, row["label"]
 
 
-@needs_gluon
 @pytest.mark.parametrize("kind", GLUON_KINDS[2:])
 def test_each_partition_loads_the_entry_of_each_tile(builds, kind):
     """Triton 3.6 and 3.7 lost the producer's loads from a `for`: its tiles were all the first, and the kernel hung."""
@@ -218,7 +213,6 @@ def test_each_partition_loads_the_entry_of_each_tile(builds, kind):
         assert len(loads) >= 2 and min(loads) >= {"m": 4, "k": 2}[kind[-1]], row["label"]
 
 
-@needs_gluon
 @gluon_kinds
 def test_token_counts_do_not_rebuild_gluon(builds, kind):
     is_plain = kind in ("square", "one_row")

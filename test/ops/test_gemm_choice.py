@@ -30,7 +30,6 @@ def gpu(machine):
     machine.has_gpu_of((9, 0))
     machine.has_cuda("13.0")
     machine.has_triton()
-    machine.has_gluon()
     machine.without_interpreter()
     machine.warns_anew()
     machine.patch.setattr(deep_gemm_library, "why_absent", lambda: "not installed")
@@ -139,10 +138,10 @@ def test_what_adds_to_a_sum_is_chosen_like_a_product_of_float32(capability, pair
 def test_what_cannot_run_is_left_for_the_next_with_a_warning(gpu):
     with pytest.warns(UserWarning, match="auto uses gluon instead of cublas: out_dtype must be"):
         assert choice(2048, 7168, 4096, ONE_ROW, torch.float16) is Backend.GLUON
-    gpu.has_gluon(False)
-    with pytest.warns(UserWarning, match="auto uses cublas instead of gluon: they need Gluon"):
+    gpu.patch.setattr(backend, "interpreting", lambda: True)
+    with pytest.warns(UserWarning, match="auto uses cublas instead of gluon: Triton's interpreter"):
         assert choice(4096, 2048, 7168) is Backend.CUBLAS
-    with pytest.warns(UserWarning, match="auto uses triton instead of gluon: they need Gluon"):
+    with pytest.warns(UserWarning, match="auto uses triton instead of gluon: Triton's interpreter"):
         assert choice(4096, 2040, 7168) is Backend.TRITON
 
 
@@ -173,8 +172,8 @@ def test_why_not_gluon(rows, formats, wrong, gpu):
     gpu.patch.setattr(backend, "interpreting", lambda: True)
     refused("Triton's interpreter does not know Gluon")
     gpu.without_interpreter()
-    gpu.has_gluon(False)
-    refused("they need Gluon")
+    gpu.has_triton(False)
+    refused("triton is not installed")
 
 
 @pytest.mark.skipif(not backend.interpreting(), reason="CPU tensors need Triton's interpreter")
