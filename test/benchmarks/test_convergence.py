@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
+import sys
 from pathlib import Path
 
 import convergence
@@ -17,27 +19,6 @@ from llm_training.training import Result, Trainer
 
 STUDIES = sorted((Path(convergence.__file__).parent / "studies").glob("*.json"))
 FILE = {"preset": "tiny", "steps": 8, "bf16_steps": 2, "seeds": [0, 1], "draws": {"bf16": 3, "fp8": 2}, "at_once": 2}
-# What stands for a process of one run: it writes what a run does; `slow` sleeps, `bad` fails.
-STAND_IN = """
-import json, pathlib, sys, time
-args = dict(zip(sys.argv[1::2], sys.argv[2::2]))
-out, (recipe, seed, draw) = pathlib.Path(args["--out"]), args["--run"].rsplit("-", 2)
-with (out / "order.txt").open("a") as log:
-    log.write(args["--run"] + "\\n")
-if recipe == "start":
-    (out / f"start_seed_{seed}.pt").touch()
-    content = {"digest": out.name + seed, "seed": int(seed)}
-else:
-    time.sleep(60 if recipe in SLOW else 0)
-    if recipe in BAD:
-        sys.exit(1)
-    loss = {"bf16": 1.0, "fp8": 1.01, "nvfp4": 1.1}[recipe] + 0.001 * int(draw)
-    start = json.loads((out / f"start-{seed}-0.json").read_text())["digest"]
-    content = {"recipe": recipe, "seed": int(seed), "draw": int(draw), "start": start, "last_third": loss,
-               "held_out_loss": loss, "tokens_per_second": 5.0, "seconds": 1.0, "peak_bytes": None,
-               "environment": {"device": "a CPU"}}
-(out / f"{args['--run']}.json").write_text(json.dumps(content))
-"""
 
 
 @pytest.fixture
@@ -47,71 +28,27 @@ def study_file(tmp_path) -> Path:
     return file
 
 
-@pytest.fixture
-def command(tmp_path, study_file, monkeypatch, capsys):
-    """The program with stand-ins for its runs: (options, slow recipes, recipes that fail) -> (code, output)."""
-    program = tmp_path / "stand_in.py"
-    monkeypatch.setattr(convergence, "__file__", str(program))
-    monkeypatch.setattr(convergence, "RESULTS", tmp_path / "results")
-    monkeypatch.setattr(convergence, "_POLL_SECONDS", 0.02)
-    monkeypatch.setattr(convergence, "_SETUP_SECONDS", 0)
-
-    def called(*options: str, slow: tuple = (), bad: tuple = (), out: str = "out") -> tuple[int, str]:
-        program.write_text(f"SLOW, BAD = {slow!r}, {bad!r}\n{STAND_IN}")
-        code = convergence.main(["--study", str(study_file), "--out", str(tmp_path / out), *options])
-        captured = capsys.readouterr()
-        return code, captured.out + captured.err
-
-    return called
-
-
-def trained(tmp_path, out: str = "out") -> list[str]:
-    return (tmp_path / out / "order.txt").read_text().split()
-
-
-def test_the_smoke_study_runs_as_a_user_runs_it(tmp_path, capsys):
-    """Start, draws and a table, in processes of their own; a second command finds all of it done."""
-    assert convergence.main(["--out", str(tmp_path)]) == 0
+def test_the_smoke_study_runs_as_a_user_runs_it(tmp_path, capsys, monkeypatch):
+    """Start, draws and a table, in processes of their own; a failed run is named, and the next command adds it."""
+    argv = ["--out", str(tmp_path)]
+    with monkeypatch.context() as patch:
+        popen = subprocess.Popen
+        fails = [sys.executable, "-c", "raise SystemExit(1)"]
+        patch.setattr(subprocess, "Popen", lambda run, **options: popen(fails if "fp8-0-0" in run else run, **options))
+        assert convergence.main(argv) == 1
+    captured = capsys.readouterr()
+    order = [line.partition(":")[0] for line in captured.err.splitlines() if ": started" in line]
+    assert order[0] == "start-0-0" and sorted(order[1:]) == ["bf16-0-0", "bf16-0-1", "fp8-0-0"]
+    assert "Missing: fp8-0-0." in captured.out and "Failed: fp8-0-0; see the logs" in captured.out
+    assert convergence.main(argv) == 0
     out = capsys.readouterr().out
     assert "| bf16 | 2 | - | - |" in out and "| fp8 | 1 | " in out and "Missing" not in out
     first = json.loads((tmp_path / "study_smoke.json").read_text())
     assert [len(run["curve"]) for run in first["runs"]] == [12, 12, 12] and first["missing"] == []
     assert len({run["last_third"] for run in first["runs"]}) == 3, "one bit and the recipe change the loss"
     assert not any("command" in run["environment"] for run in first["runs"])
-    assert convergence.main(["--out", str(tmp_path)]) == 0
+    assert convergence.main([*argv, "--minutes", "0"]) == 0
     assert "started" not in capsys.readouterr().err
-
-
-def test_runs_come_draw_by_draw_each_seed_behind_its_start(command, tmp_path):
-    code, out = command()
-    of_seed = ["start-{}-0", "bf16-{}-0", "bf16-{}-1", "fp8-{}-0", "fp8-{}-1", "bf16-{}-2"]
-    order = [line.partition(":")[0] for line in out.splitlines() if ": started" in line]
-    assert [[run for run in order if f"-{seed}-" in run] for seed in (0, 1)] == [
-        [name.format(seed) for name in of_seed] for seed in (0, 1)
-    ]
-    assert code == 0 and "| fp8 | 4 | +0.949 % ± " in out
-
-
-def test_minutes_cut_runs_off_and_later_ones_add_what_is_missing(command, tmp_path, study_file):
-    code, out = command("--minutes", "0.05", slow=("fp8",))
-    assert code == 1 and "cut off; it goes on from its last checkpoint" in out and "Missing: fp8-0-0" in out
-    code, out = command("--minutes", "0")
-    assert code == 1 and "| bf16 | " in out and len(trained(tmp_path)) == len(set(trained(tmp_path)))
-    assert command()[0] == 0
-
-
-def test_another_machine_continues_with_a_start_of_its_own(command, tmp_path, study_file):
-    """A failed run is named, and others go on; a new start differs, so what it adds has its own draws of bf16."""
-    code, out = command("--results", bad=("fp8",))
-    assert code == 1 and "Failed: fp8-0-0, fp8-0-1, fp8-1-0, fp8-1-1; see the logs" in out
-    assert "bf16-1-2" in trained(tmp_path), "what comes behind a failed run"
-    code, out = command("--results", out="elsewhere")
-    assert code == 0 and "Starts: 4" in out
-    assert {run for run in trained(tmp_path, "elsewhere") if "-0-" in run and run[:-1] != "start-0-"} == {
-        *("bf16-0-0", "bf16-0-1", "fp8-0-0", "fp8-0-1")
-    }
-    content = json.loads((tmp_path / "results" / "study_tried.json").read_text())
-    assert len(content["runs"]) == 6 + 8 and len(content["starts"]) == 4
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,7 @@ def experts(x, w):
 
 
 STEPS = {
-    "linear with bias": (torch.nn.functional.linear, [(24, 64), (40, 64), (40,)]),
+    "linear with bias": (torch.nn.functional.linear, [(3, 24, 64), (40, 64), (40,)]),
     "bmm": (torch.bmm, [(2, 24, 64), (2, 64, 40)]),
     "attention": (attend, [(2, 2, 24, 64)] * 3),
     "experts": (experts, [(24, 64), (3, 40, 64)]),
