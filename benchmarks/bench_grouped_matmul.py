@@ -13,6 +13,7 @@ Writes benchmarks/results/grouped_matmul_<device>.json and .md.
 
     python benchmarks/bench_grouped_matmul.py [--shapes mixtral_8x7b 16384x8x1408x2048] [--routings skewed]
                                               [--only grad_weight] [--backends triton gluon] [--peers bf16]
+                                              [--recipes fp8 fp8_128x128]
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ COLUMNS = (
 class GroupedProduct(Product):
     """One grouped GEMM of experts whose weights are [experts, out_features, in_features].
 
-    kind: of KINDS. sizes: tokens of each expert.
+    kind: of KINDS. sizes: tokens of each expert. recipe: of RECIPES.
     """
 
     sizes: tuple[int, ...] = ()
@@ -96,7 +97,10 @@ class GroupedProduct(Product):
         """The operands that the GEMM takes."""
         a_fmt, b_fmt = self.formats
         if self.along == "k":
-            a, b = (ops.quantize(x, a_fmt, groups=ends, rowwise=False, columnwise=True) for x in (first, second))
+            a, b = (
+                ops.quantize(x, a_fmt, groups=ends, rowwise=False, columnwise=fmt)
+                for x, fmt in ((first, a_fmt), (second, b_fmt))
+            )
             return a.columnwise, b.columnwise
         transposed = self.kind == "grad_input"
         weights = ops.quantize(second, b_fmt, rowwise=not transposed, columnwise=transposed)

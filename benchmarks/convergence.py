@@ -24,7 +24,7 @@ from pathlib import Path
 
 import torch
 from common import environment
-from common.report import RESULTS, save
+from common.report import RESULTS, markdown, save
 from llm_training import checkpoint, products
 from llm_training.config import UsageError
 from llm_training.data import read_corpus
@@ -81,14 +81,20 @@ def train_one(study: Study, args: argparse.Namespace) -> None:
     file, state = args.out / f"{run.name}.json", checkpoint.start_of(args.out, run.seed)
     with products.computed_in(products.pick() if device.type == "cpu" else "bf16"):
         if recipe == _START:
+            from llm_training.operand_errors import operand_errors
+
             train_start(config, corpus, device, state)
             trainer = Trainer(BASE, config, device)
             trainer.load(state, corpus, "--study")
             digest = hashlib.sha256()
             for tensor in trainer.model.state_dict().values():
                 digest.update(tensor.cpu().contiguous().view(torch.uint8).numpy().tobytes())
-            content = {"digest": digest.hexdigest()[:16], "seed": run.seed, "environment": made_by}
-            environment.write_json(file, content)
+            # Compiled layers show nobody their operands.
+            eager = Trainer(BASE, replace(config, compile=False), device).model
+            eager.load_state_dict(trainer.model.state_dict())
+            errors = operand_errors(eager, corpus.batch(run.seed, config.bf16_steps, config.batch_size).to(device))
+            content = {"digest": digest.hexdigest()[:16], "seed": run.seed, "operand_errors": errors}
+            environment.write_json(file, content | {"environment": made_by})
             return
         folder = args.out / run.name
         folder.mkdir(exist_ok=True)
@@ -203,11 +209,24 @@ def report(study: Study, args: argparse.Namespace, failed: list[str]) -> int:
         *[f"Failed: {', '.join(failed)}; see the logs in {args.out}."] * bool(failed),
         *[f"Diverged: {', '.join(diverged)}."] * bool(diverged),
     ]
-    text = f"{table(study, records)}\n\n" + "\n".join(notes)
+    text = "\n\n".join([table(study, records), "\n".join(notes), *error_tables(content["starts"])])
     print(f"\n{text}\n")
     for folder in (args.out, *[RESULTS] * args.results):
         save(folder, f"study_{study.name}", content | {"environment": made, "missing": missing}, text)
     return int(bool(missing or failed or diverged))
+
+
+def error_tables(starts: dict[str, dict]) -> list[str]:
+    """The operand errors at the first start that has them, as a table."""
+    for start in filter(lambda start: start["operand_errors"], starts.values()):
+        rows = [
+            (operand, copy, f"{error['median']:.2f} %", f"{error['max']:.2f} %")
+            for operand, copies in start["operand_errors"].items()
+            for copy, error in copies.items()
+        ]
+        head = ("operand", "blocks", "error, median layer", "largest")
+        return [f"Operands of one microbatch at the fork, ‖quantized - x‖ / ‖x‖:\n\n{markdown(head, rows, left=2)}"]
+    return []
 
 
 if __name__ == "__main__":

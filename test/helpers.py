@@ -24,14 +24,15 @@ from torchao_blockwise import NVFP4TrainingConfig as NVFP4Config
 from torchao_blockwise.tensors import weight_operands
 from torchao_blockwise.testing import assert_bitwise_equal, random_tensor
 
-FP8, FP8_POW2, NVFP4 = (
+FP8, FP8_POW2, FP8_SQUARES, NVFP4 = (
     BlockwiseFP8TrainingConfig(),
     BlockwiseFP8TrainingConfig(power_of_2_scales=True),
+    BlockwiseFP8TrainingConfig(grad_weight_blocks="128x128"),
     NVFP4Config(hadamard=False, stochastic_rounding=False),
 )
 HADAMARD, STOCHASTIC, FULL = NVFP4Config(stochastic_rounding=False), NVFP4Config(hadamard=False), NVFP4Config(seed=7)
 PER_EXPERT = NVFP4Config(seed=7, scale_per_expert=True)
-RECIPES = {"fp8": FP8, "fp8_pow2": FP8_POW2, "nvfp4": NVFP4}
+RECIPES = {"fp8": FP8, "fp8_pow2": FP8_POW2, "fp8_128x128": FP8_SQUARES, "nvfp4": NVFP4}
 every_recipe = pytest.mark.parametrize("config", RECIPES.values(), ids=RECIPES)
 
 
@@ -120,7 +121,9 @@ def linear_by_hand(x, hp, bias, dy, config):
     w_columnwise = ops.transpose(w, columns=hp.shape[1])
     grad_input = ops.matmul(quantize(gradients, fmt).rowwise, w_columnwise, out_dtype=x.dtype).view(x.shape)
     options = {"rowwise": False, "columnwise": True, "padded": True}
-    columnwise = (quantize(t, fmt, **options).columnwise for t in (gradients, tokens))
+    columnwise = (
+        quantize(t, of_t, **options).columnwise for t, of_t in ((gradients, fmt), (tokens, config.grad_weight_format))
+    )
     grad_weight = ops.matmul(*columnwise, out_dtype=hp.dtype)
     grad_bias = None if bias is None else gradients.float().sum(0).to(bias.dtype)
     return output, grad_input, grad_weight, grad_bias
@@ -217,21 +220,3 @@ def selected_cases(request) -> list:
     """The `case` of each selected test of the module that asks: what its one set of processes is to run."""
     items = [item for item in request.session.items if item.module is request.module and hasattr(item, "callspec")]
     return [item.callspec.params["case"] for item in items if "case" in item.callspec.params]
-
-
-def tensor_scales_worker(rank: int, ranks: int, port: int, file: str, cases) -> None:
-    """Leaves the NVFP4 tensor scale of a sharded tensor of ones with one other value, for each (value, row)."""
-    import torch.distributed as dist
-    from ranks import join, leave
-    from torch.distributed.tensor import Shard, distribute_tensor
-
-    join(rank, ranks, port)
-    mesh = dist.device_mesh.init_device_mesh("cpu", (ranks,))
-    scales = {}
-    for value, row in cases:
-        x = torch.ones(32, 32)
-        x[row, 3] = float(value)
-        q = ops.quantize(distribute_tensor(x, mesh, [Shard(0)]), "nvfp4_1x16", backend="reference").rowwise
-        scales[value, row] = str(q.global_scale.full_tensor().item())
-    torch.save(scales, file)
-    leave()

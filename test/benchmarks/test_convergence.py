@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
-import sys
+import statistics
 from pathlib import Path
 
 import convergence
@@ -13,12 +12,34 @@ import pytest
 import torch
 from llm_cases import TINY
 from llm_training.config import UsageError
+from llm_training.operand_errors import error_percent
 from llm_training.recipes import perturb
-from llm_training.study import Run, Study, gap, merged, missing_runs, record_of, table
+from llm_training.study import Run, Study, gap, merged, missing_runs, quantile, record_of, table
 from llm_training.training import Result, Trainer
 
 STUDIES = sorted((Path(convergence.__file__).parent / "studies").glob("*.json"))
 FILE = {"preset": "tiny", "steps": 8, "bf16_steps": 2, "seeds": [0, 1], "draws": {"bf16": 3, "fp8": 2}, "at_once": 2}
+# What stands for a process of one run: it writes what a run does; `slow` sleeps, `bad` fails.
+STAND_IN = """
+import json, pathlib, sys, time
+args = dict(zip(sys.argv[1::2], sys.argv[2::2]))
+out, (recipe, seed, draw) = pathlib.Path(args["--out"]), args["--run"].rsplit("-", 2)
+with (out / "order.txt").open("a") as log:
+    log.write(args["--run"] + "\\n")
+if recipe == "start":
+    (out / f"start_seed_{seed}.pt").touch()
+    content = {"digest": out.name + seed, "seed": int(seed), "operand_errors": {"x": {"fp8": {"median": 1, "max": 2}}}}
+else:
+    time.sleep(60 if recipe in SLOW else 0)
+    if recipe in BAD:
+        sys.exit(1)
+    loss = {"bf16": 1.0, "fp8": 1.01, "nvfp4": 1.1}[recipe] + 0.001 * int(draw)
+    start = json.loads((out / f"start-{seed}-0.json").read_text())["digest"]
+    content = {"recipe": recipe, "seed": int(seed), "draw": int(draw), "start": start, "last_third": loss,
+               "held_out_loss": loss, "tokens_per_second": 5.0, "seconds": 1.0, "peak_bytes": None,
+               "environment": {"device": "a CPU"}}
+(out / f"{args['--run']}.json").write_text(json.dumps(content))
+"""
 
 
 @pytest.fixture
@@ -28,27 +49,76 @@ def study_file(tmp_path) -> Path:
     return file
 
 
-def test_the_smoke_study_runs_as_a_user_runs_it(tmp_path, capsys, monkeypatch):
-    """Start, draws and a table, in processes of their own; a failed run is named, and the next command adds it."""
-    argv = ["--out", str(tmp_path)]
-    with monkeypatch.context() as patch:
-        popen = subprocess.Popen
-        fails = [sys.executable, "-c", "raise SystemExit(1)"]
-        patch.setattr(subprocess, "Popen", lambda run, **options: popen(fails if "fp8-0-0" in run else run, **options))
-        assert convergence.main(argv) == 1
-    captured = capsys.readouterr()
-    order = [line.partition(":")[0] for line in captured.err.splitlines() if ": started" in line]
-    assert order[0] == "start-0-0" and sorted(order[1:]) == ["bf16-0-0", "bf16-0-1", "fp8-0-0"]
-    assert "Missing: fp8-0-0." in captured.out and "Failed: fp8-0-0; see the logs" in captured.out
-    assert convergence.main(argv) == 0
+@pytest.fixture
+def command(tmp_path, study_file, monkeypatch, capsys):
+    """The program with stand-ins for its runs: (options, slow recipes, recipes that fail) -> (code, output)."""
+    program = tmp_path / "stand_in.py"
+    monkeypatch.setattr(convergence, "__file__", str(program))
+    monkeypatch.setattr(convergence, "RESULTS", tmp_path / "results")
+    monkeypatch.setattr(convergence, "_POLL_SECONDS", 0.02)
+    monkeypatch.setattr(convergence, "_SETUP_SECONDS", 0)
+
+    def called(*options: str, slow: tuple = (), bad: tuple = (), out: str = "out") -> tuple[int, str]:
+        program.write_text(f"SLOW, BAD = {slow!r}, {bad!r}\n{STAND_IN}")
+        code = convergence.main(["--study", str(study_file), "--out", str(tmp_path / out), *options])
+        captured = capsys.readouterr()
+        return code, captured.out + captured.err
+
+    return called
+
+
+def trained(tmp_path, out: str = "out") -> list[str]:
+    return (tmp_path / out / "order.txt").read_text().split()
+
+
+def test_the_smoke_study_runs_as_a_user_runs_it(tmp_path, capsys):
+    """Start, draws and a table, in processes of their own; a second command finds all of it done."""
+    assert convergence.main(["--out", str(tmp_path)]) == 0
     out = capsys.readouterr().out
     assert "| bf16 | 2 | - | - |" in out and "| fp8 | 1 | " in out and "Missing" not in out
+    assert "| dy | fp8_1x128 along tokens |" in out
     first = json.loads((tmp_path / "study_smoke.json").read_text())
     assert [len(run["curve"]) for run in first["runs"]] == [12, 12, 12] and first["missing"] == []
     assert len({run["last_third"] for run in first["runs"]}) == 3, "one bit and the recipe change the loss"
     assert not any("command" in run["environment"] for run in first["runs"])
-    assert convergence.main([*argv, "--minutes", "0"]) == 0
+    assert convergence.main(["--out", str(tmp_path)]) == 0
     assert "started" not in capsys.readouterr().err
+
+
+def test_runs_come_draw_by_draw_each_seed_behind_its_start(command, tmp_path):
+    code, out = command()
+    of_seed = ["start-{}-0", "bf16-{}-0", "bf16-{}-1", "fp8-{}-0", "fp8-{}-1", "bf16-{}-2"]
+    order = [line.partition(":")[0] for line in out.splitlines() if ": started" in line]
+    assert [[run for run in order if f"-{seed}-" in run] for seed in (0, 1)] == [
+        [name.format(seed) for name in of_seed] for seed in (0, 1)
+    ]
+    assert code == 0 and "| fp8 | 4 | +0.949 % ± " in out
+
+
+def test_minutes_cut_runs_off_and_later_ones_add_what_is_missing(command, tmp_path, study_file):
+    code, out = command("--minutes", "0.05", slow=("fp8",))
+    assert code == 1 and "cut off; it goes on from its last checkpoint" in out and "Missing: fp8-0-0" in out
+    code, out = command("--minutes", "0")
+    assert code == 1 and "| bf16 | " in out and len(trained(tmp_path)) == len(set(trained(tmp_path)))
+    assert command()[0] == 0
+
+
+def test_a_failed_run_is_named_and_the_others_go_on(command, tmp_path):
+    code, out = command(bad=("fp8",))
+    assert code == 1 and "Failed: fp8-0-0, fp8-0-1, fp8-1-0, fp8-1-1; see the logs" in out
+    assert "bf16-1-2" in trained(tmp_path), "what comes behind a failed run"
+
+
+def test_another_machine_continues_with_a_start_of_its_own(command, tmp_path, study_file):
+    """Its start differs, so that what it adds is compared with draws of bf16 from the same start."""
+    command("--results", bad=("fp8",))
+    code, out = command("--results", out="elsewhere")
+    assert code == 0 and "Starts: 4" in out
+    assert {run for run in trained(tmp_path, "elsewhere") if "-0-" in run and run[:-1] != "start-0-"} == {
+        *("bf16-0-0", "bf16-0-1", "fp8-0-0", "fp8-0-1")
+    }
+    content = json.loads((tmp_path / "results" / "study_tried.json").read_text())
+    assert len(content["runs"]) == 6 + 8 and len(content["starts"]) == 4
 
 
 @pytest.mark.parametrize(
@@ -110,14 +180,30 @@ def test_starts_are_compared_one_by_one():
     assert gap([*runs, *records("c", fp8=[9.0])], "fp8", "held_out_loss").mean == pytest.approx(2.0)
 
 
+def test_intervals_hold_the_truth_as_often_as_they_say():
+    generator, inside = torch.Generator().manual_seed(0), 0
+    for _ in range(2000):
+        bf16, fp8 = (1 + 0.001 * torch.randn(n, generator=generator) for n in (4, 3))
+        found = gap(records("a", bf16=bf16.tolist(), fp8=fp8.tolist()), "fp8", "last_third")
+        inside += abs(found.mean) <= found.half_width
+    assert 0.93 < inside / 2000 < 0.97
+    assert quantile(1) == 12.71 and quantile(30) == pytest.approx(2.04, abs=0.01)
+
+
 def test_a_diverged_run_is_in_no_mean(study_file):
     lost = record_of(Run("fp8", 0, 1), "a", Result("fp8", 16, losses=[1.0, math.nan], seconds=[1.0, 1.0]), {})
     assert lost["last_third"] is lost["held_out_loss"] is lost["curve"] is None
-    whole = record_of(Run("fp8", 0, 1), "a", Result("fp8", 16, losses=[*map(float, range(1000))], seconds=[1.0]), {})
-    assert whole["last_third"] == 833 and len(whole["curve"]) == 200 and whole["curve"][0] == 2.0
     runs = [*records("a", bf16=[1.0, 1.0], fp8=[1.01]), lost]
     assert gap(runs, "fp8", "last_third").mean == pytest.approx(1.0)
     assert "| fp8 | 2 | +1.000 % ± 0.000 |" in table(Study.read(study_file), runs)
+
+
+def test_a_record_has_the_mean_of_the_last_third_and_a_short_curve():
+    losses = [float(i) for i in range(1000)]
+    result = Result("fp8", 16, losses=losses, seconds=[0.5] * 1000, bf16_steps=100, held_out_loss=3.0)
+    record = record_of(Run("fp8", 0, 0), "a", result, {})
+    assert record["last_third"] == statistics.fmean(losses[-333:]) and record["seconds"] == 450.0
+    assert len(record["curve"]) == 200 and record["curve"][0] == 2.0
 
 
 def test_results_merge_by_start_and_run():
@@ -141,14 +227,12 @@ def test_a_lost_start_needs_new_draws_of_bf16(study_file):
     assert [run for run in elsewhere if run.seed == 1][:2] == [Run("bf16", 1, 0), Run("bf16", 1, 1)]
 
 
-# --- draws ------------------------------------------------------------------------------------------------------------
+# --- draws and operands -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("recipe", ("bf16", "fp8"))
 def test_a_draw_moves_each_weight_by_one_bit(recipe):
-    """In every recipe the same way, so that its draws begin with the same weights."""
-
-    def weights(draw: int, recipe: str = recipe) -> torch.Tensor:
+    def weights(draw: int) -> torch.Tensor:
         trainer = Trainer(recipe, TINY, torch.device("cpu"))
         perturb(trainer.model, draw)
         return torch.cat([getattr(p, "hp", p).detach().flatten() for p in trainer.model.parameters()])
@@ -157,4 +241,23 @@ def test_a_draw_moves_each_weight_by_one_bit(recipe):
     for moved in (first, second):
         up, down = (torch.nextafter(plain, torch.full_like(plain, to)) for to in (torch.inf, -torch.inf))
         assert ((moved == up) | (moved == down)).all() and 0.49 < (moved == up).float().mean() < 0.51
-    assert not torch.equal(first, second) and torch.equal(first, weights(1, "bf16"))
+    assert not torch.equal(first, second) and torch.equal(first, weights(1))
+
+
+def test_recipes_of_a_draw_begin_with_the_same_weights():
+    models = {recipe: Trainer(recipe, TINY, torch.device("cpu")).model for recipe in ("bf16", "fp8")}
+    for model in models.values():
+        perturb(model, 3)
+    for p, q in zip(*(model.parameters() for model in models.values())):
+        assert torch.equal(p.detach(), getattr(q, "hp", q).detach())
+
+
+def test_errors_are_those_of_each_copy():
+    exact = torch.eye(128) * 448
+    assert error_percent(exact, "fp8_1x128", False) == error_percent(exact, "fp8_128x128", False) == 0
+    x = torch.ones(128, 128)
+    # Next to 2^-12 of it, an element rounds to zero: along the row that has both, and in a square, not along tokens.
+    x[:, 0] = 2.0**20
+    lost = 100 * math.sqrt(127 / (127 + 2.0**40))
+    assert error_percent(x, "fp8_1x128", False) == pytest.approx(lost) == error_percent(x, "fp8_128x128", False)
+    assert error_percent(x, "fp8_1x128", True) == 0

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from torchao_blockwise import ops
 from torchao_blockwise.diagnostics import NumericsMonitor
-from torchao_blockwise.nn import observation
+from torchao_blockwise.nn import activations as layer_activations
 from torchao_blockwise.testing import assert_bitwise_equal, sqnr
 
 pytestmark = pytest.mark.usefixtures("no_interpreter")
@@ -27,7 +27,7 @@ TOKENS = 50
 @pytest.fixture(autouse=True)
 def nobody_is_left_watching():
     yield
-    left = observation.observe(None)
+    left = layer_activations.observe(None)
     assert left is None
 
 
@@ -217,8 +217,8 @@ def test_steps_that_are_reported_and_nothing_between_them():
 
     def armed() -> bool:
         hooks = len(model[3]._forward_hooks), len(model[3]._forward_pre_hooks)
-        assert hooks == ((1, 1) if observation._observer is not None else (0, 0))
-        return observation._observer is not None
+        assert hooks == ((1, 1) if layer_activations._observer is not None else (0, 0))
+        return layer_activations._observer is not None
 
     monitor = NumericsMonitor(model, every=3, step=5, what_if=("fp8",))
     steps = []
@@ -263,7 +263,7 @@ def test_two_monitors_at_a_time_are_refused_and_an_error_leaves_nothing():
     with pytest.raises(RuntimeError, match="another monitor observes this step"), NumericsMonitor(model):
         model(tokens())
         NumericsMonitor(model)
-    assert observation._observer is None
+    assert layer_activations._observer is None
 
 
 def test_recommend_before_a_report_or_of_an_unknown_recipe():

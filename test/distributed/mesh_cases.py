@@ -19,7 +19,7 @@ BOTH = ("fp8", "nvfp4")
 QUANTIZED = ("fp8_quantized", "nvfp4_quantized")
 FULL = "nvfp4_full"
 # How values are rounded, and activations and gradients scaled: ranks exchange nothing for these, however many they are.
-OF_ELEMENTS = ("fp8_pow2", FULL)
+OF_ELEMENTS = ("fp8_pow2", "fp8_128x128", FULL)
 PER_EXPERT, PER_EXPERT_NEAREST = "nvfp4_per_expert", "nvfp4_per_expert_nearest"
 # (check, mesh sizes, configs)
 FSDP_CHECKS = (
@@ -72,7 +72,7 @@ CHECKPOINT_CHECKS = (
     (checkpoints.saves_shared_weights, (4,), ("fp8",)),
 )
 QUANTIZED_CHECKS = (
-    (quantized.gathers_exactly_at_any_split, (1, 3, 4), QUANTIZED),
+    (checks.gathers_exactly_at_any_split, (1, 3, 4), QUANTIZED),
     (quantized.trains_as_masters, (1, 2, (2, 2)), QUANTIZED),
     (quantized.keeps_dtypes_of_gradients, (2,), BOTH),
     (quantized.leaves_frozen_weights, (2,), QUANTIZED),
@@ -89,10 +89,9 @@ QUANTIZED_CHECKS = (
     (checkpoints.reshards, (4,), QUANTIZED),
     (checkpoints.saves_asynchronously, (4,), QUANTIZED),
 )
-LONG_CHECKS = ((quantized.trains_long, (1, 2, 4), QUANTIZED),)
 EXPERT_CHECKS = (
     (experts.computes_as_one_device, (1, 2, 3, 4), (*BOTH, PER_EXPERT)),
-    (experts.computes_as_one_device, (3,), (FULL,)),
+    (experts.computes_as_one_device, (3,), ("fp8_128x128", FULL)),
     (experts.exchanges_no_amaxes, (2,), (PER_EXPERT,)),
     (experts.compiles, (2,), (*BOTH, FULL, PER_EXPERT)),
     (experts.keeps_copies_in_a_scope, (2,), (*BOTH, PER_EXPERT)),
@@ -105,9 +104,9 @@ TENSOR_PARALLEL_CHECKS = (
     (tensor_parallel.colwise, (2, 4), tuple(CONFIGS)),
     (tensor_parallel.rowwise, (2, 4), tuple(CONFIGS)),
     (tensor_parallel.computes_in_low_precision, (2, 4), BOTH),
-    (tensor_parallel.sequence_parallel, (2, 4), (*BOTH, FULL)),
+    (tensor_parallel.sequence_parallel, (2, 4), (*BOTH, "fp8_128x128", FULL)),
     (tensor_parallel.loss_in_parallel, (2, 4), BOTH),
-    (tensor_parallel.splits_tokens_alone, (2, 4), (*BOTH, FULL)),
+    (tensor_parallel.splits_tokens_alone, (2, 4), (*BOTH, "fp8_128x128", FULL)),
     (tensor_parallel.redistributes_what_lies_otherwise, (2,), BOTH),
     (tensor_parallel.takes_any_tokens, (1, 2), BOTH),
     (tensor_parallel.leaves_frozen_parts, (2,), BOTH),
@@ -128,11 +127,10 @@ TENSOR_PARALLEL_CHECKS = (
     (tensor_parallel_life.checks_forward_passes, (2,), BOTH),
     (tensor_parallel_life.shards_in_two_dims, ((2, 2),), tuple(CONFIGS)),
 )
-ALL = FSDP_CHECKS + CHECKPOINT_CHECKS + QUANTIZED_CHECKS + EXPERT_CHECKS + TENSOR_PARALLEL_CHECKS + LONG_CHECKS
+ALL = FSDP_CHECKS + CHECKPOINT_CHECKS + QUANTIZED_CHECKS + EXPERT_CHECKS + TENSOR_PARALLEL_CHECKS
 BY_NAME = {f"{check.__module__}.{check.__name__}": check for check, _, _ in ALL}
 # What resharding to a part of the ranks means shows on four of them.
 FOUR_ALONE = (checks.reshards_to_fewer_ranks,)
-LONG = tuple(check for check, _, _ in LONG_CHECKS)
 # A step on the CPU rounds otherwise than one on a GPU, so that training there has nothing to be compared with.
 CPU_ALONE = (checks.offloads,)
 
@@ -145,7 +143,7 @@ def _cases() -> tuple[list, list]:
         for size in (first, *others):
             for config in configs:
                 is_first = (size, config) == (first, configs[index % len(configs)])
-                tier = default if is_first and check not in LONG else slow
+                tier = default if is_first else slow
                 tier.append((f"{check.__module__}.{check.__name__}", size, config))
     return default, slow
 

@@ -60,8 +60,8 @@ def products(config, device: str, shape, dtype) -> dict[str, list]:
     quantize_(layer, config)
     output, grad_input, grad_weight, _ = forward_backward(layer, x, dy)
 
-    def activation(t):
-        return rounded(t, config.activation_format, config.power_of_2_scales)
+    def activation(t, fmt=config.activation_format):
+        return rounded(t, fmt, config.power_of_2_scales)
 
     def weight(t):
         return rounded(t, config.weight_format, config.power_of_2_scales)
@@ -69,7 +69,7 @@ def products(config, device: str, shape, dtype) -> dict[str, list]:
     return {
         "output": ([(output, activation(x), weight(w))], bias),
         "grad_input": ([(grad_input, activation(dy), weight(w.mT))], None),
-        "grad_weight": ([(grad_weight, activation(dy.mT), activation(x.mT))], None),
+        "grad_weight": ([(grad_weight, activation(dy.mT), activation(x.mT, config.grad_weight_format))], None),
     }
 
 

@@ -114,7 +114,7 @@ def test_noise_is_that_of_the_formats(config):
         a, d, w = part(x[rows], x, fmt), part(dy[rows], dy, fmt), part(hp[expert], hp, weight_fmt)
         products["output"].append((output[rows], a, w))
         products["grad_input"].append((grad_input[rows], d, part(hp[expert].mT, hp, weight_fmt)))
-        along_tokens = part(dy[rows].mT, dy, fmt), part(x[rows].mT, x, fmt)
+        along_tokens = part(dy[rows].mT, dy, fmt), part(x[rows].mT, x, config.grad_weight_format)
         products["grad_weight"].append((grad_weight[expert], *along_tokens))
     for name, parts in products.items():
         assert_noise_is_expected(name, parts, accumulation("cpu", 300))
@@ -151,7 +151,7 @@ def test_a_quantized_parameter_trains_like_a_master_weight(kind, config, require
         assert a is None if name == "grad_weight" and not requires_grad else torch.equal(a, b), name
 
 
-@both_formats
+@every_recipe
 def test_main_grad_of_experts_stored_transposed(config, device):
     """Added in fp32, in place; `.grad` is left alone, and empty experts' gradients too."""
     w = nn.Parameter(MasterWeightTensor(experts(config, device=device).hp.mT.contiguous(), config))

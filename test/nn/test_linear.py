@@ -188,7 +188,11 @@ ERRORS = {
     "scalar": (lambda w: F.linear(torch.ones(()), w), ValueError, r"must agree in K, got \[\] and \[40, 72\]"),
     "bias": (lambda w: F.linear(X, w, X[0, :39]), ValueError, r"bias must be \[N\] = \[40\], got shape \[39\]"),
     "bias_2d": (lambda w: F.linear(X, w, X[:1, :40]), ValueError, r"got shape \[1, 40\]"),
-    "weight_3d": (lambda w: F.linear(X, w[None]), ValueError, r"must be \[N, K\], got shape \[1, 40, 72\]"),
+    "weight_3d": (
+        lambda w: F.linear(X, w[None] if isinstance(w, MasterWeightTensor) else w.from_hp(weight(40, 72)[None])),
+        ValueError,
+        r"must be \[N, K\], got shape \[1, 40, 72\]",
+    ),
     "device": (lambda w: F.linear(X.to("meta"), w), ValueError, "x is on meta, weight on cpu; move one"),
     "quantized_x": (lambda w: F.linear(w, X), TypeError, "weight a plain tensor; quantized tensors are weights"),
 }

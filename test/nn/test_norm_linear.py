@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import FP8, FP8_POW2, NVFP4, linear_by_hand, replace
+from helpers import FP8, FP8_POW2, FP8_SQUARES, NVFP4, linear_by_hand, replace
 from named_results import assert_same, results, tokens
 from torch import nn
 from torchao.quantization import quantize_
@@ -17,7 +17,7 @@ from torchao_blockwise.testing import relative_error
 pytestmark = pytest.mark.usefixtures("no_interpreter")
 
 kinds = pytest.mark.parametrize("kind", ("rms", "layer"))
-recipes = pytest.mark.parametrize("config", (FP8, FP8_POW2), ids=("fp8", "fp8_pow2"))
+recipes = pytest.mark.parametrize("config", (FP8, FP8_POW2, FP8_SQUARES), ids=("fp8", "fp8_pow2", "fp8_128x128"))
 EPS = 1e-5
 
 

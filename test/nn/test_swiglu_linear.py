@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import FP8, FP8_POW2, NVFP4, linear_by_hand
+from helpers import FP8, FP8_POW2, FP8_SQUARES, NVFP4, linear_by_hand
 from named_results import assert_same, results, tokens
 from torch import nn
 from torchao.quantization import quantize_
@@ -16,7 +16,7 @@ from torchao_blockwise.testing import assert_bitwise_equal, relative_error
 
 pytestmark = pytest.mark.usefixtures("no_interpreter")
 
-recipes = pytest.mark.parametrize("config", (FP8, FP8_POW2), ids=("fp8", "fp8_pow2"))
+recipes = pytest.mark.parametrize("config", (FP8, FP8_POW2, FP8_SQUARES), ids=("fp8", "fp8_pow2", "fp8_128x128"))
 SHAPES = [(48,), (5, 48), (2, 3, 48), (0, 48), (300, 64), (129, 200), (33, 65)]
 shapes = pytest.mark.parametrize("shape", SHAPES, ids=lambda s: "x".join(map(str, s)))
 

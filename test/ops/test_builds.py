@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 
 import kernel_builds
 
-MODULES = ["kernel_builds", "gemm_builds", "fused_kernel_builds", "permute_builds", "quantize_builds"]
+MODULES = ["kernel_builds", "gemm_builds", "fused_kernel_builds", "quantize_builds"]
 
 
 @pytest.mark.skipif(not _compat.has_gluon(), reason="needs Gluon of Triton 3.6 or newer")

@@ -77,7 +77,7 @@ CHOSEN = [
 ROWS, TOKENS = ("m", (2048, 4096), (8, 2048, 4096)), ("k", (2048, 4096), (2048, 4096))
 CHOSEN_FOR_GROUPS = [
     ((9, 0), *ROWS, SQUARE, "gluon"),
-    ((9, 0), *TOKENS, ONE_ROW, "gluon"),
+    *(((9, 0), *TOKENS, pair, "gluon") for pair in (ONE_ROW, SQUARE)),
     *(((9, 0), "m", (tokens, 2048), (128, 1536, 2048), NVFP4, "triton") for tokens in (1, 16384)),
     *(((9, 0), "m", (tokens, 2048), (128, 1536, 2048), NVFP4, "gluon") for tokens in (32768, 2**20)),
     *(((9, 0), "k", (64, tokens), (2048, tokens), NVFP4_ROWS, "triton") for tokens in (64, 65536)),
@@ -147,7 +147,9 @@ def test_what_cannot_run_is_left_for_the_next_with_a_warning(gpu):
 
 
 @pytest.mark.parametrize(
-    ("rows", "formats", "wrong"), ((ROWS, (SQUARE, NVFP4), ONE_ROW), (TOKENS, (ONE_ROW, NVFP4_ROWS), SQUARE)), ids="mk"
+    ("rows", "formats", "wrong"),
+    ((ROWS, (SQUARE, NVFP4), ONE_ROW), (TOKENS, (SQUARE, ONE_ROW, NVFP4_ROWS), SQUARE[::-1])),
+    ids="mk",
 )
 def test_why_not_gluon(rows, formats, wrong, gpu):
     along, a_shape, b_shape = rows

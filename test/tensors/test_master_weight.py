@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -93,45 +90,16 @@ def test_grads_are_plain_tensors_of_the_weights_dtype(config, dtype):
     assert type(weight.grad) is torch.Tensor and weight.grad.dtype == dtype and weight.grad.shape == weight.shape
 
 
-def test_values_are_shared_not_copied():
+def test_what_it_holds():
     hp = weight(40, 24)
-    assert MasterWeightTensor(hp, FP8).hp is hp
-    assert MasterWeightTensor(nn.Parameter(hp), FP8).hp.requires_grad is False
-
-
-@pytest.mark.parametrize(
-    ("hp", "config", "message"),
-    [
+    assert MasterWeightTensor(hp, FP8).hp is hp and MasterWeightTensor(nn.Parameter(hp), FP8).hp.requires_grad is False
+    for wrong, config, message in (
         (torch.zeros(2, 2, dtype=torch.int32), FP8, "hp must be bfloat16, float16 or float32, got torch.int32"),
-        (torch.zeros(2, 2, dtype=torch.float64), FP8, "got torch.float64"),
-        (torch.zeros(2, 2), None, "config must be a TrainingConfig, got NoneType"),
-    ],
-    ids=("int", "f64", "no_config"),
-)
-def test_wrong_arguments(hp, config, message):
-    with pytest.raises(TypeError, match=message):
-        MasterWeightTensor(hp, config)
-
-
-COPIES = {
-    "deepcopy": copy.deepcopy,
-    "pickle": lambda x: pickle.loads(pickle.dumps(x)),
-    "torch_save": saved_and_loaded,
-}
-every_copy = pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
-
-
-@every_copy
-def test_copies_know_no_layer_and_no_source(copied):
-    """A cast whose GEMMs read the weight is saved as what it is, and so is a weight of a converted model."""
-    parameter = mlp(FP8)[0].weight
-    linked = parameter.bfloat16().detach()
-    assert parameter.layer == "0.weight" and linked.source[0] is parameter.hp
-    other = copied(linked)
-    assert other.source[0] is other.hp
-    assert_bitwise_equal(other.hp, parameter.hp.bfloat16())
-    if copied is not copy.deepcopy:
-        assert copied(parameter).layer == ""
+        (BlockwiseFP8Tensor.from_hp(hp), FP8, "hp must be a strided tensor of values, got a BlockwiseFP8Tensor"),
+        (hp, None, "config must be a TrainingConfig, got NoneType"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            MasterWeightTensor(wrong, config)
 
 
 def test_moves_keep_the_type():
@@ -170,11 +138,6 @@ def test_a_shape_is_changed_in_place_as_a_plain_ones(reshape, context):
             assert ours.shape == ours.hp.shape == (40, 24) and torch.equal(ours.hp, plain)
 
 
-def test_numbers_are_formatted_as_plain_ones():
-    weight = master(40, 24)
-    assert f"{weight[3, 2]:.4f}" == f"{weight.hp[3, 2]:.4f}" and f"{weight}" == repr(weight)
-
-
 VIEWS = {
     "view": lambda w: w.view(2, 20, 24), "slice": lambda w: w[1:, ::2], "T": lambda w: w.T, "select": lambda w: w[0],
     "split_sizes": lambda w: w.split([1, 39])[1], "chunk": lambda w: w.chunk(3)[2], "unbind": lambda w: w.unbind(0)[3],
@@ -193,12 +156,18 @@ def test_views_stay_master_weights_that_share_values(view):
     assert viewed.hp.untyped_storage().data_ptr() == parameter.hp.untyped_storage().data_ptr()
 
 
-def test_in_place_operations_return_their_target():
-    parameter, plain = master(40, 24), torch.zeros(40, 24)
+def test_in_place_operations_and_copies():
+    parameter, other, plain = master(40, 24), master(40, 24, seed=1), torch.zeros(40, 24)
+    assert torch.equal(parameter, parameter.clone()) and not torch.equal(parameter, other)
     with torch.no_grad():
         assert parameter.add_(1) is parameter and plain.copy_(parameter) is plain
         assert torch.add(plain, 1, out=parameter) is parameter
-    assert_bitwise_equal(parameter.hp, plain + 1)
+        assert_bitwise_equal(parameter.hp, plain + 1)
+        assert torch.equal(parameter.copy_(other), other)
+        with pytest.raises(NotImplementedError, match=r"copy from source\.dequantize\(\)"):
+            parameter.copy_(BlockwiseFP8Tensor.from_hp(weight(40, 24)))
+        with pytest.raises(RuntimeError, match="must match"):
+            parameter.copy_(weight(3, 24))
 
 
 @pytest.mark.parametrize("source", ("plain", "master"))
@@ -210,19 +179,9 @@ def test_assigning_data_takes_over_the_values(source):
     assert parameter.dtype == parameter.hp.dtype == torch.bfloat16 and parameter.requires_grad
 
 
-def test_equal_and_copy():
-    parameter, other = master(40, 24), master(40, 24, seed=1)
-    assert torch.equal(parameter, parameter.clone()) and not torch.equal(parameter, other)
-    with torch.no_grad():
-        assert torch.equal(parameter.copy_(other), other)
-    with pytest.raises(NotImplementedError, match=r"copy from source\.dequantize\(\)"), torch.no_grad():
-        parameter.copy_(BlockwiseFP8Tensor.from_hp(weight(40, 24)))
-    with pytest.raises(RuntimeError, match="must match"), torch.no_grad():
-        parameter.copy_(weight(3, 24))
-
-
 def test_prints():
     parameter = master(40, 24, dtype=torch.bfloat16)
+    assert f"{parameter[3, 2]:.4f}" == f"{parameter.hp[3, 2]:.4f}" and f"{parameter}" == repr(parameter)
     assert_expected_inline(
         repr(parameter),
         """MasterWeightTensor(shape=(40, 24), dtype=torch.bfloat16, device='cpu', quantized_to=fp8_128x128, requires_grad=True)""",  # noqa: E501

@@ -21,6 +21,7 @@ from torchao_blockwise.checkpoint.model_tensors import (
     ENGINE_SCALES,
     Part,
     all_parts_on_disk,
+    format_of,
     has_power_of_2_scales,
     tensors_of,
     unwrapped,
@@ -90,8 +91,10 @@ def _checked(
         for part in wanted[name]:
             in_files = weights.check(part.name, part.of(torch.empty(x.shape, device="meta")).shape)
             _check_kind(weights, part.name, x)
-            in_model = _power_of_2_scales_wanted(_compat.local_of(x))
-            if in_files is not None and in_model is not None:
+            in_model = has_power_of_2_scales(x)
+            # Without power_of_2_scales a quantized Parameter accepts any scales.
+            decides = in_model or isinstance(_compat.local_of(x), MasterWeightTensor)
+            if in_files is not None and format_of(x) is FP8.format and decides:
                 kinds.setdefault((in_files, in_model), part.name)
     _warn_of_scales(weights, kinds)
     return weights, tensors, wanted
@@ -188,14 +191,6 @@ def _quantized_as(x: NVFP4Tensor, values: torch.Tensor) -> NVFP4Tensor:
     made = ops.quantize(values, x.fmt, tensor_amax=x.global_scale * TENSOR_MAX).rowwise
     assert made is not None and made.global_scale is not None
     return NVFP4Tensor(made.qdata, made.scale, made.global_scale, x.columns, x.block_size, x.dtype)
-
-
-def _power_of_2_scales_wanted(x: Any) -> bool | None:
-    """Whether an FP8 weight needs power-of-two scales; None for other weights and for those that accept any scales."""
-    if isinstance(x, MasterWeightTensor):
-        return has_power_of_2_scales(x) if x.config.weight_format is FP8.format else None
-    # Without power_of_2_scales a quantized Parameter accepts any scales.
-    return True if getattr(x, "fmt", None) is FP8.format and has_power_of_2_scales(x) else None
 
 
 def _warn_of_scales(weights: StoredWeights, kinds: dict[tuple[bool, bool], str]) -> None:

@@ -1,6 +1,6 @@
 """The numerics monitor, which observes every tensor that layers quantize on some steps and nothing on the others.
 
-step()   before a report step: observe layers (nn/observation.py), and GEMMs of layers that are not converted
+step()   before a report step: observe layers (nn/activations.py), and GEMMs of layers that are not converted
   ...    each pass adds to tallies on the device, without synchronization
 step()   sums over ranks, one copy to the host, a report; then nothing is observed until the next report step
 """
@@ -36,10 +36,9 @@ from torchao_blockwise.diagnostics.tallies import Tallies
 from torchao_blockwise.diagnostics.unconverted import watch_products
 from torchao_blockwise.diagnostics.writers import Writer
 from torchao_blockwise.formats import Groups
-from torchao_blockwise.nn.activations import as_rows
+from torchao_blockwise.nn.activations import GradientObserver, as_rows, observe
 from torchao_blockwise.nn.gemms import GemmSpec, quantize
 from torchao_blockwise.nn.layer import cast_for_compute
-from torchao_blockwise.nn.observation import SeesGradient, observe
 from torchao_blockwise.tensors import TrainingConfig
 from torchao_blockwise.tensors.weight_operands import amax_over
 
@@ -50,7 +49,8 @@ class NumericsMonitor:
     model: the model to observe. Make the monitor last, after `quantize_`, `fuse`, sharding and loading checkpoints.
     every: steps between reports; the first report covers the next step.
     layers: `fnmatch` patterns of the names of linear layers and weights of experts.
-    what_if: further recipes ("fp8", "fp8_pow2", "nvfp4", or configs) to try on the tensors of every layer.
+    what_if: further recipes ("fp8", "fp8_pow2", "fp8_128x128", "nvfp4", or configs) to try on the tensors of every
+        layer.
     writers: receive each report, on the first rank only; see `diagnostics`.
     step: the step of the training run, if it continues one.
     group: the ranks that train the model together, None for all. Making a monitor, and `step`, are collectives.
@@ -216,7 +216,7 @@ class NumericsMonitor:
                     if owned:
                         self._tallies.add(layer.name, "w", name, statistics.tally(values, copy, order)[0])
 
-    def _see(self, weight: Any, x: torch.Tensor, spec: GemmSpec) -> SeesGradient | None:
+    def _see(self, weight: Any, x: torch.Tensor, spec: GemmSpec) -> GradientObserver | None:
         layer = self._index.find(weight)
         return None if layer is None or not layer.module.training else self._see_input(layer, x, spec)
 
@@ -232,7 +232,7 @@ class NumericsMonitor:
         if out.requires_grad:
             out.register_hook(lambda dy: see_gradient(as_rows(_compat.local_of(dy).detach())))
 
-    def _see_input(self, layer: Layer, x: torch.Tensor, spec: GemmSpec) -> SeesGradient:
+    def _see_input(self, layer: Layer, x: torch.Tensor, spec: GemmSpec) -> GradientObserver:
         """Count x [T, K], and return a function that counts the gradient of the same pass."""
         place = Place.of(layer.weight)
         recipes, seed = self._recipes_of(spec.config), 3 * self._tallies.index[layer.name]
@@ -273,7 +273,7 @@ class NumericsMonitor:
             groups = None if spec.groups is None else spec.groups if config is spec.config else Groups(spec.groups.ends)
             by = GemmSpec(groups, untransformed(config))
             split = over if config.activation_format.has_global_scale else ""
-            copies = quantize(x, by, rowwise=True, columnwise=True, amax_groups=split)
+            copies = quantize(x, by, rowwise=True, columnwise=True, is_input=tensor == "x", amax_groups=split)
             for direction, copy, order in zip(("rowwise", "columnwise"), copies, orders):
                 is_columnwise = direction == "columnwise"
                 found, tokens[name] = statistics.tally(x, copy, order, columnwise=is_columnwise, groups=groups)

@@ -61,6 +61,7 @@ class Part(NamedTuple):
         of the whole tensor.
     global_scale: f32 of one element, or of one for each matrix [N, K] of the weight.
     split_groups: groups of ranks over which tensor parallelism has split the tensor that has the global scale.
+    first_block: where its weight's blocks begin in the buffers of all blocks; `cast_parts` sets it.
     """
 
     recipe: Recipe
@@ -73,10 +74,7 @@ class Part(NamedTuple):
     global_scale: torch.Tensor | None
     dim: int = 0
     split_groups: tuple[dist.ProcessGroup, ...] = ()
-
-
-# A part, and where its weight's blocks begin in the buffers of all blocks.
-_Placed = tuple[Part, int]
+    first_block: int = 0
 
 
 def shard_part(shard: QuantizedShard, values: torch.Tensor) -> Part:
@@ -97,32 +95,41 @@ def cast_parts(parts: Sequence[Part], group: dist.ProcessGroup | None, subject: 
         rank has all. subject, what: name the all-reduce where it fails, as `naming_absent` takes them.
     One MAX all-reduce of 4 bytes a block; the number of launches does not grow with the list, and nothing waits.
     """
-    *first_blocks, blocks = itertools.accumulate((part.scale.numel() for part in parts), initial=0)
     if not parts:
         return
-    placed = list(zip(parts, first_blocks))
+    *first_blocks, blocks = itertools.accumulate((part.scale.numel() for part in parts), initial=0)
+    parts = [part._replace(first_block=first) for part, first in zip(parts, first_blocks)]
     device = parts[0].scale.device
     bits = torch.zeros(blocks, dtype=torch.int32, device=device)
     waiting = []
-    for batch in _batches(placed, device):
-        if _is_of_whole_blocks(batch[0][0]):
-            _cast_whole_blocks(batch, bits)
+    for batch in _batches(parts, device):
+        part, backend = batch[0], batch[0].recipe.backend
+        if _is_of_whole_blocks(part):
+            shards = _shards(batch, device)
+            whole_block_cast_op(_targets(batch), bits, shards, part.recipe.power_of_2_scales, part.into, backend)
+            continue
+        if part.dim:
+            frame, _ = _frame(part, device)
+            of_part = _part_of_grid(part, bits)
+            of_frame = torch.zeros_like(of_part, memory_format=torch.contiguous_format).view(-1)
+            partial_block_amax_op(of_frame, _whole(frame, part.recipe), backend)
+            of_part.copy_(of_frame.view(of_part.shape))
         else:
-            _add_amaxes(batch, bits)
-            waiting.append(batch)
+            partial_block_amax_op(bits, _shards(batch, device), backend)
+        waiting.append(batch)
     if group is not None and group.size() > 1 and blocks:
         with naming_absent(subject, what, group):
             dist.all_reduce(bits, op=dist.ReduceOp.MAX, group=group)
-    _reduce_tensor_amaxes(placed, bits)
+    _reduce_tensor_amaxes(parts, bits)
     encode = torch.empty_like(bits, dtype=torch.float32)
     for recipe in dict.fromkeys(part.recipe for part in parts):
-        alike = [(part, first) for part, first in placed if part.recipe == recipe]
+        alike = [part for part in parts if part.recipe == recipe]
         block_scales_op(
             encode,
-            [part.scale for part, _ in alike],
-            [part.global_scale for part, _ in alike if part.global_scale is not None],
+            [part.scale for part in alike],
+            [part.global_scale for part in alike if part.global_scale is not None],
             bits,
-            [first for _, first in alike],
+            [part.first_block for part in alike],
             recipe.fmt,
             recipe.power_of_2_scales,
             recipe.backend,
@@ -135,17 +142,17 @@ def cast_parts(parts: Sequence[Part], group: dist.ProcessGroup | None, subject: 
     torch.autograd.graph.increment_version([x for x in written if not x.is_inference()])
 
 
-def _batches(placed: Sequence[_Placed], device: torch.device) -> list[list[_Placed]]:
+def _batches(parts: Sequence[Part], device: torch.device) -> list[list[Part]]:
     """Group parts by call; frames and offloaded values one by one, so that one copy at a time is on the device."""
-    together: dict[tuple[Recipe, str, bool], list[_Placed]] = {}
+    together: dict[tuple[Recipe, str, bool], list[Part]] = {}
     alone = []
-    for part, first in placed:
+    for part in parts:
         if part.values is None:
             continue
         if part.dim or part.values.device != device:
-            alone.append([(part, first)])
+            alone.append([part])
         else:
-            together.setdefault((part.recipe, part.into, _is_of_whole_blocks(part)), []).append((part, first))
+            together.setdefault((part.recipe, part.into, _is_of_whole_blocks(part)), []).append(part)
     return [*together.values(), *alone]
 
 
@@ -157,57 +164,34 @@ def _is_of_whole_blocks(part: Part) -> bool:
     return cuts_no_block(part.start, part.values.numel(), part.shape, fmt)
 
 
-def _cast_whole_blocks(batch: list[_Placed], bits: torch.Tensor) -> None:
-    """Write the amaxes and the payload of what this rank holds."""
-    recipe, into = batch[0][0].recipe, batch[0][0].into
-    shards = _shards(batch, bits.device)
-    whole_block_cast_op(_targets(batch), bits, shards, recipe.power_of_2_scales, into, recipe.backend)
-
-
-def _add_amaxes(batch: list[_Placed], bits: torch.Tensor) -> None:
-    """Write the amaxes of what this rank holds to each weight's part of `bits`, which is zeros before."""
-    part, first = batch[0]
-    if part.dim:
-        frame, _ = _frame(part, bits.device)
-        mine = _part_of_grid(part, first, bits)
-        of_frame = torch.zeros_like(mine, memory_format=torch.contiguous_format).view(-1)
-        partial_block_amax_op(of_frame, _whole(frame, part.recipe), part.recipe.backend)
-        mine.copy_(of_frame.view(mine.shape))
-        return
-    partial_block_amax_op(bits, _shards(batch, bits.device), part.recipe.backend)
-
-
-def _write_payload(batch: list[_Placed], encode: torch.Tensor) -> None:
+def _write_payload(batch: list[Part], encode: torch.Tensor) -> None:
     """Write what this rank sends: its values times the `encode` of their blocks, rounded to elements."""
-    part, first = batch[0]
-    recipe = part.recipe
-    if part.dim:
-        frame, border = _frame(part, encode.device)
-        codes = torch.empty_like(frame, dtype=torch.uint8)
-        factors = _part_of_grid(part, first, encode).clone(memory_format=torch.contiguous_format).view(-1)
-        partial_cast_op([codes.view(-1)], _whole(frame, recipe), factors, CODES, recipe.backend)
-        assert part.target is not None and part.values is not None
-        codes = codes.narrow(part.dim, border, part.values.shape[part.dim])
-        part.target.copy_(codes if recipe.fmt.element.per_byte == 1 else recipe.fmt.element.pack(codes))
+    part, recipe = batch[0], batch[0].recipe
+    if not part.dim:
+        partial_cast_op(_targets(batch), _shards(batch, encode.device), encode, part.into, recipe.backend)
         return
-    partial_cast_op(_targets(batch), _shards(batch, encode.device), encode, part.into, recipe.backend)
+    frame, border = _frame(part, encode.device)
+    codes = torch.empty_like(frame, dtype=torch.uint8)
+    factors = _part_of_grid(part, encode).clone(memory_format=torch.contiguous_format).view(-1)
+    partial_cast_op([codes.view(-1)], _whole(frame, recipe), factors, CODES, recipe.backend)
+    assert part.target is not None and part.values is not None
+    codes = codes.narrow(part.dim, border, part.values.shape[part.dim])
+    part.target.copy_(codes if recipe.fmt.element.per_byte == 1 else recipe.fmt.element.pack(codes))
 
 
-def _shards(batch: list[_Placed], device: torch.device) -> Shards:
+def _shards(batch: list[Part], device: torch.device) -> Shards:
     """The parts that this rank holds of the weights, on the device."""
-    values = [part.values for part, _ in batch if part.values is not None]
-    if values[0].device != device:
-        values = [x.to(device, non_blocking=True) for x in values]
-    starts, shapes, firsts = zip(*((part.start, part.shape, first) for part, first in batch))
-    return Shards.of(values, starts, shapes, batch[0][0].recipe.dtype, batch[0][0].recipe.fmt, firsts)
+    values = [part.values.to(device, non_blocking=True) for part in batch if part.values is not None]
+    starts, shapes, firsts = zip(*((part.start, part.shape, part.first_block) for part in batch))
+    return Shards.of(values, starts, shapes, batch[0].recipe.dtype, batch[0].recipe.fmt, firsts)
 
 
 def _whole(frame: torch.Tensor, recipe: Recipe) -> Shards:
     return Shards.of([frame.view(-1)], [0], [frame.shape], recipe.dtype, recipe.fmt)
 
 
-def _targets(batch: list[_Placed]) -> list[torch.Tensor]:
-    return [part.target for part, _ in batch if part.target is not None]
+def _targets(batch: list[Part]) -> list[torch.Tensor]:
+    return [part.target for part in batch if part.target is not None]
 
 
 def _frame(part: Part, device: torch.device) -> tuple[torch.Tensor, int]:
@@ -220,13 +204,13 @@ def _frame(part: Part, device: torch.device) -> tuple[torch.Tensor, int]:
     return F.pad(values, [0, 0] * (values.dim() - 1 - part.dim) + [border, 0]), border
 
 
-def _part_of_grid(part: Part, first: int, of_blocks: torch.Tensor) -> torch.Tensor:
-    """The part that the frame covers of a buffer with a value a block, where the weight's begin at `first`: a view."""
+def _part_of_grid(part: Part, of_blocks: torch.Tensor) -> torch.Tensor:
+    """The part that the frame covers of a buffer with a value a block: a view."""
     assert part.values is not None
     block = _block(part)
     *batch, rows, columns = part.shape
     shape = torch.Size([*batch, *part.recipe.fmt.grid(rows, columns)])
-    grid = of_blocks[first : first + shape.numel()].view(shape)
+    grid = of_blocks[part.first_block : part.first_block + shape.numel()].view(shape)
     begin, end = part.start // block, part.start + part.values.shape[part.dim]
     return grid.narrow(part.dim, begin, -(-end // block) - begin)
 
@@ -237,12 +221,13 @@ def _block(part: Part) -> int:
     return {-1: columns, -2: rows}.get(part.dim - len(part.shape), 1)
 
 
-def _reduce_tensor_amaxes(placed: Sequence[_Placed], bits: torch.Tensor) -> None:
+def _reduce_tensor_amaxes(parts: Sequence[Part], bits: torch.Tensor) -> None:
     """Give each part of a tensor that tensor parallelism has split the tensor's amax, as that of its one more block."""
     by_group: dict[dist.ProcessGroup, list[torch.Tensor]] = {}
-    for part, first in placed:
+    for part in parts:
+        of_weight = bits[part.first_block : part.first_block + part.scale.numel()]
         for group in part.split_groups:
-            by_group.setdefault(group, []).append(bits[first : first + part.scale.numel()])
+            by_group.setdefault(group, []).append(of_weight)
     for group, blocks in by_group.items():
         amaxes = torch.stack([of_weight.amax() for of_weight in blocks])
         dist.all_reduce(amaxes, op=dist.ReduceOp.MAX, group=group)

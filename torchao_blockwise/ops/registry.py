@@ -9,31 +9,33 @@
     out = matmul_op(a, b, torch.bfloat16, None, Backend.AUTO)
 
 PyTorch's dispatcher knows tensors, numbers and strings. `takes` says which of the schema's arguments belong to one
-value: they are the fields of that NamedTuple, in order. Formats and backends travel by name.
+value: they are the fields of that NamedTuple, in order. Formats and backends travel by name, as arguments `fmt`,
+`backend` and `products_by`.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
 from torchao_blockwise import _compat
 from torchao_blockwise._compat import modes
-from torchao_blockwise.formats import FORMATS, BlockFormat, CastOptions, Copies, Groups, Operand, get_format
-from torchao_blockwise.ops.backend import BACKENDS, Backend, Choice, Implementation, choose, get_backend, ranked
+from torchao_blockwise.formats import Copies, Groups, Operand, get_format
+from torchao_blockwise.ops.backend import Backend, Choice, Implementation, choose, get_backend, ranked
 
 NAMESPACE = "torchao_blockwise"
 _library = torch.library.Library(NAMESPACE, "DEF")
-_T = TypeVar("_T", bound=type)
 
 # --- pieces of schemas ------------------------------------------------------------------------------------------------
 
 OPTIONS = (
-    "str fmt, bool rowwise, bool columnwise, bool power_of_2_scales, bool padded, SymInt hadamard, bool scale_per_group"
+    "str fmt, bool rowwise, bool columnwise, bool power_of_2_scales, bool padded, SymInt hadamard, "
+    "bool scale_per_group, str columnwise_format_name"
 )
 PLACE = "SymInt operand, SymInt row, SymInt column, SymInt grid"
 
@@ -48,30 +50,16 @@ def groups(tensor: str = "Tensor") -> str:
     return f"{tensor} groups_ends, Tensor? groups_tables"
 
 
-# --- values -----------------------------------------------------------------------------------------------------------
-
-# What travels by name: the table of names, and what raises for a name that is not there.
-_NAMED: dict[Any, tuple[dict[str, Any], Callable[[Any], Any]]] = {
-    BlockFormat: (FORMATS, get_format),
-    Backend: (BACKENDS, get_backend),
+# Arguments that travel by name: (name of the value, value of the name).
+_FORMAT = (lambda fmt: fmt.name, get_format)
+_BACKEND = (lambda backend: get_backend(backend).value, get_backend)
+_NAMED: dict[str, tuple[Callable[[Any], str], Callable[[str], Any]]] = {
+    "fmt": _FORMAT,
+    "backend": _BACKEND,
+    "products_by": _BACKEND,
 }
-# The parts that stand for no value.
+# The arguments of a value that is None.
 _NOTHING: dict[Any, tuple[Any, ...]] = {Operand: (None, None, None, ""), Groups: (None, None)}
-# Which fields of a NamedTuple travel by name.
-_NAMED_FIELDS: dict[Any, dict[int, type]] = {}
-
-
-def by_name(**fields: type) -> Callable[[_T], _T]:
-    """Class decorator for a NamedTuple that operations take: these fields are of `BlockFormat` or `Backend`."""
-
-    def decorate(value: Any) -> Any:
-        _NAMED_FIELDS[value] = {value._fields.index(field): kind for field, kind in fields.items()}
-        return value
-
-    return decorate
-
-
-by_name(fmt=BlockFormat)(CastOptions)
 
 
 # --- operations -------------------------------------------------------------------------------------------------------
@@ -89,11 +77,10 @@ class Operation:
     table: who computes it, best first for AUTO; below autograd, so that no operation is differentiable. Rows can be
         added to it.
     fake: allocates what the operation returns, for compilers and meta tensors; None where it writes in place.
-    takes: for each value in order a NamedTuple, `BlockFormat`, `Backend`, or None for an argument as it is; by default
-        all are as they are. An `Operand` or `Groups` may be None.
+    takes: for each value in order a NamedTuple, or None for an argument as it is; by default all are as they are. An
+        `Operand` or `Groups` may be None.
     preferred_backend: (values) -> a backend, or None; see `choose`.
     check: (values) -> raises; for what can be checked only where there are values. Fakes are checked too.
-    sharding: DTensor rule: (specs in the places of tensors) -> [(placements of results, of tensor arguments)].
     flops: (values) -> floating point operations of its GEMMs, from shapes, for `FlopCounterMode`, which does not see
         what other operations do inside.
     called: the name in messages, where it is not the operation's.
@@ -108,7 +95,6 @@ class Operation:
     takes: tuple[Any, ...] | None = None
     preferred_backend: Choice | None = None
     check: Callable[..., None] | None = None
-    sharding: Callable[..., Any] | None = None
     flops: Callable[..., int] | None = None
     called: str = ""
 
@@ -119,38 +105,19 @@ class Operation:
         _library.define(self.schema, tags=(torch.Tag.pt2_compliant_tag,))
         packet = getattr(getattr(torch.ops, NAMESPACE), defined)
         self.overload = packet.default
-        arguments = _compat.schema_of(self.overload).arguments
-        self._takes_backend = arguments[-1].name == "backend"
+        names = [argument.name for argument in _compat.schema_of(self.overload).arguments]
+        self._takes_backend = names[-1] == "backend"
+        self._named = [(i, *_NAMED[name]) for i, name in enumerate(names) if name in _NAMED]
+        takes = (None,) * len(names) if self.takes is None else (*self.takes, *[None] * self._takes_backend)
+        ends = list(itertools.accumulate(1 if value is None else len(value._fields) for value in takes))
+        assert ends[-1] == len(names), f"{self.name} takes values of {ends[-1]} arguments, its schema has {len(names)}"
+        # (NamedTuple that arguments start to stop are the fields of, or None for an argument as it is, start, stop).
+        self._slots = list(zip(takes, [0, *ends], ends))
         self._returns_list = self.schema.endswith("Tensor[]")
-        self._place_values(len(arguments))
         _library.impl(defined, self.dispatched, "CompositeExplicitAutograd")
         torch.library.register_fake(f"{NAMESPACE}::{defined}", self._faked, lib=_library)
-        if self.sharding is not None and torch.distributed.is_available():
-            self._are_tensors = ["Tensor" in str(argument.type) for argument in arguments]
-            _compat.register_sharding(self.overload, self._rule)
         if self.flops is not None:
             register_flop_formula(packet, get_raw=True)(self._count)
-
-    def _place_values(self, count: int) -> None:
-        """Find the parts of each value among the `count` arguments of the schema."""
-        takes = (None,) * (count - self._takes_backend) if self.takes is None else self.takes
-        # (NamedTuple that the parts from start to stop are the fields of, or None for a part as it is, start, stop).
-        self._slots: list[tuple[Any, int, int]] = []
-        # (part, table of names, what raises for a name that is not there).
-        self._named: list[tuple[int, dict[str, Any], Callable[[Any], Any]]] = []
-        self._formats: list[int] = []
-        self._backends: list[int] = []
-        start = 0
-        for value in (*takes, *([Backend] if self._takes_backend else [])):
-            named = {0: value} if value in _NAMED else _NAMED_FIELDS.get(value, {})
-            for field, kind in named.items():
-                self._named.append((start + field, *_NAMED[kind]))
-                (self._formats if kind is BlockFormat else self._backends).append(start + field)
-            value = None if value in _NAMED else value
-            stop = start + (1 if value is None else len(value._fields))
-            self._slots.append((value, start, stop))
-            start = stop
-        assert start == count, f"{self.name} takes values of {start} arguments, its schema has {count}"
 
     def __call__(self, *args: Any, dispatched: bool = False) -> Any:
         """The operation on whole values; of several tensors a list or tuple.
@@ -179,17 +146,15 @@ class Operation:
                 parts.extend(_NOTHING[kind])
             else:
                 parts.extend(value)
-        for i in self._formats:
-            parts[i] = parts[i].name
-        for i in self._backends:
-            parts[i] = get_backend(parts[i]).value
+        for i, name_of, _ in self._named:
+            parts[i] = name_of(parts[i])
         return parts
 
     def _values_of(self, parts: Sequence[Any]) -> list[Any]:
         """The values that have these parts."""
         flat = list(parts)
-        for i, names, get in self._named:
-            flat[i] = names.get(flat[i]) or get(flat[i])
+        for i, _, value_of in self._named:
+            flat[i] = value_of(flat[i])
         values: list[Any] = []
         for value, start, stop in self._slots:
             part = flat[start]
@@ -198,7 +163,7 @@ class Operation:
         return values
 
     def _inputs_of(self, parts: Sequence[Any]) -> list[Any]:
-        """`_values_of`, without the backend: what rows, fakes and rules take."""
+        """`_values_of`, without the backend: what rows and fakes take."""
         values = self._values_of(parts)
         return values[:-1] if self._takes_backend else values
 
@@ -223,15 +188,6 @@ class Operation:
         if self.check is not None:
             self.check(*values)
         return None if self.fake is None else self._flat(self.fake(*values))
-
-    def _rule(self, *specs: Any) -> list[tuple[Any, list[Any]]]:
-        """`sharding` as PyTorch takes it: with None for what is no tensor."""
-        rules = []
-        assert self.sharding is not None
-        for outputs, inputs in self.sharding(*self._inputs_of(specs)):
-            placements = iter(inputs)
-            rules.append((outputs, [next(placements) if is_tensor else None for is_tensor in self._are_tensors]))
-        return rules
 
     def _count(self, *parts: Any, out_val: Any) -> int:
         assert self.flops is not None

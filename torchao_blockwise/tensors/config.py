@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 # What a layer saves for backward: the quantized copy.
 QUANTIZED = "quantized"
+_GRAD_WEIGHT_FORMATS = {"1x128": FP8_1X128, "128x128": FP8_128X128}
 
 
 # Options of earlier versions: what they were by default, and what to do instead of another value.
@@ -117,10 +118,8 @@ class TrainingConfig(AOBaseConfig, metaclass=ConfigClass):
                 f"got {self.out_dtype!r}"
             )
 
-    def __setstate__(self, state: object) -> None:
+    def __setstate__(self, state: dict[str, Any]) -> None:
         """What loads and copies set: fields, checked as those of a new config; those of other versions are left out."""
-        if not isinstance(state, dict):
-            raise TypeError(f"{type(self).__name__}: its state must be a dict of fields, got {type(state).__name__}")
         without_removed(type(self).__name__, state)
         for field in fields(self):
             if field.name in state:
@@ -144,11 +143,19 @@ class TrainingConfig(AOBaseConfig, metaclass=ConfigClass):
     def saves_quantized_activations(self) -> bool:
         return self.save_activations == QUANTIZED
 
+    @property
+    def grad_weight_format(self) -> BlockFormat:
+        """The format of a layer's input in `grad_weight`: that of its columnwise copy."""
+        return self.activation_format
+
 
 @dataclass(frozen=True)
 class BlockwiseFP8TrainingConfig(TrainingConfig):
     """Train in blockwise FP8: weights 128×128, activations and gradients 1×128, all three GEMMs in e4m3.
 
+    grad_weight_blocks: the blocks, tokens × features, in which a layer's input is quantized for `grad_weight`: "1x128"
+        (default), 128 tokens of a feature, as in the report; or "128x128", for which `grad_weight` is the same kind of
+        GEMM as `output`. `output` and `grad_input` are the same bits.
     save_activations: "quantized" (default) saves the columnwise FP8 copy of the input for `grad_weight`, 1 byte an
         element; "high_precision" saves the input itself and quantizes it in backward. Gradients are the same bits.
     power_of_2_scales: round scales to powers of two.
@@ -169,6 +176,17 @@ class BlockwiseFP8TrainingConfig(TrainingConfig):
     in_transformers: ClassVar[str] = "BlockwiseFP8Config"
 
     power_of_2_scales: bool = False  # type: ignore[misc]  # a constant in formats that have no choice
+    grad_weight_blocks: str = "1x128"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.grad_weight_blocks not in _GRAD_WEIGHT_FORMATS:
+            wanted, got = " or ".join(map(repr, _GRAD_WEIGHT_FORMATS)), self.grad_weight_blocks
+            raise ValueError(f"{type(self).__name__}: grad_weight_blocks must be {wanted}, got {got!r}")
+
+    @property
+    def grad_weight_format(self) -> BlockFormat:
+        return _GRAD_WEIGHT_FORMATS[self.grad_weight_blocks]
 
 
 @dataclass(frozen=True)
@@ -186,10 +204,11 @@ class NVFP4TrainingConfig(TrainingConfig):
         An expert's bits then depend on its own values and tokens alone: under expert parallelism they are those of one
         device, activations' too, and ranks exchange no amax for them. False (default): one for all of them. Layers
         without experts are the same either way.
-    Other fields as in `BlockwiseFP8TrainingConfig`, without power_of_2_scales (block scales are e4m3). Where there are
-    no FP4 tensor cores, products are computed from decoded values in bf16 with fp32 accumulation. Keep the last blocks
-    and the head in higher precision (`keep_last_blocks`, `skip_lm_head`). An activation has one tensor scale for the
-    whole batch, or for the tokens of an expert: what a token is quantized to depends on the tokens beside it.
+    Other fields as in `BlockwiseFP8TrainingConfig`, without power_of_2_scales (block scales are e4m3) and
+    grad_weight_blocks. Where there are no FP4 tensor cores, products are computed from decoded values in bf16 with fp32
+    accumulation. Keep the last blocks and the head in higher precision (`keep_last_blocks`, `skip_lm_head`). An
+    activation has one tensor scale for the whole batch, or for the tokens of an expert: what a token is quantized to
+    depends on the tokens beside it.
 
     Raises ValueError or TypeError for a value that cannot work.
     Source: NVIDIA, Pretraining Large Language Models with NVFP4 (arXiv 2509.25149).

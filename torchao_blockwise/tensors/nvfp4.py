@@ -10,8 +10,7 @@ import torch
 from torchao_blockwise import _compat, ops
 from torchao_blockwise.formats import NVFP4_1X16, NVFP4_16X16, BlockFormat
 from torchao_blockwise.tensors.config import TrainingConfig
-from torchao_blockwise.tensors.consistency import check_attributes, check_parts
-from torchao_blockwise.tensors.quantized import QuantizedTensor
+from torchao_blockwise.tensors.quantized import QuantizedTensor, check_attributes, check_parts
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -56,8 +55,6 @@ class NVFP4Tensor(QuantizedTensor):
     ) -> Self:
         fmt = _format_of(cls.__name__, block_size)
         check_attributes(cls.__name__, fmt, dtype, config)
-        if not isinstance(columns, (int, torch.SymInt)) or isinstance(columns, bool) or columns < 0:
-            raise ValueError(f"{cls.__name__}: columns must be the length of the last dim, got {columns!r}")
         shape = (*qdata.shape[:-1], columns)
         # Of a part whose rows lie apart it must be seen that they do: `contiguous()` looks at nothing else.
         apart = () if qdata.is_contiguous() else (*(fmt.element.per_byte * s for s in qdata.stride()[:-1]), 1)

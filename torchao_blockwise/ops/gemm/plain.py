@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -19,7 +18,6 @@ from torchao_blockwise.ops.backend import (
 from torchao_blockwise.ops.gemm import FP8_PAIRS, KERNEL_PAIRS, cublas, deepgemm, reference
 from torchao_blockwise.ops.operands import check_operand, new_output
 from torchao_blockwise.ops.registry import Operation, operand
-from torchao_blockwise.ops.sharding import Rules, placements_of
 
 # Up to this number of tokens AUTO takes Gluon for `grad_weight`.
 _GLUON_TOKENS = 256
@@ -143,8 +141,9 @@ def _preferred(
     In NVFP4 without FP4 tensor cores Triton up to 64 rows: it reads 4 bits an element, and with so few rows that is
     what counts. Else Gluon before cuBLASLt; GPUs other than Hopper have at most one of the two.
 
-    Two rules for the two kinds of FP8 GEMMs: with square blocks in b (`output`, `grad_input`) Gluon, or DeepGEMM
-    where it is installed and pays; with one-row blocks (`grad_weight`, where K counts tokens) Gluon up to 256 tokens.
+    Two rules for the two kinds of FP8 GEMMs: with square blocks in b (`output`, `grad_input`, and `grad_weight` with
+    them) Gluon, or DeepGEMM where it is installed and pays; with one-row blocks (`grad_weight`, where K counts tokens)
+    Gluon up to 256 tokens.
     docs/design.md says what they cost.
     """
     capability = compute_capability(a.qdata.device)
@@ -157,31 +156,6 @@ def _preferred(
     if b.format.block[0] > 1:
         return Backend.DEEP_GEMM if deepgemm.pays(a, b, out_dtype, bias) else Backend.GLUON
     return Backend.GLUON if a.qdata.shape[1] <= _GLUON_TOKENS else Backend.CUBLAS
-
-
-def _sharding(a: Operand, b: Operand, out_dtype: torch.dtype, bias: torch.Tensor | None) -> Rules:
-    """Rows of a, rows of b (on block borders), or the contraction (on block borders, no bias; gives partial sums)."""
-    from torch.distributed.tensor import Partial, Replicate, Shard
-
-    # Specs stand in the places of tensors.
-    mesh: Any = a.qdata
-    a_fmt, b_fmt, ranks = a.format, b.format, mesh.mesh.size()
-
-    def rule(out: Any, a_dim: int | None, b_dim: int | None, bias_placement: Any) -> Any:
-        def placed(x: Operand, dim: int | None) -> list[Any]:
-            scale_dim = dim if dim is None or not x.format.transposed_scales else 1 - dim
-            return placements_of(x, *(Replicate() if d is None else Shard(d) for d in (dim, scale_dim)))
-
-        return [out], [*placed(a, a_dim), *placed(b, b_dim), None if bias is None else bias_placement]
-
-    rules = [rule(Replicate(), None, None, Replicate())]
-    if a.qdata.shape[0] % (ranks * a_fmt.block[0]) == 0:
-        rules.append(rule(Shard(0), 0, None, Replicate()))
-    if b.qdata.shape[0] % (ranks * b_fmt.block[0]) == 0:
-        rules.append(rule(Shard(1), None, 0, Shard(0)))
-    if bias is None and a.qdata.shape[1] * a_fmt.element.per_byte % (ranks * a_fmt.block[1]) == 0:
-        rules.append(rule(Partial(), 1, 1, None))
-    return rules
 
 
 def count_flops(a: Operand, b: Operand, *_: object) -> int:
@@ -225,7 +199,6 @@ matmul_op = Operation(
     table=_TABLE,
     fake=lambda a, b, out_dtype, bias: new_output(a, b, out_dtype),
     preferred_backend=_preferred,
-    sharding=_sharding,
     flops=count_flops,
 )
 add_matmul_op = Operation(
