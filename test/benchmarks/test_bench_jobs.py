@@ -1,4 +1,4 @@
-"""What each benchmark describes: bytes that must move, and checks that see what is wrong."""
+"""The jobs of benchmarks: bytes that must move, and checks that find wrong results."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_bytes_that_quantizers_must_move(case, recipe):
 
 
 def spoilt(x):
-    """`x` with another first byte in its last tensor that is no scalar."""
+    """`x` with another first byte in its last tensor with several elements."""
     flat = [t for t in tensors(x) if t.numel() > 1]
     flat[-1].view(-1).view(torch.uint8)[0] += 1
     return x

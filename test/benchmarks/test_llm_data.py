@@ -90,7 +90,7 @@ def test_products_in_fp32_are_those_of_bf16(name):
     exact = gradients(step, [x.float() for x in operands], "bf16")
     for a, b, truth in zip(plain, redone, exact, strict=True):
         assert a.dtype == b.dtype == torch.bfloat16
-        # One rounding to bf16, of sums that differ in order alone.
+        # One rounding to bf16, of sums that differ only in order.
         scale = truth.abs().max()
         assert (b - truth).abs().max() <= max((a - truth).abs().max(), 2**-8 * scale)
 

@@ -56,7 +56,7 @@ def test_every_recipe_starts_from_the_same_weights_and_learns(recipe, config):
 @MODELS
 @pytest.mark.parametrize("recipe", ("fp8", "nvfp4_full"))
 def test_quantized_parameters_train_as_master_weights_do(recipe, config):
-    """Masters that the optimizer alone has, in fp32 as the weights are, are cast to the same bits."""
+    """Masters that only the optimizer has, in fp32 as the weights are, are cast to the same bits."""
     assert curve(trained(recipe, config)) == curve(trained(f"{recipe}_parameters", config))
     assert trained(recipe, config).losses != trained("bf16", config).losses
 
@@ -81,7 +81,7 @@ def test_a_resumed_run_repeats_the_uninterrupted_one_bitwise(recipe, config, tmp
 
 @MODELS
 def test_recipes_begin_with_one_start_in_bf16(config, tmp_path, monkeypatch):
-    """As bf16 alone went there, bit for bit, and it is trained once; the last bit of its weights matters after it."""
+    """As a run in bf16 went there, bit for bit, and it is trained once; the last bit of weights matters after it."""
     whole, seen, step = trained("bf16", config), [], training.Trainer.step
     config = replace(config, bf16_steps=4)
     monkeypatch.setattr(training.Trainer, "step", lambda self, x, at: seen.append(at) or step(self, x, at))
@@ -100,7 +100,7 @@ def test_recipes_begin_with_one_start_in_bf16(config, tmp_path, monkeypatch):
 def test_grad_accumulation_sees_the_same_batch():
     """The first losses are one mean, summed in two orders; later ones are as near as if GEMMs summed in another.
 
-    That run, `products="fp32"`, is the control: both differ from the first by roundings alone, which add up as far.
+    That run, `products="fp32"`, is the control: both differ from the first only by roundings, which add up as far.
     """
     whole = replace(TINY, batch_size=4)
     configs = (whole, replace(TINY, batch_size=2, grad_accumulation=2), replace(whole, products="fp32"))
