@@ -73,6 +73,7 @@ def train_one(study: Study, args: argparse.Namespace) -> None:
     recipe, seed, draw = args.run.rsplit("-", 2)
     run, config = Run(recipe, int(seed), int(draw)), study.config_of(int(seed))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    config = replace(config, cuda_graph=config.cuda_graph and device.type == "cuda")
     corpus = read_corpus(args.data, config.seq_len, config.held_out_sequences, site_packages=device.type == "cuda")
     made_by = environment.environment(device) | {"data": corpus.digest}
     # Of the paths of one machine.

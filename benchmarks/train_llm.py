@@ -73,6 +73,9 @@ def make_parser() -> argparse.ArgumentParser:
     numbers.add_argument("--fuse", dest="separate", help=what, **switch)
     numbers.add_argument("--compile", help="torch.compile each block", **switch)
     numbers.add_argument("--activation-checkpointing", help="recompute every block in backward", **switch)
+    numbers.add_argument(
+        "--cuda-graph", help="launch each step as one CUDA graph, captured after three steps", **switch
+    )
     add("--checkpoint-every", type=int, default=0, metavar="N", help="write a checkpoint every N steps")
     add("--resume", action="store_true", help="continue from the checkpoints in --out")
     return parser
@@ -100,6 +103,8 @@ def run(args: argparse.Namespace) -> int:
     """Check everything that can be checked, train every recipe, report."""
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     config = config_from(args, device)
+    if config.cuda_graph and device.type != "cuda":
+        raise UsageError("--cuda-graph needs a GPU; leave it out")
     if args.profile and not args.throughput:
         raise UsageError("--profile looks at steps of --throughput; add that")
     try:
@@ -142,6 +147,7 @@ def results_name(config: RunConfig, device: torch.device, kind: str = "train_llm
     """
     named = kind != "train_llm" or config.preset != default_preset(device)
     words = [kind, *config.preset.split("-") * named, *["fuse"] * config.separate, *["compiled"] * config.compile]
+    words += ["graph"] * config.cuda_graph
     if kind == "train_llm":
         # Other results are written by a report, which adds its device itself.
         fewer = config.steps != PRESETS[config.preset].steps

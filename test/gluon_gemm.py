@@ -28,12 +28,13 @@ KINDS = {
     "one_row": ("", (FP8_1X128, FP8_1X128)),
     "m": ("m", (FP8_1X128, FP8_128X128)),
     "k": ("k", (FP8_1X128, FP8_1X128)),
+    "square_k": ("k", (FP8_1X128, FP8_128X128)),
     "decoded_m": ("m", (NVFP4_1X16, NVFP4_16X16)),
     "decoded_k": ("k", (NVFP4_1X16, NVFP4_1X16)),
 }
 GROUPED = tuple(kind for kind, (along, _) in KINDS.items() if along)
 # Of kinds that add to a gradient.
-ADDING = ("square", "one_row", "k", "decoded_k")
+ADDING = ("square", "one_row", "k", "square_k", "decoded_k")
 kinds = pytest.mark.parametrize("kind", KINDS)
 grouped_kinds = pytest.mark.parametrize("kind", GROUPED)
 ROUTINGS = {

@@ -61,7 +61,8 @@ def _bits(x: torch.Tensor) -> torch.Tensor:
 def assert_each_group_is_alone(made: Copies, x: torch.Tensor, ends, fmt: BlockFormat, **options) -> None:
     """Each group has the bits that the reference gives only its tokens, and zeros follow the last one."""
     of_each, hadamard = options.pop("scale_per_group", False), options.get("hadamard", False)
-    options |= {"rowwise": made.rowwise is not None, "columnwise": made.columnwise is not None, "backend": "reference"}
+    columnwise = made.columnwise is not None and made.columnwise.format
+    options |= {"rowwise": made.rowwise is not None, "columnwise": columnwise, "backend": "reference"}
     if fmt.has_global_scale and not of_each:
         given = [amaxes_of(x[start:end], hadamard) for start, end in itertools.pairwise([0, *ends])]
         options["tensor_amax"] = tuple(map(max, zip(*given))) if hadamard else max(given)
@@ -83,7 +84,7 @@ def assert_each_group_is_alone(made: Copies, x: torch.Tensor, ends, fmt: BlockFo
             first, length = (at, width) if columnwise else (start, end - start)
             places = ((0, 1), (int(fmt.transposed_scales), 1))
             if columnwise:
-                places = ((1, fmt.element.per_byte), (1 - int(fmt.transposed_scales), block))
+                places = ((1, fmt.element.per_byte), (1 - int(copy.format.transposed_scales), block))
             for name, (dim, step) in zip(("qdata", "scale"), places):
                 got = getattr(copy, name).narrow(dim, first // step, length // step)
                 right = getattr(wanted, name).narrow(dim, 0, length // step)

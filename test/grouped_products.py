@@ -14,7 +14,7 @@ from torchao_blockwise.testing import assert_bitwise_equal, random_tensor
 PAIRS = {
     "": ((FP8_1X128, FP8_128X128), (FP8_1X128, FP8_1X128), (NVFP4_1X16, NVFP4_16X16), (NVFP4_1X16, NVFP4_1X16)),
     "m": ((FP8_1X128, FP8_128X128), (FP8_1X128, FP8_1X128), (NVFP4_1X16, NVFP4_16X16), (NVFP4_1X16, NVFP4_1X16)),
-    "k": ((FP8_1X128, FP8_1X128), (NVFP4_1X16, NVFP4_1X16)),
+    "k": ((FP8_1X128, FP8_128X128), (FP8_1X128, FP8_1X128), (NVFP4_1X16, NVFP4_1X16)),
 }
 # name: (sizes of the groups, tokens after the last one)
 ROUTINGS = {
@@ -33,10 +33,6 @@ ROUTINGS = {
 N, K = 40, 200
 routings = pytest.mark.parametrize("routing", ROUTINGS.values(), ids=ROUTINGS)
 backends = pytest.mark.parametrize("backend", ("reference", "triton"))
-_GROUPED = [(along, pair) for along in "mk" for pair in PAIRS[along]]
-along_and_pairs = pytest.mark.parametrize(
-    ("along", "pair"), _GROUPED, ids=[f"{along}-{pair_id(pair)}" for along, pair in _GROUPED]
-)
 
 
 def ends_of(routing: str) -> tuple[torch.Tensor, int]:

@@ -217,21 +217,3 @@ def selected_cases(request) -> list:
     """The `case` of each selected test of the module that asks: what its one set of processes is to run."""
     items = [item for item in request.session.items if item.module is request.module and hasattr(item, "callspec")]
     return [item.callspec.params["case"] for item in items if "case" in item.callspec.params]
-
-
-def tensor_scales_worker(rank: int, ranks: int, port: int, file: str, cases) -> None:
-    """Leaves the NVFP4 tensor scale of a sharded tensor of ones with one other value, for each (value, row)."""
-    import torch.distributed as dist
-    from ranks import join, leave
-    from torch.distributed.tensor import Shard, distribute_tensor
-
-    join(rank, ranks, port)
-    mesh = dist.device_mesh.init_device_mesh("cpu", (ranks,))
-    scales = {}
-    for value, row in cases:
-        x = torch.ones(32, 32)
-        x[row, 3] = float(value)
-        q = ops.quantize(distribute_tensor(x, mesh, [Shard(0)]), "nvfp4_1x16", backend="reference").rowwise
-        scales[value, row] = str(q.global_scale.full_tensor().item())
-    torch.save(scales, file)
-    leave()

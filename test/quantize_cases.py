@@ -32,6 +32,8 @@ BOTH = MappingProxyType({"hadamard": True, "stochastic": ROUNDING})
 WAYS = {
     **{name: (fmt, {}) for name, fmt in FORMATS.items()},
     **{f"{fmt.name} powers of 2": (fmt, {"power_of_2_scales": True}) for fmt in (FP8_1X128, FP8_128X128)},
+    "columnwise squares": (FP8_1X128, {"columnwise": FP8_128X128}),
+    "columnwise squares, powers of 2": (FP8_1X128, {"columnwise": FP8_128X128, "power_of_2_scales": True}),
     "transformed": (NVFP4_1X16, {"hadamard": True}),
     "other signs": (NVFP4_1X16, {"hadamard": [-1] * 16}),
     "rounded": (NVFP4_1X16, {"stochastic": ROUNDING}),
@@ -44,7 +46,8 @@ shapes = pytest.mark.parametrize("shape", (*SHAPES, (2, 3, 130), (2, 17, 33), (2
 backends = pytest.mark.parametrize("backend", ("reference", "triton"))
 # The reference of transforms and of rounding is what kernels are compared with: of those one backend.
 ways = pytest.mark.parametrize(
-    ("way", "backend"), [(way, b) for way in WAYS for b in ("reference", "triton") if way in FORMATS or b == "triton"]
+    ("way", "backend"),
+    [(way, "reference") for way in (*FORMATS, "columnwise squares")] + [(way, "triton") for way in WAYS],
 )
 
 
@@ -60,13 +63,13 @@ def canonical(q: Operand) -> Operand:
 
 
 def rowwise_of(x: torch.Tensor, fmt: BlockFormat, **options) -> Operand:
-    copies = ops.quantize(x, fmt, **options)
+    copies = ops.quantize(x, fmt, **options | {"columnwise": False})
     assert copies.columnwise is None
     return copies.rowwise
 
 
 def columnwise_of(x: torch.Tensor, fmt: BlockFormat, **options) -> Operand:
-    copies = ops.quantize(x, fmt, rowwise=False, columnwise=True, **options)
+    copies = ops.quantize(x, fmt, **{"columnwise": True} | options, rowwise=False)
     assert copies.rowwise is None
     return copies.columnwise
 
@@ -90,8 +93,9 @@ def check_against_reference(x: torch.Tensor, way: str, backend: str) -> None:
             )
             assert_same(made, wanted)
         return
-    expected = [rowwise_of(t, fmt, backend="reference", **options) for t in (x, x.mT.contiguous())]
-    assert_same(ops.quantize(x, fmt, columnwise=True, backend=backend, **options), expected)
+    matrices = (x, fmt), (x.mT.contiguous(), options.get("columnwise", fmt))
+    expected = [rowwise_of(*matrix, backend="reference", **options) for matrix in matrices]
+    assert_same(ops.quantize(x, fmt, **{"columnwise": True} | options, backend=backend), expected)
     assert_same([f(x, fmt, backend=backend, **options) for f in (rowwise_of, columnwise_of)], expected)
 
 

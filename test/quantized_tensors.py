@@ -24,5 +24,5 @@ def assert_same(a, b, *, is_parameter: bool | None = None) -> None:
     assert a.requires_grad == b.requires_grad
     if is_parameter is not None:
         assert isinstance(a, nn.Parameter) == is_parameter
-    for x, y in zip(a._tensors(), b._tensors()):
+    for x, y in zip(a.parts().values(), b.parts().values()):
         assert_bitwise_equal(x, y)

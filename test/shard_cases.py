@@ -62,78 +62,96 @@ def quantize(w: torch.Tensor, fmt, dtype, power_of_2=False):
     return ops.quantize(w.to(dtype), fmt, power_of_2_scales=power_of_2, backend="reference").rowwise
 
 
-def amaxes(parts, shape, fmt, dtype, backend) -> torch.Tensor:
+def ranks_of(parts, shapes, dtype, fmt) -> list[Shards]:
+    """What each rank holds of a list of tensors. parts: for each tensor (start, shard) of each rank."""
+    return [Shards.of(*reversed(list(zip(*of_rank))), shapes, dtype, fmt) for of_rank in zip(*parts)]
+
+
+def amaxes(ranks, shapes, fmt, backend) -> torch.Tensor:
     """The reduced buffer: each rank fills its own, MAX joins them."""
-    buffers = []
-    for start, x in parts:
-        buffers.append(torch.zeros(block_count(shape, fmt), dtype=torch.int32, device=x.device))
-        shards.partial_block_amax_op(buffers[-1], Shards.of([x], [start], [shape], dtype, fmt), backend)
-    return torch.stack(buffers).amax(0)
+    count, device = sum(block_count(shape, fmt) for shape in shapes), ranks[0].tensors[0].device
+    buffers = torch.zeros(len(ranks), count, dtype=torch.int32, device=device)
+    for rank, buffer in zip(ranks, buffers):
+        shards.partial_block_amax_op(buffer, rank, backend)
+    return buffers.amax(0)
 
 
-def scales_of(amax_bits, shape, fmt, backend, power_of_2=False):
-    """(encode, scale, global_scale) of one tensor, written into buffers with canaries."""
-    scale, check = framed(torch.zeros(fmt.scale_shape(*shape), dtype=fmt.scale_dtype, device=amax_bits.device))
-    global_scales = [torch.full((), -1.0, device=amax_bits.device)] if fmt.has_global_scale else []
+def scales_of(amax_bits, shapes, fmt, backend, power_of_2=False):
+    """(encode, scales, global_scales) of tensors, written into buffers with canaries."""
+    device = amax_bits.device
+    scales, checks = zip(
+        *(framed(torch.zeros(fmt.scale_shape(*shape), dtype=fmt.scale_dtype, device=device)) for shape in shapes)
+    )
+    global_scales = [torch.full((), -1.0, device=device) for _ in shapes] if fmt.has_global_scale else []
     encode = torch.empty_like(amax_bits, dtype=torch.float32)
-    shards.block_scales_op(encode, [scale], global_scales, amax_bits, [0], fmt, power_of_2, backend)
-    check()
-    return encode, scale, *(global_scales or [None])
+    firsts = [0, *itertools.accumulate(block_count(shape, fmt) for shape in shapes)][:-1]
+    shards.block_scales_op(encode, list(scales), global_scales, amax_bits, firsts, fmt, power_of_2, backend)
+    for check in checks:
+        check()
+    return encode, scales, global_scales
 
 
 def payload(fmt, shape, fill=0x5A, device="cpu"):
     return torch.full(fmt.qdata_shape(*shape), fill, dtype=torch.uint8, device=device)
 
 
-def check_split(w, parts, fmt, dtype, backend, power_of_2=False, aligned=False) -> None:
-    """Shards written in all ways, into the whole payload, into their own and one code an entry, are the whole's bits.
+def check_split(weights, parts, fmt, dtype, backend, power_of_2=False, aligned=False) -> None:
+    """Shards written in all ways, into whole payloads, into their own and one code an entry, are the wholes' bits.
 
-    aligned: whether buffers begin on 16 bytes, where kernels move as much at a time if sizes allow it.
+    weights: tensors. parts: for each of them (start, shard) of each rank. aligned: whether buffers begin on 16 bytes,
+        where kernels move as much at a time if sizes allow it.
     """
-    shape = w.shape
-    expected = quantize(w, fmt, dtype, power_of_2)
-    amax_bits = amaxes(parts, shape, fmt, dtype, backend)
-    encode, scale, global_scale = scales_of(amax_bits, shape, fmt, backend, power_of_2)
-    assert_bitwise_equal(scale, expected.scale, "scale")
-    if fmt.has_global_scale:
-        assert_bitwise_equal(global_scale, expected.global_scale, "global_scale")
-    want = expected.qdata.view(torch.uint8)
-    codes = fmt.element.unpack(want, shape[-1]).flatten()
-    whole, check_whole = framed(payload(fmt, shape, device=w.device), aligned)
+    shapes = [w.shape for w in weights]
+    expected = [quantize(w, fmt, dtype, power_of_2) for w in weights]
+    encode, scales, global_scales = scales_of(
+        amaxes(ranks_of(parts, shapes, dtype, fmt), shapes, fmt, backend), shapes, fmt, backend, power_of_2
+    )
+    for i, q in enumerate(expected):
+        assert_bitwise_equal(scales[i], q.scale, f"scale {i}")
+        if global_scales:
+            assert_bitwise_equal(global_scales[i], q.global_scale, f"global_scale {i}")
+    want = [q.qdata.view(torch.uint8) for q in expected]
+    checks = []
+
+    def buffer(x):
+        x, check = framed(x, aligned)
+        checks.append(check)
+        return x
+
+    whole = [buffer(payload(fmt, shape, device=w.device)) for shape, w in zip(shapes, weights)]
     pieces = []
-    for start, values in parts:
-        n = values.numel()
-        master, check_master = framed(values, aligned)
-        sizes = {ENTRIES: ops.shard_entries(start, n, shape[-1], fmt)[1], CODES: n}
-        targets, checks = {WHOLE: whole}, [check_whole, check_master]
-        for into, size in sizes.items():
-            filled = torch.full((size,), 0x5A, dtype=torch.uint8, device=w.device)
-            targets[into], check = framed(filled, aligned)
-            checks.append(check)
-        for into, target in targets.items():
-            shard = Shards.of([master], [start], [shape], dtype, fmt)
-            shards.partial_cast_op([target], shard, encode, into, backend)
-        for check in checks:
-            check()
-        assert_bitwise_equal(master, values, "master")
-        assert_bitwise_equal(targets[CODES], codes[start : start + n], "codes")
+    for of_rank in zip(*parts):
+        masters = [buffer(values) for _, values in of_rank]
+        rank = Shards.of(masters, [start for start, _ in of_rank], shapes, dtype, fmt)
+        targets = {WHOLE: whole}
+        for into in (ENTRIES, CODES):
+            targets[into] = []
+            for (start, values), shape in zip(of_rank, shapes):
+                n = values.numel()
+                size = ops.shard_entries(start, n, shape[-1], fmt)[1] if into == ENTRIES else n
+                targets[into].append(buffer(torch.full((size,), 0x5A, dtype=torch.uint8, device=values.device)))
+        for into, of_each in targets.items():
+            shards.partial_cast_op(of_each, rank, encode, into, backend)
+        for (start, values), master, q, shape, got in zip(of_rank, masters, want, shapes, targets[CODES]):
+            assert_bitwise_equal(master, values, "master")
+            codes = fmt.element.unpack(q, shape[-1]).flatten()[start : start + values.numel()]
+            assert_bitwise_equal(got, codes, "codes")
         pieces.append(targets[ENTRIES])
-    assert_bitwise_equal(whole, want, "whole")
-    merged, check = framed(payload(fmt, shape, 0x33, w.device), aligned)
-    starts, lengths = [start for start, _ in parts], [shard.numel() for _, shard in parts]
-    ops.merge_shards_([merged], [pieces], [starts], [lengths], [shape[-1]], fmt)
-    check()
-    assert_bitwise_equal(merged, want, "merged")
+    merged = [buffer(payload(fmt, shape, 0x33, w.device)) for shape, w in zip(shapes, weights)]
+    starts, lengths = ([[of(part) for part in each] for each in parts] for of in (lambda p: p[0], lambda p: len(p[1])))
+    ops.merge_shards_(merged, list(zip(*pieces)), starts, lengths, [shape[-1] for shape in shapes], fmt)
+    for check in checks:
+        check()
+    for got, also, q in zip(whole, merged, want):
+        assert_bitwise_equal(got, q, "whole")
+        assert_bitwise_equal(also, q, "merged")
 
 
 # Tensors for lists of them.
 SHAPES = ((64, 256), (33, 51), (0, 16), (2, 21, 35), (16, 16), (130, 129))
 
 
-def many(fmt, device, dtype=torch.bfloat16):
-    """(shards of each of three ranks, expected copies) of tensors of several shapes and master dtypes."""
-    masters = [DTYPES[i % 3] for i in range(len(SHAPES))]
-    weights = [random_tensor(*s, dtype=d, device=device, seed=i) for i, (s, d) in enumerate(zip(SHAPES, masters))]
-    parts = [cut(w, (w.numel() // 3 | 1, 64 * (w.numel() // 96))) for w in weights]
-    ranks = [Shards.of(*reversed(list(zip(*part))), SHAPES, dtype, fmt) for part in zip(*parts)]
-    return ranks, [quantize(w, fmt, dtype) for w in weights]
+def many(device):
+    """(weights of several shapes and dtypes, (start, shard) of each of three ranks)."""
+    weights = [random_tensor(*s, dtype=DTYPES[i % 3], device=device, seed=i) for i, s in enumerate(SHAPES)]
+    return weights, [cut(w, (w.numel() // 3 | 1, 64 * (w.numel() // 96))) for w in weights]

@@ -118,6 +118,7 @@ def test_pages_have_examples():
         "integrations.md",
         "moe.md",
         "monitor.md",
+        "nvfp4_generation.md",
         "saving.md",
         "training.md",
     ]

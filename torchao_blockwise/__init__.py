@@ -3,10 +3,6 @@
 from torchao_blockwise import _versions
 
 try:
-    from torchao_blockwise._compat import torchao_import
-
-    with torchao_import.without_noise():
-        import torchao  # noqa: F401
     from torchao_blockwise import checkpoint, distributed, formats, ops
     from torchao_blockwise.conversion import (
         BlockwiseFP8TrainingConfig,

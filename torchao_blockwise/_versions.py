@@ -9,8 +9,6 @@ import importlib
 import re
 
 _WANTED = {"torch": (2, 11), "torchao": (0, 17)}
-# The newest versions that tests run with, as in constraints.txt.
-_TESTED = {"torch": (2, 13), "torchao": (0, 18), "triton": (3, 7)}
 
 
 def _version(package: str) -> tuple[str, tuple[int, ...] | None]:
@@ -28,19 +26,6 @@ def why_too_old() -> str | None:
     wanted = " and ".join(f"{name} {major}.{minor}" for name, (major, minor) in _WANTED.items())
     got = " and ".join(f"{name} {version}" for name, (version, _) in installed.items())
     return f"torchao_blockwise needs {wanted} or newer, got {got}; pip install -U {' '.join(_WANTED)}"
-
-
-def why_untested() -> str | None:
-    """Return a message with the installed versions that are newer than the tested ones, or None."""
-    newer = []
-    for name, tested in _TESTED.items():
-        try:
-            version, numbers = _version(name)
-        except ImportError:
-            continue
-        if numbers is not None and numbers > tested:
-            newer.append(f"{name} {version} (tested up to {'.'.join(map(str, tested))})")
-    return f"newer than the versions that torchao_blockwise is tested with: {', '.join(newer)}" if newer else None
 
 
 def check() -> None:

@@ -56,7 +56,7 @@ def load(path: Path, config: RunConfig, corpus_digest: str, device: torch.device
     except (OSError, EOFError, RuntimeError, KeyError, TypeError, pickle.UnpicklingError) as error:
         reason = str(error).splitlines()[0]
         raise UsageError(f"{option}: {path} is not a readable checkpoint ({reason}); delete it to start over") from None
-    fields = difference(saved_config, config)
+    fields = difference(saved_config, asdict(config))
     if saved_data != corpus_digest:
         fields.append(f"data (sha256): {saved_data} -> {corpus_digest}")
     if fields:

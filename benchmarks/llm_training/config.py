@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 VOCABULARY = 256  # a token is a byte
@@ -22,6 +22,7 @@ class RunConfig:
     separate: whether q, k and v, and gate and up, are separate layers, as in transformers, and not one.
     products: what a CPU computes bf16 GEMMs in, "fp32" where it is slow in bf16; see `llm_training.products`.
     bf16_steps: how many of the steps, the first ones, are in bf16, the same for all recipes.
+    cuda_graph: whether a step is launched as one CUDA graph; the curves do not depend on it.
     Raises UsageError for values that cannot train.
     """
 
@@ -49,6 +50,7 @@ class RunConfig:
     balance_rate: float = 0.01
     products: str = "bf16"
     bf16_steps: int = 0
+    cuda_graph: bool = False
     # As many heads of keys and values as of queries.
     kv_heads: ClassVar[int] = 0
 
@@ -127,8 +129,7 @@ def override(preset: str, **values) -> RunConfig:
     return replace(base, **values)
 
 
-def difference(saved: dict, config: RunConfig) -> list[str]:
-    """`field: saved -> now` for each field in which a saved configuration differs."""
-    now = asdict(config)
-    names = sorted(saved.keys() | now.keys())
+def difference(saved: dict, now: dict) -> list[str]:
+    """`field: saved -> now` for each field that changes the curves and in which a saved configuration differs."""
+    names = sorted((saved.keys() | now.keys()) - {"cuda_graph"})
     return [f"{n}: {saved.get(n)} -> {now.get(n)}" for n in names if saved.get(n) != now.get(n)]

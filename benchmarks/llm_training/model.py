@@ -173,7 +173,7 @@ class Stack(nn.Module):
         positions = self.cos[: x.shape[1]], self.sin[: x.shape[1]]
         for layer in self.layers:
             if self.checkpointing and self.training:
-                x = checkpoint(layer, x, *positions, use_reentrant=False)
+                x = checkpoint(layer, x, *positions, use_reentrant=False, preserve_rng_state=False)
             else:
                 x = layer(x, *positions)
         return x

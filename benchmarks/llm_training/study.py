@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from common.report import markdown
 
-from llm_training.config import RunConfig, UsageError, override
+from llm_training.config import RunConfig, UsageError, difference, override
 from llm_training.recipes import RECIPES
 
 BASE = "bf16"
@@ -102,8 +102,9 @@ def merged(contents: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     seen = set()
     for content in contents:
         out["config"] = out["config"] or content["config"]
-        if content["config"] != out["config"]:
-            raise UsageError("results of other configurations cannot be merged; give each its own study file")
+        if fields := difference(content["config"], out["config"]):
+            differs = "; ".join(fields)
+            raise UsageError(f"results of other configurations cannot be merged: {differs}; use another study file")
         out["starts"] |= content["starts"]
         for record in content["runs"]:
             key = record["start"], run_of(record)

@@ -31,6 +31,8 @@ FINAL_LR = 0.1  # of the peak
 # Reading a loss waits for the GPU; on a CPU it costs nothing.
 _STEPS_A_READ = {"cuda": 10}
 _STEPS_NOT_TIMED = 5
+# They compile kernels and create the optimizer's state, which a graph does not.
+_STEPS_BEFORE_CAPTURE = 3
 
 
 @dataclass
@@ -85,6 +87,10 @@ class Trainer:
         with torch.device(device):
             self.model = Decoder(config)
         self.result = Result(recipe, config.tokens_per_step, convert(self.model, recipe, config.seed))
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._steps_before_capture = _STEPS_BEFORE_CAPTURE
+        # A graph reads the learning rate from memory.
+        self._rate = torch.tensor(config.lr, device=device) if config.cuda_graph else None
         # Quantized Parameters have their first values, which become masters, until a GEMM has read them.
         self.optimizer = self._optimizer()
         if measures:
@@ -105,6 +111,8 @@ class Trainer:
             {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
         ]
         options = {"lr": self.config.lr, "betas": BETAS, "fused": self.device.type == "cuda"}
+        if self._rate is not None:
+            options |= {"lr": self._rate, "capturable": True}
         if any(isinstance(p, QuantizedTensor) for p in parameters):
             return MasterWeightOptimizer(torch.optim.AdamW, self.model, groups, **options)
         return torch.optim.AdamW(groups, **options)
@@ -117,8 +125,37 @@ class Trainer:
     ) -> torch.Tensor:
         """One optimizer update on windows that are on the device; the mean loss of its microbatches, 0-d.
 
-        part: gives what each forward pass, each backward pass and the update run in.
+        part: gives what each forward pass, each backward pass and the update run in, or the launch of their graph.
         """
+        rate = learning_rate(self.config, step)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate if self._rate is None else self._rate.fill_(rate)
+        if self._rate is None:
+            return self._update(windows, part)
+        with part():
+            return self._launch(windows)
+
+    def _launch(self, windows: torch.Tensor) -> torch.Tensor:
+        """`_update` from a CUDA graph, after a few steps on another stream, as PyTorch asks for."""
+        if self._steps_before_capture:
+            self._steps_before_capture -= 1
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                loss = self._update(windows)
+            torch.cuda.current_stream().wait_stream(stream)
+            return loss
+        if self._graph is None:
+            self._graph, self._windows = torch.cuda.CUDAGraph(), windows.clone()
+            with torch.cuda.graph(self._graph):
+                self._loss = self._update(self._windows)
+        self._windows.copy_(windows)
+        self._graph.replay()
+        return self._loss.clone()
+
+    def _update(
+        self, windows: torch.Tensor, part: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
+    ) -> torch.Tensor:
         total = torch.zeros((), device=self.device)
         microbatches = windows.chunk(self.config.grad_accumulation)
         for microbatch in microbatches:
@@ -129,8 +166,6 @@ class Trainer:
             total += loss.detach()
         with part():
             nn.utils.clip_grad_norm_(self.model.parameters(), self.config.grad_clip)
-            for group in self.optimizer.param_groups:
-                group["lr"] = learning_rate(self.config, step)
             self.optimizer.step()
             self.optimizer.zero_grad()
             for router in self.model.routers():

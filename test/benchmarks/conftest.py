@@ -63,14 +63,6 @@ def train_llm_alike(one_thread, small_heap, monkeypatch):
 
 
 @pytest.fixture
-def corpus():
-    from llm_cases import TEXT, TINY
-    from llm_training.data import Corpus
-
-    return Corpus.from_bytes(TEXT, "text", TINY.seq_len, TINY.held_out_sequences)
-
-
-@pytest.fixture
 def text_file(tmp_path) -> Path:
     from llm_cases import TEXT
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import bench_fused
 import bench_graphs
@@ -14,8 +15,11 @@ import bench_moe
 import bench_permute
 import bench_quantize
 import pytest
+import torch
 import train_llm
 from common.layers import OURS
+from llm_cases import MODELS
+from llm_training import training
 
 pytestmark = pytest.mark.gpu
 
@@ -42,7 +46,7 @@ def test_on_the_gpu(bench, argv, tmp_path):
     assert content["rows"] and bad == []
 
 
-@pytest.mark.parametrize("options", ("--fuse", "--compile --recipes bf16 fp8 fp8_fused_once"))
+@pytest.mark.parametrize("options", ("--fuse", "--compile --cuda-graph --recipes bf16 fp8 fp8_fused_once"))
 def test_where_whole_steps_go_on_the_gpu(options, text_file, tmp_path):
     argv = f"--preset tiny --throughput --profile --steps 10 --data {text_file} --out {tmp_path} {options}"
     assert train_llm.main(argv.split()) == 0
@@ -52,6 +56,19 @@ def test_where_whole_steps_go_on_the_gpu(options, text_file, tmp_path):
     for row in content["rows"]:
         assert 0 < row["products ms"] < row["ms a step"] and row["other ms"] > 0 and row["peak GiB"] > 0
         assert (row["quantization ms"] > 0) == (row["recipe"] != "bf16")
+
+
+@MODELS
+@pytest.mark.parametrize("recipe", ("bf16", "fp8_parameters", "nvfp4_full"))
+def test_steps_from_a_graph_train_as_eager_ones(recipe, config, corpus):
+    """Each with its own batch and learning rate; PyTorch's backward kernels add in any order."""
+    device, losses = torch.device("cuda"), []
+    for steps_before_capture in (3, config.steps):
+        trainer = training.Trainer(recipe, replace(config, cuda_graph=True), device)
+        trainer._steps_before_capture = steps_before_capture
+        batches = (corpus.batch(config.seed, step, config.batch_size).to(device) for step in range(config.steps))
+        losses.append([trainer.step(batch, step).item() for step, batch in enumerate(batches)])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3) and len(set(losses[0])) == config.steps
 
 
 def test_memory_of_steps_on_the_gpu(tmp_path):

@@ -1,4 +1,4 @@
-"""What each benchmark describes: bytes that must move, checks that see what is wrong, what peers are given."""
+"""What each benchmark describes: bytes that must move, and checks that see what is wrong."""
 
 from __future__ import annotations
 
@@ -13,25 +13,19 @@ from bench_grouped_matmul import KINDS, GroupedProduct
 from common.errors import Wrong, check_bits, tensors
 
 from torchao_blockwise import ops
-from torchao_blockwise.formats import FP8_1X128
 
 pytestmark = pytest.mark.usefixtures("no_interpreter", "one_thread")
 CPU = torch.device("cpu")
-ROUTING = bench_permute.SMOKE
-
-
-def nbytes(x) -> int:
-    return sum(t.nbytes for t in tensors(x))
-
-
-# --- bytes ------------------------------------------------------------------------------------------------------------
-
-
 QUANTIZED = [
     (case, recipe)
     for case in bench_quantize.CASES
     for recipe in ("fp8", "nvfp4")
     if recipe == "nvfp4" or case not in bench_quantize.NVFP4_ONLY
+]
+JOBS = [
+    *(bench_quantize.job(case, 33, 64, recipe, CPU) for case, recipe in QUANTIZED if recipe == "fp8"),
+    *(bench_fused.job(case, 33, 64, CPU) for case in bench_fused.CASES),
+    *(bench_permute.job(operation, bench_permute.SMOKE, CPU) for operation in bench_permute.OPERATIONS),
 ]
 
 
@@ -40,19 +34,10 @@ def test_bytes_that_quantizers_must_move(case, recipe):
     # Rows that need no padding, which is not counted; nor are 24 bytes of a key, and a second tensor scale.
     job = bench_quantize.job(case, 224, 320, recipe, CPU)
     inputs = job.make()
-    moved = nbytes((inputs[:1], job.ours(inputs)["ours"](*inputs)))
+    moved = sum(t.nbytes for t in tensors((inputs[:1], job.ours(inputs)["ours"](*inputs))))
     # The scale of a tensor is read with it and counted once; NVFP4 reads the input twice.
     again = inputs[0].nbytes if recipe == "nvfp4" and case != "transpose" else 0
     assert job.nbytes == moved + again
-
-
-# --- checks -----------------------------------------------------------------------------------------------------------
-
-JOBS = [
-    *(bench_quantize.job(case, 33, 64, recipe, CPU) for case, recipe in QUANTIZED if recipe == "fp8"),
-    *(bench_fused.job(case, 33, 64, CPU) for case in bench_fused.CASES),
-    *(bench_permute.job(operation, ROUTING, CPU) for operation in bench_permute.OPERATIONS),
-]
 
 
 def spoilt(x):
@@ -64,34 +49,24 @@ def spoilt(x):
 
 @pytest.mark.parametrize("job", JOBS, ids=lambda job: job.where)
 def test_a_byte_that_is_wrong_is_seen(job):
+    """Sums in another order may differ in their last bits, not by a percent."""
     torch.manual_seed(0)
     inputs = job.make()
     run = job.ours(inputs)["ours"]
     job.check(run(*inputs), inputs, None)
     for name, peer in job.peers.items():
-        if name == "torchao":
-            continue
-        found = peer()
-        job.check(found.run(*found.prepare(*inputs)), inputs, found), name
+        if name != "torchao":
+            found = peer()
+            job.check(found.run(*found.prepare(*inputs)), inputs, found)
+    out = run(*inputs)
     if job.labels.get("operation") == "backward":
-        return
-    with pytest.raises(Wrong, match="differ"):
-        job.check(spoilt(run(*inputs)), inputs, None)
-
-
-def test_wrong_sums_and_statistics_are_seen():
-    job = bench_permute.job("backward", ROUTING, CPU)
-    inputs = job.make()
-    rows, dots = job.ours(inputs)["ours"](*inputs)
-    for wrong in ((rows, dots * 1.01), (spoilt(rows.clone()), dots)):
-        with pytest.raises(Wrong, match=r"relative error 0.01|bits differ"):
-            job.check(wrong, inputs, None)
-    job = bench_fused.job("rms_rowwise", 33, 64, CPU)
-    inputs = job.make()
-    statistics, copies = job.ours(inputs)["ours"](*inputs)
-    wrong = [None if s is None else s * 1.01 for s in statistics]
-    with pytest.raises(Wrong, match=r"relative error 0\.01 above"):
-        job.check((wrong, copies), inputs, None)
+        out = out[0], out[1] * 1.01
+    elif job.labels.get("case") == "rms_rowwise":
+        out = [None if s is None else s * 1.01 for s in out[0]], out[1]
+    else:
+        out = spoilt(out)
+    with pytest.raises(Wrong, match=r"relative error 0\.01|bits differ"):
+        job.check(out, inputs, None)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -114,11 +89,7 @@ def test_a_wrong_group_is_seen(kind):
 
 
 def test_bits_are_compared_as_bits():
-    q = ops.quantize(torch.randn(4, 256), FP8_1X128).rowwise
-    check_bits((q, q), (q, q))
     check_bits((torch.tensor(math.nan),), (torch.tensor(math.nan),))
-    other = q._replace(scale=q.scale.clone())
-    other.scale[0, 0] *= 1.0000001
-    for wrong, right in ((q, other), (torch.zeros(2), -torch.zeros(2)), (torch.zeros(2), torch.zeros(3))):
+    for wrong, right in ((torch.zeros(2), -torch.zeros(2)), (torch.zeros(2), torch.zeros(3))):
         with pytest.raises(Wrong, match="bits differ"):
             check_bits(wrong, right)

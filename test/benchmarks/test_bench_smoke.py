@@ -9,21 +9,19 @@ import bench_graphs
 import bench_grouped_matmul
 import bench_linear
 import bench_matmul
+import bench_memory
 import bench_model
 import bench_moe
 import bench_permute
 import bench_quantize
 import pytest
-import torch
 from common import kernel_times, shapes
 from common.kernel_times import Kernel
-from common.shapes import ROUTINGS, Experts
+from common.shapes import ROUTINGS
 
 pytestmark = pytest.mark.usefixtures("no_interpreter", "one_thread", "without_gpu")
-CPU = torch.device("cpu")
 SMALL, SMALLER = map(str, shapes.LINEAR["smoke"])
-EXPERTS = Experts(40, 3, 128, 128)
-ROWS, HIDDEN = ("48x384", "33x128"), ("48x256", "33x64")
+EXPERTS = ("--shapes", "40x3x128x128", "--routings", "empty")
 
 
 def left_out(content: dict, what: str) -> list[str]:
@@ -31,50 +29,21 @@ def left_out(content: dict, what: str) -> list[str]:
     return [entry["why"] for entry in content["left out"] if entry["what"] == what]
 
 
-# Benchmark -> its options, the columns that tell its rows apart, and what these say.
+# Benchmark -> its options, the columns that tell its rows apart, and their values.
 RUNS = {
-    bench_quantize: (
-        "--recipes fp8 nvfp4",
-        ("case", "shape", "by"),
-        [
-            (case, shape, f"{recipe}_{'16x16' if recipe == 'nvfp4' and square else '128x128' if square else block}")
-            for case in bench_quantize.CASES
-            for square in [case in ("weight", "transpose")]
-            for shape in (("256x384", "64x128") if square else ROWS)
-            for recipe, block in (("fp8", "1x128"), ("nvfp4", "1x16"))
-            if recipe == "nvfp4" or case not in bench_quantize.NVFP4_ONLY
-        ],
-    ),
-    bench_fused: (
-        "",
-        ("case", "shape"),
-        [(case, shape) for case in bench_fused.CASES for shape in (HIDDEN if "swiglu" in case else ROWS)],
-    ),
-    bench_permute: ("", ("operation", "shape"), [(name, "24x2x4x160") for name in bench_permute.OPERATIONS]),
-    bench_matmul: (
-        "",
-        ("product", "shape", "by"),
-        [(kind, shape, "reference") for kind in bench_matmul.KINDS for shape in (SMALL, SMALLER)],
-    ),
-    bench_grouped_matmul: (
-        "",
-        ("product", "shape", "routing", "weight"),
-        [
-            (kind, str(shape), routing, weight)
-            for kind in bench_grouped_matmul.KINDS
-            for shape in shapes.MIXTURES["smoke"]
-            for routing in ROUTINGS
-            for weight in shape.weights
-        ],
-    ),
+    bench_quantize: ("--recipes nvfp4 --only both transformed", "case", {"both", "transformed"}, 4),
+    bench_fused: ("", "case", set(bench_fused.CASES), 2 * len(bench_fused.CASES)),
+    bench_permute: ("", "operation", set(bench_permute.OPERATIONS), len(bench_permute.OPERATIONS)),
+    bench_matmul: ("", "product", set(bench_matmul.KINDS), 2 * len(bench_matmul.KINDS)),
+    bench_grouped_matmul: ("", "routing", set(ROUTINGS), 4 * len(ROUTINGS) * len(bench_grouped_matmul.KINDS)),
 }
 
 
 @pytest.mark.parametrize("bench", RUNS, ids=lambda bench: bench.__name__)
 def test_a_row_for_each_job_and_a_reason_for_what_is_not_there(bench, smoke):
-    argv, columns, wanted = RUNS[bench]
+    argv, column, values, count = RUNS[bench]
     content = smoke(bench, *argv.split())
-    assert [tuple(row[column] for column in columns) for row in content["rows"]] == wanted
+    assert {row[column] for row in content["rows"]} == values and len(content["rows"]) == count
     # No other way of ours or peer is wrong, and each of them says what it needs.
     reasons = "(it )?needs|compared|compiles|the kernels are|Triton kernels run|it quantizes|N and K must|it has no"
     # Before PyTorch 2.13 a CPU has no FP8 product.
@@ -92,17 +61,14 @@ def test_chosen_backends_peers_shapes_and_recipes(smoke):
     assert [(r["by"], r["shape"], r["recipe"]) for r in content["rows"]] == [
         ("reference", f"{tokens}x32x64", "nvfp4") for tokens in (16, 17)
     ]
-    assert list(content["rows"][0]["peers us"]) == ["bf16"] and left_out(content, "cublas")
-    row, flops = content["rows"][0], 2 * 16 * 32 * 64
-    assert row["TFLOP/s"] == pytest.approx(flops / row["us"] / 1e6) and row["mnk"] == [16, 32, 64]
+    row = content["rows"][0]
+    assert list(row["peers us"]) == ["bf16"] and left_out(content, "cublas") and row["mnk"] == [16, 32, 64]
+    assert row["TFLOP/s"] == pytest.approx(2 * 16 * 32 * 64 / row["us"] / 1e6)
 
 
-# --- layers -----------------------------------------------------------------------------------------------------------
+# --- layers and models ------------------------------------------------------------------------------------------------
 
-LAYERS = {
-    bench_linear: ((), 6 * 48 * 256 * 384),
-    bench_moe: (("--shapes", str(EXPERTS), "--routings", "empty"), 18 * 40 * 128 * 128),
-}
+LAYERS = {bench_linear: ((), 6 * 48 * 256 * 384), bench_moe: (EXPERTS, 18 * 40 * 128 * 128)}
 
 
 @pytest.mark.parametrize("bench", LAYERS, ids=lambda bench: bench.__name__)
@@ -130,26 +96,29 @@ def test_a_layer_that_is_wrong_or_fails_is_not_timed(smoke, monkeypatch):
         return layer
 
     monkeypatch.setattr(bench_moe, "make_layer", make_layer)
-    content = smoke(bench_moe, *LAYERS[bench_moe][0], "--seconds", "0.01", "--only", "fp8", "nvfp4", "bf16")
+    content = smoke(bench_moe, *EXPERTS, "--seconds", "0.01", "--only", "fp8", "nvfp4", "bf16")
     assert [row["recipe"] for row in content["rows"]] == ["bf16"]
     assert "WRONG, relative error 0.5" in left_out(content, "fp8")[0]
     assert left_out(content, "nvfp4") == ["RuntimeError: no luck today"]
 
 
-# --- models -----------------------------------------------------------------------------------------------------------
-
-
-def test_a_model_in_each_mode(smoke):
-    rows = smoke(bench_model, "--modes", "eager", "--only", "fp8", "bf16")["rows"]
-    assert [(row["recipe"], row["checkpointing"]) for row in rows] == [
-        ("bf16", "off"), ("bf16", "on"), ("fp8", "off"), ("fp8", "on"),
-    ]  # fmt: skip
+def test_models_eager_checkpointed_and_fused(smoke, tmp_path):
+    rows = smoke(bench_model, "--fuse", "--modes", "eager", "--only", "bf16", "fp8", "fp8_fused", "fp8_fused_once")[
+        "rows"
+    ]
+    recipes = ("bf16", "fp8", "fp8_fused", "fp8_fused_once")
+    ways = [(recipe, checkpointing) for recipe in recipes for checkpointing in ("off", "on")]
+    assert [(row["recipe"], row["checkpointing"]) for row in rows] == ways
     assert rows[3]["x bf16"] == pytest.approx(rows[1]["us"] / rows[3]["us"])
     for row in rows:
         shares = [row[f"{kind} %"] for kind in (*kernel_times.KINDS, "other")]
         assert sum(shares) == pytest.approx(100) and row["products %"] > 0
         assert row["tokens/s"] == pytest.approx(64 / row["us"] * 1e6) and row["kernels"]
-    assert rows[0]["error"] == 0 < rows[2]["error"] < 0.1
+    bf16, fp8, fused, once = (row["error"] for row in rows[::2])
+    # Only the last one rounds elsewhere.
+    assert bf16 == 0 < fused == fp8 != once and once < 0.1
+    text = (tmp_path / "model_2_layers_fuse_cpu.md").read_text()
+    assert text.count("### ") == 8 and "### fp8_fused_once, eager, checkpointing off: " in text
 
 
 def test_ways_to_launch_a_step(smoke):
@@ -160,15 +129,8 @@ def test_ways_to_launch_a_step(smoke):
     assert rows[3]["x eager"] == pytest.approx(rows[1]["us"] / rows[3]["us"])
 
 
-def test_a_fused_model_has_layers_of_its_own(smoke, tmp_path):
-    argv = "--fuse --modes eager --only bf16 fp8 fp8_fused fp8_fused_once --checkpointing off"
-    content = smoke(bench_model, *argv.split())
-    assert [row["recipe"] for row in content["rows"]] == ["bf16", "fp8", "fp8_fused", "fp8_fused_once"]
-    _, fp8, fused, once = (row["error"] for row in content["rows"])
-    # Only the last one rounds elsewhere.
-    assert fused == fp8 != once and once < 0.1
-    text = (tmp_path / "model_2_layers_fuse_cpu.md").read_text()
-    assert text.count("### ") == 4 and "### fp8_fused_once, eager, checkpointing off: " in text
+def test_memory_has_a_row_for_each_variant(smoke):
+    assert list(smoke(bench_memory)["rows"]) == list(bench_memory.VARIANTS)
 
 
 KERNELS = {
@@ -185,22 +147,15 @@ KERNELS = {
 }
 
 
-@pytest.mark.parametrize(("name", "kind"), KERNELS.items())
-def test_kernels_are_told_apart_by_name(name, kind):
-    shares = kernel_times.split_of([Kernel(name, 3.0, 1)])
-    assert [k for k, share in shares.items() if share] == [kind] and shares[kind] == 1.0
-
-
 def test_a_table_says_where_a_step_goes():
-    """Groups in order, each with its sum, its longest kernels and the rest in one row; milliseconds are the groups'."""
-    matmul = Kernel("matmul", 60.0, 2)
+    """Kernels are told apart by name; groups in order have a sum, their longest kernels and the rest in one row."""
+    assert {name: Kernel(name, 3.0, 1).kind for name in KERNELS} == KERNELS
     small = [Kernel(f"add_{i}", 1.0, 3) for i in range(kernel_times._ROWS + 2)]
-    found = [matmul, Kernel("_quantize_fp8_kernel", 26.0, 4), *small]
+    found = [Kernel("matmul", 60.0, 2), Kernel("_quantize_fp8_kernel", 26.0, 4), *small]
     title, _, *rows = kernel_times.table("fp8", found, 200.0).splitlines()
     assert title == "### fp8: 0.20 ms a step, 0.10 ms of them in kernels"
-    assert (
-        rows[2] == "| **products** | all | 2 | 60.0 | 60.0 |" and rows[3] == "| products | `matmul` | 2 | 60.0 | 60.0 |"
-    )
+    assert rows[2] == "| **products** | all | 2 | 60.0 | 60.0 |"
+    assert rows[3] == "| products | `matmul` | 2 | 60.0 | 60.0 |"
     assert rows[4] == "| **quantization** | all | 4 | 26.0 | 26.0 |"
     assert rows[6] == "| **other** | all | 42 | 14.0 | 14.0 |" and rows[-1] == "| other | 2 more | 6 | 2.0 | 2.0 |"
     assert len(rows) == 2 + 5 + kernel_times._ROWS + 1

@@ -8,17 +8,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from common import driver
+from common import driver, timing
 from common.driver import Job, Peer
 from common.errors import Unavailable, Wrong
 from common.report import Report
 from common.roofline import Ceilings
+from common.timing import input_sets, time_eager, time_runs
 
 from torchao_blockwise.ops.backend import Backend, Implementation
 
-pytestmark = pytest.mark.usefixtures("no_interpreter", "one_thread", "without_gpu")
+pytestmark = pytest.mark.usefixtures("no_interpreter")
 CPU = torch.device("cpu")
-CEILINGS = Ceilings(copy=1.0, bf16=1.0, fp8=2.0)
 
 
 def add(x):
@@ -27,6 +27,10 @@ def add(x):
 
 def fail(*arguments):
     raise RuntimeError("no luck today\nat line 3")
+
+
+def missing():
+    raise Unavailable("not here")
 
 
 def check(out, inputs, peer):
@@ -41,23 +45,18 @@ def job(shape: str = "a", ours=add, peers=None, flops: int = 0) -> Job:
 
 
 @pytest.fixture
-def results(tmp_path, monkeypatch):
-    columns = ["shape", "by", "us"]
-    made = Report("things", CPU, columns, {"out": tmp_path, "smoke": True})
-    monkeypatch.setattr(made, "measure_ceilings", lambda: setattr(made, "ceilings", CEILINGS))
+def results(tmp_path, monkeypatch, one_thread, without_gpu):
+    made = Report("things", CPU, ["shape", "by", "us"], {"out": tmp_path, "smoke": True})
+    ceilings = Ceilings(copy=1.0, bf16=1.0, fp8=2.0)
+    monkeypatch.setattr(made, "measure_ceilings", lambda: setattr(made, "ceilings", ceilings))
     return made
 
 
-def run(results, jobs, *names) -> int:
-    return driver.run_jobs(results, jobs, names)
-
-
 def test_a_row_has_times_rates_floors_and_ratios(results):
-    peers = {"peer": partial(Peer, add)}
     rows = []
     for flops in (0, 10**6):
         results.rows = []
-        assert run(results, [job(peers=peers, flops=flops)], "peer") == 0
+        assert driver.run_jobs(results, [job(peers={"peer": partial(Peer, add)}, flops=flops)], ["peer"]) == 0
         rows += results.rows
     moving, multiplying = rows
     for row in rows:
@@ -68,7 +67,6 @@ def test_a_row_has_times_rates_floors_and_ratios(results):
     assert moving["roofline us"] == pytest.approx(1e-3) and "error" not in moving
     assert multiplying["TFLOP/s"] == pytest.approx(1 / multiplying["us"]) and multiplying["error"] == 0.25
     assert multiplying["roofline us"] == pytest.approx(0.5) and multiplying["intensity"] == 1000
-    assert multiplying["peers TFLOP/s"]["peer"] == pytest.approx(1 / multiplying["peers us"]["peer"])
 
 
 def test_what_is_wrong_or_fails_is_not_timed_and_kills_nothing(results):
@@ -78,10 +76,10 @@ def test_what_is_wrong_or_fails_is_not_timed_and_kills_nothing(results):
         "failing": partial(Peer, fail),
         "unprepared": partial(Peer, add, fail),
         "broken": fail,
-        "missing": partial(raise_, Unavailable("not here")),
+        "missing": missing,
     }
     ways = {"right": add, "off": lambda x: x, "bad": fail, "none": "needs a GPU"}
-    assert run(results, [job("a", ways, peers), job("b", lambda x: x)], *peers) == 0
+    assert driver.run_jobs(results, [job("a", ways, peers), job("b", lambda x: x)], [*peers]) == 0
     assert [(row["shape"], row["by"]) for row in results.rows] == [("a", "right")]
     assert results.rows[0]["peers us"].keys() == {"peer"}
     luck, wrong = ["RuntimeError: no luck today"], ["WRONG, not one more"]
@@ -92,16 +90,12 @@ def test_what_is_wrong_or_fails_is_not_timed_and_kills_nothing(results):
     }  # fmt: skip
 
 
-def raise_(error):
-    raise error
-
-
 def test_what_accumulates_starts_from_zeros_for_the_check_and_is_finished(results):
     def accumulate(x, out):
         out += x
 
     peer = Peer(accumulate, lambda x: (x + 1, torch.zeros(2, 4)), finish=lambda out: out[0])
-    assert run(results, [job(peers={"peer": lambda: peer})], "peer") == 0
+    assert driver.run_jobs(results, [job(peers={"peer": lambda: peer})], ["peer"]) == 0
     assert results.rows[0]["x peer"] > 0 and results.left_out == {}
 
 
@@ -122,3 +116,49 @@ def test_a_backend_of_several_rows_runs_if_one_of_them_can():
     op = SimpleNamespace(table=[*rows, row(Backend.GLUON, "another"), row(Backend.TRITON, None)])
     ways = {"cublas": Backend.CUBLAS, "gluon": "another", "triton": Backend.TRITON}
     assert driver.by_backend(op, (1,), None, lambda backend: backend) == ways
+
+
+# --- timing -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "count"), ((1, 1024), (10**6, 240), (120 * 10**6, 4), (2**30, 4), (2**31, 2), (2**33, 1))
+)
+def test_input_sets_overflow_the_cache_and_not_the_memory(nbytes, count, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda d: SimpleNamespace(L2_cache_size=60 * 10**6))
+    sets = input_sets(lambda: (torch.randn(2),), "cuda", nbytes)
+    assert len(sets) == len({float(x[0]) for (x,) in sets}) == count
+    assert len(input_sets(lambda: (torch.randn(2),), "cpu", nbytes)) == 1
+
+
+def test_runs_are_timed_side_by_side():
+    turns, sets = [], [(torch.ones(4),)]
+    runs = {name: (lambda x, name=name: turns.append(name) or x + 1, sets) for name in ("a", "b")}
+    times = time_runs(runs, CPU, seconds=0.0)
+    assert times["a"].us > 0 and times["a"].repeats == times["b"].repeats == 5
+    assert turns[-6:] == ["a", "b"] * 3
+
+
+def test_an_output_that_no_replay_writes_is_found():
+    out = torch.zeros(300)
+    timing._check_written(SimpleNamespace(replay=lambda: out.fill_(1.5)), [out])
+    with pytest.raises(RuntimeError, match="left an output unwritten"):
+        timing._check_written(SimpleNamespace(replay=lambda: None), [(torch.zeros(3), out)])
+
+
+@pytest.mark.gpu
+def test_gpu_times_are_captured_and_near_those_of_a_long_loop():
+    device = torch.device("cuda")
+    sets = input_sets(lambda: (torch.randn(4096, 4096, device=device, dtype=torch.bfloat16),), device)
+    times = time_runs({"copy": (torch.clone, sets), "matmul": (lambda x: x @ x, sets)}, device)
+    assert all(t.captured for t in times.values())
+    # 64 MiB moved and 137 GFLOP: no GPU does that faster than 10 TB/s and 5 PFLOP/s.
+    assert times["copy"].us > 64 * 2**20 / 10e6 and times["matmul"].us > 2 * 4096**3 / 5e9
+
+    def agree() -> bool:
+        x = sets[0][0]
+        graph = time_runs({"matmul": (lambda x: x @ x, sets)}, device)["matmul"].us
+        return graph == pytest.approx(time_eager(lambda: x @ x, device).us, rel=0.3)
+
+    # Others, tests among them, may use the GPU at the same time: the two need to agree once.
+    assert any(agree() for _ in range(5))

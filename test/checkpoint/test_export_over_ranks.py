@@ -17,7 +17,6 @@ FORMATS = ("fp8_block", "nvfp4_compressed_tensors")
 # (check, ranks, its arguments)
 CASES = [
     *(("gathers_bytes", size, format, masters) for size in (2, 3) for format in FORMATS for masters in (True, False)),
-    *(("gathers_together", size, *bucket) for size in (2, 3) for bucket in ((1, 3), (850_000, 2), (None, 1))),
     *(("shards", size, format, masters) for size in (2, 3) for format in FORMATS for masters in (True, False)),
     *(("shards", size, "fp8_block", True, True) for size in (2, 3)),
     ("loads", 3, "fsdp", "fp8_block"),

@@ -25,21 +25,15 @@ class Around(nn.Module):
         self.backbone = model
 
 
-def blocks(wrap):
-    """`wrap` around each of the blocks."""
+def blocks(wrap, mlps=False):
+    """`wrap` around each of the blocks, or around their MLPs."""
 
     def made(model):
         for i, layer in enumerate(model.model.layers):
-            model.model.layers[i] = wrap(layer)
-        return model
-
-    return made
-
-
-def mlps(wrap):
-    def made(model):
-        for layer in model.model.layers:
-            layer.mlp = wrap(layer.mlp)
+            if mlps:
+                layer.mlp = wrap(layer.mlp)
+            else:
+                model.model.layers[i] = wrap(layer)
         return model
 
     return made
@@ -62,7 +56,7 @@ def sharded(model):
 WRAPPERS = {
     "torch.compile": torch.compile,
     "torch.compile of blocks": blocks(torch.compile),
-    "torch.compile of MLPs": mlps(torch.compile),
+    "torch.compile of MLPs": blocks(torch.compile, mlps=True),
     "checkpoint_wrapper": checkpoint_wrapper,
     "checkpoint_wrapper of blocks": blocks(checkpoint_wrapper),
     "torch.compile of checkpointed blocks": blocks(lambda block: torch.compile(checkpoint_wrapper(block))),

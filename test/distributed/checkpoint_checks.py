@@ -5,16 +5,14 @@ from __future__ import annotations
 import contextlib
 import copy
 import datetime
-import os
-import signal
 import tempfile
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from fsdp_models import Block, adamw, assert_gathers_exactly, batch, blocks, config_of, masters_of, shard, train
-from ranks import device, join
+from fsdp_models import Block, adamw, assert_gathers_exactly, batch, blocks, masters_of, shard, train
+from ranks import device
 from tensor_parallel_checks import PLANS, block
 from torch import nn
 from torch.distributed.checkpoint import state_dict as dsd
@@ -307,40 +305,3 @@ class Sharing(nn.Module):
 
     def forward(self, tokens):
         return self.lm_head(self.block(self.embed(tokens)))
-
-
-# --- a rank dies ------------------------------------------------------------------------------------------------------
-
-
-class DiesWriting(dcp.FileSystemWriter):
-    """Writes this rank's data, and then kills the process."""
-
-    def write_data(self, plan, planner):
-        super().write_data(plan, planner).wait()
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
-class DiesCommitting(dcp.FileSystemWriter):
-    """Kills the process where all ranks have written their data and the metadata is to follow."""
-
-    def finish(self, metadata, results):
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
-# (the rank that dies, how)
-DEATHS = {"writing": (1, DiesWriting), "committing": (0, DiesCommitting)}
-
-
-def die_while_saving(rank: int, ranks: int, port: int, file: str, folder: str, death: str, config="fp8") -> None:
-    """Save after one step and, after another, again, in which a rank dies; leaves the weights of the first save."""
-    join(rank, ranks, port, seconds=20)
-    model = shard(blocks(config_of(config)), DeviceMesh(device().type, list(range(ranks))))
-    optimizer = adamw(model)
-    train(model, optimizer, steps=1)
-    dcp.save(state_of(model, optimizer), checkpoint_id=f"{folder}/1")
-    torch.save(whole(model.state_dict()), file)
-    train(model, optimizer, steps=1, offset=1)
-    dies, writer = DEATHS[death]
-    writer = writer if rank == dies else dcp.FileSystemWriter
-    dcp.save(state_of(model, optimizer), storage_writer=writer(f"{folder}/2"))
-    raise AssertionError("saved without a rank")

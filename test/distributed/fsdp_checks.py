@@ -20,6 +20,7 @@ from fsdp_models import (
     averages_exactly,
     batch,
     blocks,
+    gathered,
     mean_of_equal,
     shard,
     train,
@@ -28,7 +29,7 @@ from helpers import Tied, replace
 from ranks import device
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 from torchao.quantization import quantize_
 
@@ -44,12 +45,26 @@ ROWS = (512, 300, 129, 64, 33, 3, 1)
 
 
 def gathers_exactly_at_any_split(mesh, config):
+    """Before any optimizer, from its masters, and after values are copied in; in the policy's dtype."""
     for rows, columns in itertools.product(ROWS, (160, 33)):
         model = nn.Sequential(nn.Linear(columns, rows, bias=False))
-        hp = random_tensor(rows, columns, seed=rows, device=device())
-        model[0].weight.data = hp
+        # Ranks begin with values of their own, of which each keeps its rows.
+        values = [random_tensor(rows, columns, seed=rank, device=device()) for rank in range(mesh.size())]
+        model[0].weight.data = values[mesh.get_rank()].clone()
         quantize_(model, config)
         fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+        per_rank = -(-rows // mesh.size())
+        expected = torch.cat([v[r * per_rank : (r + 1) * per_rank] for r, v in enumerate(values)])
+        weight = model[0].weight
+        assert weight.shape == (rows, columns) and weight.dtype == torch.float32
+        optimizer = adamw(model) if columns == 33 else None
+        assert_bitwise_equal(gathered(weight), expected)
+        assert_gathers_exactly(model, config, torch.bfloat16)
+        with torch.no_grad():
+            weight.copy_(distribute_tensor(expected * 3, mesh, weight.placements, src_data_rank=None))
+        if hasattr(optimizer, "master"):
+            assert_bitwise_equal(optimizer.master(weight).full_tensor(), expected * 3)
+        assert_bitwise_equal(gathered(weight), expected * 3)
         assert_gathers_exactly(model, config, torch.bfloat16)
 
 

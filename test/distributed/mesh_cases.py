@@ -72,7 +72,7 @@ CHECKPOINT_CHECKS = (
     (checkpoints.saves_shared_weights, (4,), ("fp8",)),
 )
 QUANTIZED_CHECKS = (
-    (quantized.gathers_exactly_at_any_split, (1, 3, 4), QUANTIZED),
+    (checks.gathers_exactly_at_any_split, (1, 3, 4), QUANTIZED),
     (quantized.trains_as_masters, (1, 2, (2, 2)), QUANTIZED),
     (quantized.keeps_dtypes_of_gradients, (2,), BOTH),
     (quantized.leaves_frozen_weights, (2,), QUANTIZED),
@@ -89,7 +89,6 @@ QUANTIZED_CHECKS = (
     (checkpoints.reshards, (4,), QUANTIZED),
     (checkpoints.saves_asynchronously, (4,), QUANTIZED),
 )
-LONG_CHECKS = ((quantized.trains_long, (1, 2, 4), QUANTIZED),)
 EXPERT_CHECKS = (
     (experts.computes_as_one_device, (1, 2, 3, 4), (*BOTH, PER_EXPERT)),
     (experts.computes_as_one_device, (3,), (FULL,)),
@@ -128,11 +127,10 @@ TENSOR_PARALLEL_CHECKS = (
     (tensor_parallel_life.checks_forward_passes, (2,), BOTH),
     (tensor_parallel_life.shards_in_two_dims, ((2, 2),), tuple(CONFIGS)),
 )
-ALL = FSDP_CHECKS + CHECKPOINT_CHECKS + QUANTIZED_CHECKS + EXPERT_CHECKS + TENSOR_PARALLEL_CHECKS + LONG_CHECKS
+ALL = FSDP_CHECKS + CHECKPOINT_CHECKS + QUANTIZED_CHECKS + EXPERT_CHECKS + TENSOR_PARALLEL_CHECKS
 BY_NAME = {f"{check.__module__}.{check.__name__}": check for check, _, _ in ALL}
 # What resharding to a part of the ranks means shows on four of them.
 FOUR_ALONE = (checks.reshards_to_fewer_ranks,)
-LONG = tuple(check for check, _, _ in LONG_CHECKS)
 # A step on the CPU rounds otherwise than one on a GPU, so that training there has nothing to be compared with.
 CPU_ALONE = (checks.offloads,)
 
@@ -145,7 +143,7 @@ def _cases() -> tuple[list, list]:
         for size in (first, *others):
             for config in configs:
                 is_first = (size, config) == (first, configs[index % len(configs)])
-                tier = default if is_first and check not in LONG else slow
+                tier = default if is_first else slow
                 tier.append((f"{check.__module__}.{check.__name__}", size, config))
     return default, slow
 

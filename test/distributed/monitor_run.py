@@ -9,11 +9,11 @@ import torch.distributed as dist
 from expert_checks import layer as experts_layer
 from expert_checks import on_one_device, on_this_rank, tokens
 from fsdp_models import blocks, config_of, shard
+from helpers import mlp
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
-from torchao.quantization import quantize_
 
 from torchao_blockwise.diagnostics import NumericsMonitor
 from torchao_blockwise.distributed import ExpertParallel
@@ -59,17 +59,13 @@ def of_one_process(model, run) -> object:
         return monitor.step()
 
 
-class MLP(nn.Sequential):
-    def __init__(self, config):
-        torch.manual_seed(0)
-        super().__init__(nn.Linear(128, 256), nn.GELU(), nn.Linear(256, 128))
-        if config is not None:
-            quantize_(self, config)
+def two_layers(config):
+    return mlp(config, features=(128, 256, 128))
 
 
 def run(model, which: int) -> None:
     """One batch. An MLP's gradient is given: sums over ranks have other last bits, and so would a loss of them."""
-    if isinstance(model, MLP):
+    if isinstance(model[0], nn.Linear):
         model(batch(which, 128)).backward(batch(10 + which, 128))
     else:
         model(batch(which)).square().sum().backward()
@@ -92,9 +88,9 @@ WAYS = {
     "fsdp": (blocks, lambda model, mesh: shard(model, mesh["data"]), 2, 1),
     "fsdp_of_layers": (blocks, lambda model, mesh: by_layers(model, mesh["data"]), 2, 1),
     "ddp": (blocks, lambda model, mesh: DistributedDataParallel(model), 2, 1),
-    "tensor_parallel": (MLP, lambda model, mesh: by_tensors(model, mesh["tensor"]), 1, 2),
+    "tensor_parallel": (two_layers, lambda model, mesh: by_tensors(model, mesh["tensor"]), 1, 2),
     "fsdp_and_tensor_parallel": (
-        MLP, lambda model, mesh: fully_shard(by_tensors(model, mesh["tensor"]), mesh=mesh["data"]), 2, 2,
+        two_layers, lambda model, mesh: fully_shard(by_tensors(model, mesh["tensor"]), mesh=mesh["data"]), 2, 2,
     ),
 }  # fmt: skip
 

@@ -170,7 +170,7 @@ def refuses_other_parts(group) -> None:
         adamw(net("fp8", master_weights=False)).load_state_dict(state)
     with raises(ValueError, f"the part of rank {rank} of 7, this is rank {rank} of {ranks}; {other}"):
         optimizer.load_state_dict({**state, "shard": {"rank": rank, "ranks": 7}})
-    with raises(ValueError, "of a state dict that does not say whose; save full_state_dict()"):
+    with raises(ValueError, "load the full_state_dict() of the same model"):
         optimizer.load_state_dict({key: value for key, value in state.items() if key != "shard"})
 
 

@@ -7,15 +7,15 @@ import warnings
 
 import torch
 import torch.nn.functional as F
-from fsdp_models import raises
+from fsdp_models import Block, raises
 from helpers import assert_same, replace, weight_calls
 from ranks import device
 from tensor_parallel_tools import (
+    HIDDEN,
     HIGH_PRECISION,
     PLANS,
     TOKENS,
     WIDTH,
-    Block,
     Watch,
     assert_close,
     assert_same_sums,
@@ -138,7 +138,7 @@ def sees_changes_inside_a_graph(mesh, config):
 def starts_on_meta(mesh, config):
     source, expected = parallelize_module(block(config), mesh, PLANS), block(config)
     with torch.device("meta"):
-        model = Block()
+        model = Block(WIDTH, HIDDEN)
     quantize_(model, config)
     parallelize_module(model, mesh, PLANS)
     model.to_empty(device=device())
@@ -242,7 +242,7 @@ class Own(nn.Linear):
 def checks_forward_passes(mesh, config):
     """`super().forward` runs on shards as the layer without a forward pass of its own does; a sum is refused."""
     expected = block(config)
-    model = Block().to(device())
+    model = Block(WIDTH, HIDDEN).to(device())
     model.load_state_dict(expected.state_dict())
     model.up.__class__ = Own
     quantize_(model, config)

@@ -8,8 +8,7 @@ import importlib
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from fsdp_models import ANOTHER_ROUNDING
+from fsdp_models import ANOTHER_ROUNDING, Block
 from ranks import device
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -33,20 +32,9 @@ CLOSE = 2.0**-20
 PLANS = {"up": ColwiseParallel(), "down": RowwiseParallel()}
 
 
-class Block(nn.Module):
-    def __init__(self, bias: bool = True):
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up = nn.Linear(WIDTH, HIDDEN, bias=bias)
-        self.down = nn.Linear(HIDDEN, WIDTH, bias=bias)
-
-    def forward(self, x):
-        return x + self.down(F.gelu(self.up(self.norm(x))))
-
-
-def block(config, **options) -> Block:
+def block(config) -> Block:
     torch.manual_seed(0)
-    model = Block(**options).to(device())
+    model = Block(WIDTH, HIDDEN).to(device())
     quantize_(model, config)
     return model
 

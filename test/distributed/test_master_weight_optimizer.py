@@ -324,7 +324,7 @@ REFUSALS = {
     "shape": (
         _load_other_shape,
         ValueError,
-        r"the master of up.weight must have shape \[75, 37\], got \[76, 37\]; load the state of the same model",
+        r"the master of up.weight must have shape \[75, 37\], got \[76, 37\]; load the full_state_dict",
     ),
     "groups": (
         lambda m: adamw(m, params=groups_of(m)).load_state_dict(adamw(primary()[0]).state_dict()),

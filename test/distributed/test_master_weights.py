@@ -132,7 +132,7 @@ REFUSALS = {
     "outside": ([FP8], [FLAT], [1], None, ValueError("has 64 elements, its master claims [1, 65)")),
     "shard": ([FP8], [FLAT[:5]], [3], [BYTES[:4]], ValueError("needs a flat shard of 5 bytes on cpu for")),
     "no shard": ([NVFP4], [FLAT[:6]], [3], [None], ValueError("of 4 bytes on cpu for elements [3, 9)")),
-    "strides": ([FP8], [FLAT[:5]], [3], [BYTES[::2]], ValueError("needs a contiguous shard, got strides [2]")),
+    "strides": ([FP8], [FLAT[:5]], [3], [BYTES[::2]], ValueError("got torch.uint8 of shape [5] with strides [2] on")),
 }
 
 

@@ -12,22 +12,16 @@ from helpers import FP8, NVFP4, mlp, weight
 from ranks import spawn
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy
 from wrong_ranks import come_late, fail_later, flatten, go_wrong
 
 from torchao_blockwise import BlockwiseFP8Tensor, MasterWeightTensor, NVFP4Tensor
-from torchao_blockwise._compat import torch_fsdp
 from torchao_blockwise.distributed import sync_weight_scales, watch_collectives
 from torchao_blockwise.tensors import QuantizedShard
 from torchao_blockwise.tensors.fsdp import ShardLayout, attach
 from torchao_blockwise.testing import assert_bitwise_equal
 
 pytestmark = pytest.mark.usefixtures("no_interpreter")
-
-
-@pytest.fixture(autouse=True)
-def installed():
-    """As where a model has been converted: some weights here are made by hand."""
-    torch_fsdp.install()
 
 
 @pytest.fixture
@@ -158,13 +152,30 @@ def test_the_state_is_not_saved_with_the_weight(mesh, tmp_path):
     assert (tmp_path / "w.pt").stat().st_size < 2 * local.hp.nbytes
 
 
+@pytest.mark.gpu
+def test_offloaded_shards_are_saved_where_they_lie():
+    """On the CPU, in the memory of the masters, whatever the device of the mesh."""
+    dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = shard(blocks(CONFIGS["fp8"]).cuda(), DeviceMesh("cuda", [0]), offload_policy=CPUOffloadPolicy())
+        x = batch().cuda()
+        before, state = model(x), model.state_dict()
+        for name, p in masters_of(model).items():
+            assert state[name].to_local().data_ptr() == p.to_local().hp.data_ptr()
+            assert state[name].to_local().device.type == "cpu"
+        state["0.up.weight"].mul_(2)
+        assert not before.equal(model(x))
+    finally:
+        dist.destroy_process_group()
+
+
 def test_fsdp2_still_has_what_is_watched():
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
     watched = [FSDPState._root_pre_forward, FSDPModule.unshard]
     assert all(f.__wrapped__.__module__.startswith("torch.distributed.fsdp") for f in watched)
-    assert all(f.__globals__ is vars(torch_fsdp) for f in watched)
+    assert all(f.__globals__["__name__"] == "torchao_blockwise._compat.torch_fsdp" for f in watched)
 
 
 @pytest.mark.parametrize("config", (FP8, NVFP4), ids=("fp8", "nvfp4"))

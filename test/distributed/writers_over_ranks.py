@@ -10,14 +10,10 @@ import torch.distributed as dist
 from helpers import FP8, NVFP4, replace
 from ranks import device
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torchao.quantization import quantize_
 
-from torchao_blockwise import MasterWeightTensor, _compat, linears_and_experts
-from torchao_blockwise.distributed import ExpertParallel
-from torchao_blockwise.nn import SwiGLUExperts
+from torchao_blockwise import MasterWeightTensor, _compat
 
 RECIPES = {"fp8": replace(FP8, backend="reference"), "nvfp4": replace(NVFP4, backend="reference")}
 
@@ -64,30 +60,7 @@ def zero_redundancy(model):
     optimizer.step()
 
 
-def compiled_optimizer(model):
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    for p in model.parameters():
-        p.grad = torch.ones_like(p)
-    torch.compile(optimizer.step)()
-
-
-def numpy_alias(model):
-    for p in model.parameters():
-        values(p).detach().cpu().numpy()[...] *= 3
-        if device().type == "cuda":
-            values(p).data.mul_(3)
-
-
 # --- readers ----------------------------------------------------------------------------------------------------------
-
-
-class Experts(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.experts = SwiGLUExperts(4, 128, 48)
-
-    def forward(self, x):
-        return self.experts(x, torch.tensor([7, 7, 20, 30], dtype=torch.int32, device=x.device))
 
 
 def whole(config):
@@ -95,22 +68,6 @@ def whole(config):
     model = nn.Sequential(nn.Linear(128, 256, bias=False), nn.Linear(256, 128, bias=False)).to(device())
     quantize_(model, config)
     return model
-
-
-def tensor_parallel(config):
-    return parallelize_module(whole(config), _mesh(), {"0": ColwiseParallel(), "1": RowwiseParallel()})
-
-
-def expert_parallel(config):
-    torch.manual_seed(0)
-    model = Experts().to(device())
-    quantize_(model, config, filter_fn=linears_and_experts())
-    parallelize_module(model.experts, _mesh(), ExpertParallel())
-    return model
-
-
-def _mesh():
-    return init_device_mesh(device().type, (dist.get_world_size(),))
 
 
 def outcome(run, model):
@@ -121,16 +78,16 @@ def outcome(run, model):
     return [out.detach(), x.grad, *(local(p.grad) for p in model.parameters())]
 
 
-def case_of(kind, write, recipe: str, compiled: bool = False):
+def case_of(write, recipe: str, compiled: bool = False):
     def check():
         torch._dynamo.reset()
-        model = kind(RECIPES[recipe])
+        model = whole(RECIPES[recipe])
         run = torch.compile(model) if compiled else model
         outcome(run, model)
         before = [values(p).clone() for p in model.parameters()]
         write(model)
         assert not any(torch.equal(a, values(p)) for a, p in zip(before, model.parameters()))
-        fresh = kind(RECIPES[recipe])
+        fresh = whole(RECIPES[recipe])
         with torch.no_grad():
             for p, q in zip(fresh.parameters(), model.parameters(), strict=True):
                 values(p).copy_(values(q))
@@ -140,16 +97,14 @@ def case_of(kind, write, recipe: str, compiled: bool = False):
     return check
 
 
-_WHOLE = (broadcast_wrapper, all_reduce, send, zero_redundancy)
-_SPLIT = tuple((kind, w) for kind in (tensor_parallel, expert_parallel) for w in (compiled_optimizer, numpy_alias))
-_ALL = {f"{k.__name__}-{w.__name__}": (k, w) for k, w in (*((whole, w) for w in _WHOLE), *_SPLIT)}
+_ALL = {write.__name__: write for write in (broadcast_wrapper, all_reduce, send, zero_redundancy)}
 _DEFAULT = [(name, tuple(RECIPES)[index % 2], False) for index, name in enumerate(_ALL)]
-_DEFAULT.append(("whole-zero_redundancy", "fp8", True))
+_DEFAULT.append(("zero_redundancy", "fp8", True))
 _SLOW = [(name, tuple(RECIPES)[1 - index % 2], False) for index, name in enumerate(_ALL)]
-_SLOW.append(("whole-broadcast_wrapper", "fp8", True))
-# (models and what writes, recipe, whether the model is compiled)
+_SLOW.append(("broadcast_wrapper", "fp8", True))
+# (what writes, recipe, whether the model is compiled)
 CASES = {2: (_DEFAULT, _SLOW)}
 
 
 def start(rank: int, ranks: int):
-    return lambda name, recipe, is_compiled: case_of(*_ALL[name], recipe, is_compiled)()
+    return lambda name, recipe, is_compiled: case_of(_ALL[name], recipe, is_compiled)()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from pathlib import Path
 
 import pytest
 import torch
@@ -151,3 +152,31 @@ def test_reduce_overhead(kind, config, keep):
     other = make(kind, config)
     check_steps(model, other, gradients, torch.compile(other, fullgraph=True))
     assert counters["cudagraph_skips"] == skipped
+
+
+@every_config
+def test_the_training_loop_of_the_docs(config, capsys):
+    """Microbatches, a schedule and clipping: the weights of an eager loop with the same steps."""
+    page = (Path(__file__).parents[2] / "docs" / "compile.md").read_text()
+    code = page.split("### A training loop")[1].split("```python\n")[1].split("```")[0]
+
+    def loss_fn(y):
+        return y.float().square().mean()
+
+    model, eager, all_batches = make("linear", config), make("linear", config), batches().unflatten(1, (2, -1))
+    exec(code, {"torch": torch, "model": model, "loss_fn": loss_fn, "batches": iter(all_batches)})
+    assert len(capsys.readouterr().out.split()) == 2
+    rate = torch.tensor(3e-4, device="cuda")
+    optimizer = torch.optim.AdamW(eager.parameters(), lr=rate, fused=True, capturable=True)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 100))
+    for step in range(-3, STEPS - 1):
+        for x in all_batches[max(0, step + 1)]:
+            (loss_fn(eager(x)) / 2).backward()
+        nn.utils.clip_grad_norm_(eager.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step >= 0:
+            scheduler.step()
+    assert 0.049 < rate.item() / 3e-4 < 0.051
+    for name, values in eager.state_dict().items():
+        assert_bitwise_equal(model.state_dict()[name], values, name)

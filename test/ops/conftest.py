@@ -7,12 +7,12 @@ import itertools
 import kernel_builds
 import pytest
 import torch
-from defined_ops import NAMESPACE
 
 from torchao_blockwise.formats import BlockFormat
 from torchao_blockwise.ops import registry
 from torchao_blockwise.ops.backend import Backend, Implementation
 
+NAMESPACE = "torchao_blockwise_test"
 # No name twice in a process: PyTorch remembers operations by name, also those whose library is gone.
 _numbers = itertools.count()
 

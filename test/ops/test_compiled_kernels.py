@@ -66,31 +66,33 @@ def _cases() -> dict:
     def amax_of(x, fmt, ends=None):
         return reference.tensor_amax_bits(x, ends, False) if fmt.has_global_scale else None
 
-    def quantize_case(fmt, shape, dtype, rowwise, columnwise, power_of_2=False):
+    def quantize_case(fmt, shape, dtype, rowwise, columnwise, power_of_2=False, square=""):
         x = special_input(*shape, dtype)
         if fmt.has_global_scale:
             x = x.nan_to_num(1.0, 1.0, -1.0)
-        amax, options = amax_of(x, fmt), CastOptions(fmt, rowwise, columnwise, power_of_2, padded=True)
+        amax = amax_of(x, fmt)
+        options = CastOptions(fmt, rowwise, columnwise, power_of_2, padded=True, columnwise_format_name=square)
 
         def run():
             return quantize.quantize(x, amax, options), reference.quantize(x, amax, options)
 
         copies = "+".join(["rowwise"] * rowwise + ["columnwise"] * columnwise)
         name = f"quantize {fmt.name} {shape[0]}x{shape[1]} {str(dtype)[6:]} {copies}"
-        cases[name + " power_of_2" * power_of_2] = run
+        cases[name + " power_of_2" * power_of_2 + f" {square}" * bool(square)] = run
 
-    def grouped_case(fmt, shape, ends):
+    def grouped_case(fmt, shape, ends, square=""):
         x = special_input(*shape, torch.bfloat16)
         if fmt.has_global_scale:
             x = x.nan_to_num(1.0, 1.0, -1.0)
         x[max(ends) :] = float("nan")
         ends = torch.tensor(ends, dtype=torch.int32)
-        of = amax_of(x, fmt, ends), CastOptions(fmt, columnwise=True), Groups(ends)
+        options = CastOptions(fmt, columnwise=True, columnwise_format_name=square)
+        of = amax_of(x, fmt, ends), options, Groups(ends)
 
         def run():
             return quantize.quantize(x, *of), reference.quantize(x, *of)
 
-        cases[f"grouped {fmt.name} {shape[0]}x{shape[1]} E{len(ends)}"] = run
+        cases[f"grouped {fmt.name} {shape[0]}x{shape[1]} E{len(ends)}" + f" {square}" * bool(square)] = run
 
     def swiglu_case(tokens, width, ends):
         dh, gate, up = (special_input(tokens, width, torch.bfloat16) for _ in range(3))
@@ -124,7 +126,7 @@ def _cases() -> dict:
         name = f"transpose {fmt.name} {'x'.join(map(str, shape))}"
         cases[name + (f" tile {tile[0]}x{tile[1]}" if tile else "")] = run
 
-    def gluon_case(shape, dtype, warps, power_of_2=False, stride=None):
+    def gluon_case(shape, dtype, warps, power_of_2=False, stride=None, square=""):
         from torchao_blockwise.ops.device import gluon_tiles
         from torchao_blockwise.ops.quantization import kernels_gluon as gluon
 
@@ -133,7 +135,7 @@ def _cases() -> dict:
 
         def run(rowwise, in_groups):
             tokens, groups = x, None
-            options = CastOptions(FP8_1X128, rowwise, True, power_of_2, padded=True)
+            options = CastOptions(FP8_1X128, rowwise, True, power_of_2, padded=True, columnwise_format_name=square)
             if in_groups:
                 tokens, groups = x[:-3], Groups(ends)
             assert gluon_tiles.why_not_this(tokens) is None
@@ -143,10 +145,15 @@ def _cases() -> dict:
 
         for rowwise, in_groups in ((True, False), (True, True), (False, False), (False, True)):
             name = f"one read {shape[0]}x{shape[1]} {str(dtype)[6:]} {warps} warps" + " columnwise" * (not rowwise)
-            name += " power_of_2" * power_of_2 + " strided" * bool(stride) + " grouped" * in_groups
+            name += (
+                " power_of_2" * power_of_2
+                + " strided" * bool(stride)
+                + " grouped" * in_groups
+                + f" {square}" * bool(square)
+            )
             cases[name] = functools.partial(run, rowwise, in_groups)
 
-    def fused_gluon_cases(rows, width, dtype, parts, warps, power_of_2=False):
+    def fused_gluon_cases(rows, width, dtype, parts, warps, power_of_2=False, square=""):
         """A norm and SwiGLU, and the same in groups; of halves of wider rows, whose gradients are side by side."""
         from torchao_blockwise.ops.device import gluon_tiles
         from torchao_blockwise.ops.fused import Norm
@@ -161,7 +168,7 @@ def _cases() -> dict:
             return copies, reference.quantize(y, None, options, None if ends is None else Groups(ends))
 
         def options_of(rowwise):
-            return CastOptions(FP8_1X128, rowwise, True, power_of_2, padded=True)
+            return CastOptions(FP8_1X128, rowwise, True, power_of_2, padded=True, columnwise_format_name=square)
 
         def swiglu_run(launch, inputs, y, rowwise, ends):
             fused.FORWARD = fused.BACKWARD = parts, warps
@@ -178,6 +185,7 @@ def _cases() -> dict:
         h, gradients = fused_reference.swiglu(gate, up), fused_reference.swiglu_backward(dh, gate, up)
         for rowwise in (True, False):
             label = f"{rows}x{width} {str(dtype)[6:]} {parts} parts {warps} warps" + " columnwise" * (not rowwise)
+            label += f" {square}" * bool(square)
             for groups in (None, ends):
                 name = label + " grouped" * (groups is not None)
                 for direction, launch, inputs, y in (
@@ -211,15 +219,19 @@ def _cases() -> dict:
     for dtype in (torch.float16, torch.float32):
         quantize_case(FP8_1X128, (48, 144), dtype, True, True)
     quantize_case(FP8_1X128, (48, 144), torch.bfloat16, True, True, True)
+    quantize_case(FP8_1X128, (150, 144), torch.bfloat16, True, True, square=FP8_128X128.name)
+    grouped_case(FP8_1X128, (150, 80), [0, 37, 36, 130], FP8_128X128.name)
     if _compat.has_gluon():
         for shape in GLUON_SHAPES:
             for warps in (4, 8):
                 gluon_case(shape, torch.bfloat16, warps)
         gluon_case(GLUON_SHAPES[1], torch.float16, 16, True, 304)
+        gluon_case(GLUON_SHAPES[1], torch.bfloat16, 4, square=FP8_128X128.name)
         # Gradients whose blocks are of one half, and of both.
         fused_gluon_cases(147, 128, torch.bfloat16, 2, 16)
         fused_gluon_cases(147, 208, torch.float16, 1, 8, power_of_2=True)
         fused_gluon_cases(37, 304, torch.bfloat16, 2, 8)
+        fused_gluon_cases(147, 144, torch.float16, 2, 8, square=FP8_128X128.name)
     return cases
 
 

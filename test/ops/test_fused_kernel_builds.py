@@ -14,6 +14,7 @@ TARGETS = (90, 100)
 
 
 PLAIN, COLUMNWISE, ROWWISE, BOTH = "plain", "columnwise", "rowwise", "rowwise+columnwise"
+SQUARES = "rowwise+columnwise_squares"
 
 
 def cases(target: int):
@@ -32,7 +33,9 @@ def cases(target: int):
         return f"{backend} {of} {m}x{k} {str(dtype)[6:]} {copies}" + " power_of_2" * power_of_2
 
     def options_of(copies, power_of_2):
-        return CastOptions(FP8_1X128, "rowwise" in copies, "columnwise" in copies, power_of_2)
+        square = "fp8_128x128" if copies == SQUARES else ""
+        rowwise, columnwise = "rowwise" in copies, "columnwise" in copies
+        return CastOptions(FP8_1X128, rowwise, columnwise, power_of_2, columnwise_format_name=square)
 
     def norm(kernels, kind, m, k, copies, dtype=bf16, x_dtype=None, power_of_2=False):
         x, row, vector = (
@@ -97,6 +100,8 @@ def cases(target: int):
     for copies in (COLUMNWISE, BOTH):
         for kind in ("rms", "layer"):
             yield from norm(by, kind, 512, 1024, copies)
+    yield from norm(by, "rms", 512, 1024, SQUARES)
+    yield from swiglu(by, 512, 1024, SQUARES, experts=8)
     yield from norm(by, "layer", 512, 1024, BOTH, f16, f16)
     yield from norm(by, "layer", 512, 1024, BOTH, bf16, f16)
     yield from norm(by, "rms", 512, 1024, BOTH, power_of_2=True)

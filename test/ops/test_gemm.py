@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import itertools
 
 import pytest
 import torch
@@ -18,7 +17,6 @@ from grouped_products import (
     backends,
     case_id,
     pair_id,
-    routings,
     with_nan,
 )
 from product_budgets import OUT_DTYPES, accumulation_unit, assert_within_budget
@@ -26,6 +24,7 @@ from rounding_noise import accumulation, assert_noise_is_expected, rounded
 
 from torchao_blockwise import ops
 from torchao_blockwise.formats import E4M3, FP8_1X128, FP8_128X128, NVFP4_1X16, NVFP4_16X16
+from torchao_blockwise.ops.groups.ends import clamped_ends
 from torchao_blockwise.testing import assert_bitwise_equal, random_tensor
 
 # An operand with square blocks comes second: nothing in training has it first, and only the reference computes that.
@@ -37,6 +36,12 @@ PRODUCTS = (
     (0, 16, 128), (16, 0, 128), (16, 16, 0), (0, 0, 0), (1, 1, 1), (1, 16, 128), (16, 1, 16), (128, 128, 128),
     (33, 47, 65), (63, 100, 500), (130, 129, 257), (64, 32, 592),
 )  # fmt: skip
+# More than a warp has lanes, not a power of two, most of them empty. Along "k" each group is a program, which take
+# long in the interpreter.
+MANY = {
+    along: ([{3: 2, 31: 1, 32: 1, 40: 3, count - 2: 2}.get(g, 0) for g in range(count)], 2)
+    for along, count in (("m", 300), ("k", 300 if torch.cuda.is_available() else 70))
+}
 pairs = pytest.mark.parametrize("pair", PAIRS[""], ids=pair_id)
 
 
@@ -53,39 +58,28 @@ def plain(product, pair, device="cpu") -> Case:
     return Case("", pair, ([m], 0), device, n, k)
 
 
+def rows():
+    """(along, pair, routing, n, k)."""
+    for pair in PAIRS[""]:
+        yield from (("", pair, ([m], 0), n, k) for m, n, k in PRODUCTS)
+    for along in "mk":
+        for pair in PAIRS[along]:
+            yield from ((along, pair, routing, N, K) for routing in ROUTINGS.values())
+            features = ((0, 32), (32, 0), (1, 1), (129, 65), (130, 272))
+            yield from ((along, pair, ([3, 0, 140], 5), n, k) for n, k in features)
+            yield along, pair, MANY[along], 16, 32
+    for pair in PAIRS["m"]:
+        # Tiles of all heights.
+        yield from (("m", pair, ([tokens + 3, 0, tokens - 3], 0), N, K) for tokens in (16, 64, 200))
+
+
+def of_rows(*alongs: str):
+    chosen = [row for row in rows() if row[0] in alongs]
+    ids = [case_id(*row)[:80] for row in chosen]
+    return pytest.mark.parametrize(("along", "pair", "routing", "n", "k"), chosen, ids=ids)
+
+
 # --- error budgets ----------------------------------------------------------------------------------------------------
-
-
-@backends
-@pytest.mark.parametrize("product", PRODUCTS, ids=lambda p: "M{}N{}K{}".format(*p))
-@pairs
-def test_plain_shapes(pair, product, backend, device):
-    case = plain(product, pair, device)
-    out = case.run(backend=backend)
-    assert out.is_contiguous() and out.dtype is torch.float32
-    assert_within_budget(out, case.a, case.b, case.k, accumulation_unit(backend, pair[0], device))
-    if case.k == 0:
-        bias = torch.arange(float(case.n), device=device)
-        assert torch.equal(case.run(backend=backend, bias=bias), bias.expand(case.tokens, -1))
-
-
-@pytest.mark.parametrize("pair", SQUARE_FIRST, ids=pair_id)
-def test_reference_multiplies_square_blocks_first_too(pair):
-    for product in PRODUCTS:
-        case = plain(product, pair)
-        assert_within_budget(case.run(backend="reference"), case.a, case.b, case.k, 2.0**-24)
-
-
-@routings
-@grouped_kinds
-def test_reference_is_the_plain_product_of_each_group(along, pair, routing, device):
-    case = Case(along, pair, routing, device)
-    for out_dtype in (torch.float32, torch.bfloat16):
-        out = case.run(out_dtype, backend="reference")
-        expected = torch.zeros_like(out)
-        for index, a, b in case.groups():
-            expected[index] = ops.matmul(a, b, out_dtype=out_dtype, backend="reference")
-        assert_bitwise_equal(out, expected)
 
 
 @pytest.fixture
@@ -100,35 +94,41 @@ def poisoned_memory(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "new_empty", new_nan)
 
 
-@routings
-@grouped_kinds
-@pytest.mark.usefixtures("poisoned_memory")
-def test_triton_is_within_the_error_budget(along, pair, routing, device):
-    case = Case(along, pair, routing, device)
-    out = case.run(backend="triton")
-    shape = (case.tokens, N) if along == "m" else (len(case.sizes), N, K)
-    assert out.shape == shape and out.is_contiguous() and out.dtype is torch.float32
-    assert_close_to_each_group(case, out, "triton")
-
-
 @backends
-@pytest.mark.parametrize(("n", "k"), ((0, 32), (32, 0), (1, 1), (129, 65), (130, 272)), ids=str)
-@grouped_kinds
-def test_features(along, pair, n, k, backend, device):
-    case = Case(along, pair, ([3, 0, 140], 5), device, n, k)
+@of_rows("", "m", "k")
+@pytest.mark.usefixtures("poisoned_memory")
+def test_is_within_the_error_budget(along, pair, routing, n, k, backend, device):
+    case = Case(along, pair, routing, device, n, k)
     out = case.run(backend=backend)
-    assert out.shape == ((148, n) if along == "m" else (3, n, k))
+    assert out.shape == ((len(case.sizes), n, k) if along == "k" else (case.tokens, n))
+    assert out.is_contiguous() and out.dtype is torch.float32
     assert_close_to_each_group(case, out, backend)
+    if along and backend == "reference":
+        for index, a, b in case.groups():
+            expected = ops.matmul(a, b, out_dtype=torch.float32, backend="reference")
+            assert_bitwise_equal(out[index], expected.expand_as(out[index]))
+    if not along and k == 0:
+        bias = torch.arange(float(n), device=device)
+        assert torch.equal(case.run(backend=backend, bias=bias), bias.expand(case.tokens, -1))
+
+
+@pytest.mark.parametrize("pair", SQUARE_FIRST, ids=pair_id)
+def test_reference_multiplies_square_blocks_first_too(pair):
+    for product in PRODUCTS:
+        case = plain(product, pair)
+        assert_within_budget(case.run(backend="reference"), case.a, case.b, case.k, 2.0**-24)
 
 
 @backends
 @every_kind
-def test_rounds_to_out_dtype(along, pair, backend, device):
+def test_rounds_to_out_dtype_whatever_autocast_says(along, pair, backend, device):
     case = Case(along, pair, ([30, 0, 9], 2), device)
     for out_dtype in OUT_DTYPES:
         out = case.run(out_dtype, backend=backend)
         assert out.dtype is out_dtype
         assert_close_to_each_group(case, out, backend)
+        with torch.autocast(device, dtype=torch.bfloat16):
+            assert_bitwise_equal(case.run(out_dtype, backend=backend), out)
 
 
 @backends
@@ -167,25 +167,6 @@ def test_small_integers_and_zeros_multiply_exactly(pair, backend, device):
 
 
 @grouped_kinds
-def test_many_groups(along, pair, device):
-    """More than a warp has lanes, not a power of two, most of them empty."""
-    # Along "k" each group is a program, which take long in the interpreter.
-    groups = 300 if along == "m" or device == "cuda" else 70
-    sizes = [0] * groups
-    for g, size in ((3, 2), (31, 1), (32, 1), (40, 3), (groups - 2, 2)):
-        sizes[g] = size
-    case = Case(along, pair, (sizes, 2), device, 16, 32)
-    assert_close_to_each_group(case, case.run(backend="triton"), "triton")
-
-
-@pytest.mark.parametrize("tokens_a_group", (16, 64, 200), ids="tokens{}".format)
-@pytest.mark.parametrize("pair", PAIRS["m"], ids=pair_id)
-def test_tiles_of_all_heights(pair, tokens_a_group, device):
-    case = Case("m", pair, ([tokens_a_group + 3, 0, tokens_a_group - 3], 0), device)
-    assert_close_to_each_group(case, case.run(backend="triton"), "triton")
-
-
-@grouped_kinds
 def test_programs_write_nothing_of_each_other(along, pair, device, monkeypatch):
     """Bits do not depend on the order of programs: here the last one comes first."""
     if device == "cuda":
@@ -198,13 +179,28 @@ def test_programs_write_nothing_of_each_other(along, pair, device, monkeypatch):
     assert_bitwise_equal(case.run(backend="triton"), expected)
 
 
-@backends
-@every_kind
-def test_autocast_changes_nothing(along, pair, backend, device):
-    case = Case(along, pair, ([30, 0, 9], 2), device)
-    outside = case.run(backend=backend)
-    with torch.autocast(device, dtype=torch.bfloat16):
-        assert_bitwise_equal(case.run(backend=backend), outside)
+def before_nan(x: torch.Tensor) -> torch.Tensor:
+    """`x` in memory that goes on with bytes of 0xff: NaN in every dtype."""
+    memory = torch.full((x.numel() + 2**16,), 0xFF, dtype=torch.uint8, device=x.device)
+    memory = torch.cat((x.contiguous().view(torch.uint8).flatten(), memory))
+    return memory[: x.nbytes].view(x.dtype).view(x.shape)
+
+
+@grouped_kinds
+@pytest.mark.parametrize(
+    "ends", ([10, 4, 30], [10, 500, 20], [-5, -1, 12], [2**31 - 1, -(2**31), 7], [-(2**31)] * 3), ids=str
+)
+def test_kernels_clamp_what_nobody_checks(along, pair, ends, device, machine):
+    """As on a GPU, where the host looks at no value: the result is that of the ends clamped."""
+    # Padded, the tokens fill rows of 16 bytes in both formats: behind a row lies the next one.
+    case = Case(along, pair, ([10, 10, 10], 21), device)
+    case.a, case.b = (x._replace(qdata=before_nan(x.qdata), scale=before_nan(x.scale)) for x in (case.a, case.b))
+    machine.reads_no_group_ends()
+    case.ends = torch.tensor(ends, dtype=torch.int32, device=device)
+    out = case.run(backend="triton")
+    limit = case.tokens if along == "m" else case.a.qdata.shape[1] * case.a.format.element.per_byte
+    case.sizes = clamped_ends(case.ends, limit).diff(prepend=case.ends.new_zeros(1)).tolist()
+    assert_close_to_each_group(case, out, "triton")
 
 
 # --- NaN and Inf ------------------------------------------------------------------------------------------------------
@@ -227,19 +223,15 @@ def test_what_is_not_finite_reaches_its_row_in_fp8_and_all_in_nvfp4(pair, value,
 
 
 @backends
-@pytest.mark.parametrize("pair", PAIRS["m"], ids=pair_id)
-def test_tokens_of_no_group_are_zeros_whatever_they_hold(pair, backend, device):
-    case = Case("m", pair, ([130, 1, 0], 150), device)
-    expected = case.run(backend=backend)
-    case.a = with_nan(case.a, slice(131, None))
-    assert_bitwise_equal(case.run(backend=backend), expected)
-    assert (expected[131:] == 0).all() and expected[:131].isfinite().all()
-
-
-@backends
 @grouped_kinds
 def test_nan_stays_in_its_group(along, pair, backend, device):
-    """Of FP8 in the payload; a tensor scale is that of all groups, and leaves what is of no group zero."""
+    """In the rows of no group it reaches nothing. Of FP8 in the payload; a tensor scale is that of all groups."""
+    if along == "m":
+        case = Case(along, pair, ([130, 1, 0], 150), device)
+        expected = case.run(backend=backend)
+        case.a = with_nan(case.a, slice(131, None))
+        assert_bitwise_equal(case.run(backend=backend), expected)
+        assert (expected[131:] == 0).all() and expected[:131].isfinite().all()
     if pair[0].has_global_scale:
         case = Case(along, pair, ([0, 17, 0], 4), device)
         case.a = case.a._replace(global_scale=torch.full_like(case.a.global_scale, float("nan")))
@@ -260,7 +252,7 @@ def test_nan_stays_in_its_group(along, pair, backend, device):
         assert_bitwise_equal(out[part], expected[part])
 
 
-# --- noise ------------------------------------------------------------------------------------------------------------
+# --- noise, and adding to a gradient ----------------------------------------------------------------------------------
 
 
 @pairs
@@ -268,24 +260,13 @@ def test_noise_is_that_of_the_formats(pair):
     """Against the product of the operands before they were quantized."""
     generator = torch.Generator().manual_seed(5)
     a, b = (torch.randn(256, 1024, generator=generator) for _ in range(2))
-    out = ops.matmul(
-        *(ops.quantize(x, fmt, backend="reference").rowwise for x, fmt in zip((a, b), pair)),
-        out_dtype=torch.float32,
-        backend="reference",
-    )
+    quantized = (ops.quantize(x, fmt, backend="reference").rowwise for x, fmt in zip((a, b), pair))
+    out = ops.matmul(*quantized, out_dtype=torch.float32, backend="reference")
     assert_noise_is_expected("product", [(out, rounded(a, pair[0]), rounded(b, pair[1]))], accumulation("cpu", 1024))
 
 
-# --- adding to a gradient ---------------------------------------------------------------------------------------------
-
-SUMS = [
-    ("", pair, ([m], 0), n, k) for pair in PAIRS[""] for m, n, k in ((1, 1, 1), (65, 33, 130), (16, 16, 0), (0, 4, 16))
-]
-SUMS += [("k", pair, routing, N, K) for pair, routing in itertools.product(PAIRS["k"], ROUTINGS.values())]
-
-
 @pytest.mark.parametrize("backend", ("reference", "triton", None), ids=str)
-@pytest.mark.parametrize(("along", "pair", "routing", "n", "k"), SUMS, ids=[case_id(*row) for row in SUMS])
+@of_rows("", "k")
 def test_adds_to_a_gradient(along, pair, routing, n, k, backend, device):
     case = Case(along, pair, routing, device, n, k)
     right = case.run(backend=backend)
@@ -296,3 +277,40 @@ def test_adds_to_a_gradient(along, pair, routing, n, k, backend, device):
         assert out._version > before
 
     assert_adds(case, add, right)
+
+
+# --- on a GPU ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pair", PAIRS["m"], ids=pair_id)
+def test_weights_of_more_than_2_to_the_31_elements(pair):
+    """The last experts lie behind what 32 bits can address."""
+    experts, n, k = 34, 8192, 8192
+    w = torch.zeros(1, n, k, device="cuda", dtype=torch.bfloat16).normal_()
+    weight = ops.quantize(w, pair[1]).rowwise
+    b = weight._replace(
+        qdata=weight.qdata.expand(experts, -1, -1).contiguous(), scale=weight.scale.expand(experts, -1, -1).contiguous()
+    )
+    a = ops.quantize(torch.randn(300, k, device="cuda"), pair[0]).rowwise
+    ends = torch.zeros(experts, dtype=torch.int32, device="cuda")
+    ends[-2:] = torch.tensor([100, 300])
+    out = ops.grouped_matmul(a, b, ends, out_dtype=torch.float32, backend="triton")
+    only = weight._replace(qdata=weight.qdata[0], scale=weight.scale[0])
+    assert_within_budget(out, a, only, k, accumulation_unit("triton", a.format, "cuda"))
+
+
+@pytest.mark.gpu
+@grouped_kinds
+def test_a_cuda_graph_follows_the_routing(along, pair):
+    """One capture, replayed with other ends: nothing of them is on the host."""
+    case = Case(along, pair, ([300, 0, 60, 140], 12), "cuda")
+    case.run(backend="triton")
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = case.run(backend="triton")
+    for sizes in ((0, 128, 256, 0), (512, 0, 0, 0), (0, 0, 0, 0), (1, 1, 1, 1)):
+        case.ends.copy_(torch.tensor(sizes).cumsum(0))
+        graph.replay()
+        assert_bitwise_equal(out, case.run(backend="triton"))

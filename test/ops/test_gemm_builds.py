@@ -59,7 +59,7 @@ SCALED_K = [((512, 1024, 4096), {"scaled": True, "dtype": dtype}) for dtype in (
 
 
 def _triton_cases(target: int):
-    from torchao_blockwise.formats import FORMATS
+    from torchao_blockwise.formats import FORMATS, NVFP4_16X16
     from torchao_blockwise.ops.gemm import KERNEL_PAIRS, kernels_triton
 
     kernels_triton.compute_capability = lambda device: divmod(target, 10)
@@ -68,7 +68,7 @@ def _triton_cases(target: int):
         kinds = {"": PLAIN, "m": ALONG_M + SCALED_M * pair[0].has_global_scale}
         if pair[1].block[0] > 1:
             kinds["m"] = [*kinds["m"], ((4096, 1, 500), {"groups": 1})]
-        else:
+        if pair[1] is not NVFP4_16X16:
             kinds["k"] = ALONG_K + SCALED_K * pair[0].has_global_scale
         for along, rows in kinds.items():
             for sizes, options in rows:
@@ -95,6 +95,7 @@ def _gluon_cases():
         "one_row": ("", (FP8_1X128, FP8_1X128), plain),
         "m": ("m", (FP8_1X128, FP8_128X128), rows),
         "k": ("k", (FP8_1X128, FP8_1X128), tokens),
+        "square_k": ("k", (FP8_1X128, FP8_128X128), tokens),
         "decoded_m": ("m", (NVFP4_1X16, NVFP4_16X16), [*rows, ((1024, 512, 1024), scaled)]),
         "decoded_k": ("k", (NVFP4_1X16, NVFP4_1X16), [*tokens, ((512, 1024, 1024), scaled)]),
     }
@@ -131,7 +132,7 @@ def cases(target: int):
 
 
 targets = pytest.mark.parametrize("target", TARGETS)
-GLUON_KINDS = ("square", "one_row", "m", "k", "decoded_m", "decoded_k")
+GLUON_KINDS = ("square", "one_row", "m", "k", "square_k", "decoded_m", "decoded_k")
 gluon_kinds = pytest.mark.parametrize("kind", GLUON_KINDS)
 needs_gluon = pytest.mark.skipif(not _compat.has_gluon(), reason="needs Gluon of Triton 3.6 or newer")
 

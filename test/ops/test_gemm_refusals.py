@@ -87,8 +87,6 @@ REFUSALS = {
         ),
         'grouped_matmul: along "m" groups end anywhere, and would cut blocks of 128 rows; quantize a in one-row blocks,'
         " got fp8_128x128": (by_groups, {"a": square(4, 32)}),
-        'grouped_matmul: along "k" groups end anywhere, and would cut blocks of 128 rows; quantize b in one-row blocks,'
-        " got fp8_128x128": (by_groups, {"a": AK, "b": square(16, 256), "along": "k"}),
         'grouped_matmul: along "m" a must be [M, K], got payload of shape [2, 4, 32]': (
             by_groups, {"a": quantized(2, 4, 32)},
         ),

@@ -25,11 +25,16 @@ def cases(target: int):
 
     amax_bits = torch.ones(()).view(torch.int32)
 
-    def quantize_case(fmt, m, k, dtype, rowwise, columnwise, power_of_2=False):
+    def quantize_case(fmt, m, k, dtype, rowwise, columnwise, power_of_2=False, square=""):
         copies = "+".join(["rowwise"] * rowwise + ["columnwise"] * columnwise)
-        label = f"quantize {fmt.name} {m}x{k} {str(dtype)[6:]} {copies}" + " power_of_2" * power_of_2
+        label = (
+            f"quantize {fmt.name} {m}x{k} {str(dtype)[6:]} {copies}"
+            + " power_of_2" * power_of_2
+            + " squares" * bool(square)
+        )
         bits = amax_bits if fmt.has_global_scale else None
-        x, options = torch.zeros(m, k, dtype=dtype), CastOptions(fmt, rowwise, columnwise, power_of_2)
+        x = torch.zeros(m, k, dtype=dtype)
+        options = CastOptions(fmt, rowwise, columnwise, power_of_2, columnwise_format_name=square)
         return label, lambda: quantize.quantize(x, bits, options)
 
     def table_case(name, value):
@@ -44,11 +49,13 @@ def cases(target: int):
 
         return f"{label} {name} {'x'.join(map(str, value))}", launch
 
-    def one_read_case(m, k, dtype, warps, power_of_2=False):
+    def one_read_case(m, k, dtype, warps, power_of_2=False, square=""):
         from torchao_blockwise.ops.quantization import kernels_gluon as gluon
 
         label = f"quantize one_read fp8_1x128 {m}x{k} {str(dtype)[6:]} {warps} warps" + " power_of_2" * power_of_2
-        x, options = torch.zeros(m, k, dtype=dtype), CastOptions(FP8_1X128, True, True, power_of_2)
+        label += " squares" * bool(square)
+        x = torch.zeros(m, k, dtype=dtype)
+        options = CastOptions(FP8_1X128, True, True, power_of_2, columnwise_format_name=square)
 
         def launch():
             gluon.BOTH = FP8_1X128.block[1], warps
@@ -87,7 +94,10 @@ def cases(target: int):
         # Token counts that change: the first one is built already, the others make one build more.
         for m in (528, 531, 533) if fmt.element is FP8_1X128.element else (531,):
             yield quantize_case(fmt, m, 1024, torch.bfloat16, True, True)
+    for dtype in (torch.bfloat16, torch.float32) if target >= 89 else ():
+        yield quantize_case(FP8_1X128, 512, 1024, dtype, True, True, square=FP8_128X128.name)
     if target >= 90 and _compat.has_gluon():
+        yield one_read_case(512, 1024, torch.bfloat16, 4, square=FP8_128X128.name)
         for warps in (4, 8, 16):
             yield one_read_case(512, 1024, torch.bfloat16, warps)
         yield one_read_case(512, 1024, torch.float16, 8, True)

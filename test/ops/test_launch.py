@@ -1,7 +1,8 @@
 """The direct launch takes the very build that Triton would, and leaves to Triton what is not its own. Needs no GPU.
 
 A subprocess (without the interpreter, which Triton picks once a process) launches on CPU tensors with a driver that
-names a GPU but has none: kernels are built as a GPU would build them, and the launcher writes down what it is given.
+names a GPU but has none: kernels are built as a GPU would build them, and the launcher writes down what it is given. Of
+a matrix that the copy engine moves in tiles that is all that a tensor map is made of.
 """
 
 import functools
@@ -14,9 +15,15 @@ from pathlib import Path
 
 import pytest
 
-triton = pytest.importorskip("triton")
+pytest.importorskip("triton")
+
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 TARGET = 90
+_load_async = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 
 
 class Launches:
@@ -46,7 +53,7 @@ class Launches:
         self.get_active_torch_device = lambda: torch.device("cpu")
         triton.runtime.driver.set_active(self)
 
-    def both_ways(self, label: str, call) -> dict:
+    def both_ways(self, call) -> dict:
         """What a first and a later launch give the driver, and what one by Triton alone does."""
         from torchao_blockwise.ops import launch
 
@@ -55,7 +62,7 @@ class Launches:
         launch.triton_launcher.launching = lambda: None
         plain = self.of(call)
         launch.triton_launcher.launching = known
-        return {"label": label, "first": first, "again": again, "plain": plain}
+        return {"first": first, "again": again, "plain": plain}
 
     class utils:
         load_binary = staticmethod(lambda name, kernel, shared, device: (object(), name, 0, 0, 1024))
@@ -103,15 +110,7 @@ class Launches:
         return {"launches": list(self.made), "by_triton": self.by_triton}
 
 
-def _kernel_cases():
-    """The first variant of every kernel that takes no descriptors, as the files of builds list them."""
-    sys.path.append(str(Path(__file__).parent))
-    modules = [importlib.import_module(name) for name in ("test_kernel_builds", "test_gemm_builds")]
-    cases = [case for module in modules for case in module.cases(TARGET) if not case[0].startswith("gluon")]
-    return list({tuple(label.split()[:2]): (label, call) for label, call in reversed(cases)}.values())
-
-
-if triton is not None and not triton.knobs.runtime.interpret:
+if not triton.knobs.runtime.interpret:
     import triton.language as tl
 
     @triton.jit(do_not_specialize=["free"])
@@ -123,26 +122,143 @@ if triton is not None and not triton.knobs.runtime.interpret:
         else:
             tl.store(x_ptr + offsets, values, mask=offsets < n)
 
+    @gluon.jit
+    def _tile_kernel(matrix, scales, out_ptr, n, SCALE: gl.constexpr):
+        """Copy a tile of each to shared memory; out[0] = n · SCALE."""
+        bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+        tile = gl.allocate_shared_memory(matrix.dtype, matrix.block_type.shape, matrix.layout)
+        scale_tile = gl.allocate_shared_memory(scales.dtype, scales.block_type.shape, scales.layout)
+        mbarrier.init(bar, count=1)
+        mbarrier.expect(bar, matrix.block_type.nbytes + scales.block_type.nbytes)
+        _load_async(matrix, [0, 0], bar, tile)
+        _load_async(scales, [0, 0], bar, scale_tile)
+        mbarrier.wait(bar, 0)
+        gl.store(out_ptr, gl.to_tensor(n * SCALE).to(out_ptr.dtype.element_ty))
 
-def _specialisation_cases():
-    """(label, arguments, options) that differ in what Triton builds for, and in what it does not."""
+
+# --- what is launched -------------------------------------------------------------------------------------------------
+
+
+def _kernel_cases():
+    """{label: call} of the first variant of every kernel that takes no descriptors, of those that are built."""
+    sys.path.append(str(Path(__file__).parent))
+    modules = [importlib.import_module(name) for name in ("test_kernel_builds", "test_gemm_builds")]
+    cases = [case for module in modules for case in module.cases(TARGET) if not case[0].startswith("gluon")]
+    return dict({tuple(label.split()[:2]): (label, call) for label, call in reversed(cases)}.values())
+
+
+SIZES = {
+    "1": 1,
+    "16": 16,
+    "17": 17,
+    "32": 32,
+    "33": 33,
+    "0": 0,
+    "-1": -1,
+    "-16": -16,
+    "2^31-1": 2**31 - 1,
+    "2^31": 2**31,
+}
+SIZES |= {"2^31+1": 2**31 + 1, "2^40": 2**40, "-2^31": -(2**31), "-2^40": -(2**40)}
+
+
+def _argument_cases():
+    """{label: call} of launches that differ in what Triton builds for, and in what it does not."""
     import torch
 
+    from torchao_blockwise.ops.launch import launch
+
     x, y = torch.zeros(256), torch.zeros(256)
-    sizes = {"n=1": 1, "n=16": 16, "n=17": 17, "n=0": 0, "n=-1": -1, "n=-16": -16, "n=2^31-1": 2**31 - 1}
-    sizes |= {"n=2^31": 2**31, "n=2^31+1": 2**31 + 1, "n=2^40": 2**40, "n=-2^31": -(2**31), "n=-2^40": -(2**40)}
-    for label, n in sizes.items():
-        yield label, (x, y, n, 5), {"SIZE": 128, "SCALE": 2.0}
-        yield f"{label}, not specialised", (x, y, 100, n), {"SIZE": 128, "SCALE": 2.0}
-    yield "x off 16 bytes", (x[1:], y, 100, 5), {"SIZE": 128, "SCALE": 2.0}
-    yield "y off 16 bytes", (x, y[3:], 100, 5), {"SIZE": 128, "SCALE": 2.0}
-    yield "no y", (x, None, 100, 5), {"SIZE": 128, "SCALE": 2.0}
-    yield "bf16", (x.bfloat16(), y, 100, 5), {"SIZE": 128, "SCALE": 2.0}
-    yield "another constexpr", (x, y, 100, 5), {"SIZE": 64, "SCALE": 2.0}
-    yield "8 warps", (x, y, 100, 5), {"SIZE": 128, "SCALE": 2.0, "num_warps": 8}
-    # By name, so that the order in which options are written says nothing.
-    yield "64, 128", (x, y, 100, 5), {"SIZE": 64, "SCALE": 128}
-    yield "64, 128 swapped", (x, y, 100, 5), {"SCALE": 64, "SIZE": 128}
+
+    def case(x=x, y=y, n=100, free=5, **options):
+        return functools.partial(launch, _kernel, 2, x, y, n, free, **{"SIZE": 128, "SCALE": 2.0, **options})
+
+    cases = {f"n={label}": case(n=n) for label, n in SIZES.items()}
+    cases |= {f"n={label}, not specialised": case(free=n) for label, n in SIZES.items()}
+    return cases | {
+        "x off 16 bytes": case(x=x[1:]),
+        "y off 16 bytes": case(y=y[3:]),
+        "no y": case(y=None),
+        "bf16": case(x=x.bfloat16()),
+        "another constexpr": case(SIZE=64),
+        "8 warps": case(num_warps=8),
+        # By name, so that the order in which options are written says nothing.
+        "64, 128": case(SIZE=64, SCALE=128),
+        "64, 128 swapped": functools.partial(launch, _kernel, 2, x, y, 100, 5, SCALE=64, SIZE=128),
+    }
+
+
+def _tile(rows, columns, bits, swizzle=0):
+    from torchao_blockwise.ops.launch import Tile
+
+    return Tile((rows, columns), gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=bits, rank=2))
+
+
+def _strided(memory, rows, columns, stride):
+    return memory[: rows * stride].view(rows, stride)[:, :columns]
+
+
+def _matrices():
+    """{label: (matrix, its tile)}: what a map must tell apart, some of them at one address."""
+    import torch
+
+    memory, other = torch.zeros(1 << 14, dtype=torch.uint8), torch.zeros(1 << 14, dtype=torch.uint8)
+    small, bf16, f32 = _tile(16, 64, 8), memory.view(torch.bfloat16), memory.view(torch.float32)
+    whole, e4m3 = _strided(memory, 48, 96, 96), memory.view(torch.float8_e4m3fn)
+    strided = {
+        "there": (other, 48, 96, 96),
+        "16 bytes on": (memory[16:], 48, 96, 96),
+        "here again": (memory, 48, 96, 96),
+        "fewer rows": (memory, 47, 96, 96),
+        "fewer columns": (memory, 48, 95, 96),
+        "rows apart": (memory, 48, 96, 112),
+        "one row": (memory, 1, 96, 96),
+        # Of which the stride says nothing.
+        "one row, strided": (memory, 1, 85, 99),
+        "one column": (memory, 48, 1, 16),
+        "larger than a tile in no dim": (memory, 3, 5, 16),
+        "e4m3": (e4m3, 48, 96, 96),
+    }
+    return {"here": (whole, small)} | {label: (_strided(*of), small) for label, of in strided.items()} | {
+        "one column of many, strided": (memory[: 48 * 32].view(48, 32)[:, ::32], small),
+        "other tile": (whole, _tile(32, 64, 8)),
+        "swizzled tile": (whole, _tile(16, 128, 8, 128)),
+        "the like of another tile": (whole, _tile(16, 64, 8)),
+        "bf16 tile": (_strided(bf16, 48, 96, 96), _tile(16, 64, 16)),
+        "f32 tile": (_strided(f32, 48, 20, 20), _tile(1, 64, 32)),
+        "f32, one row, strided": (_strided(f32, 1, 20, 33), _tile(1, 64, 32)),
+    }  # fmt: skip
+
+
+def _tile_cases():
+    """({label: call} of launches with maps, {label: call} of those that the copy engine cannot make)."""
+    import torch
+
+    from torchao_blockwise.ops.launch import launch
+
+    scales, out, matrices = (torch.zeros(4, 64), _tile(1, 64, 32)), torch.zeros(16), _matrices()
+    here = matrices["here"]
+
+    def case(matrix=here, scales=scales, out=out, n=20, **options):
+        return functools.partial(launch, _tile_kernel, 2, matrix, scales, out, n, **{"SCALE": 2.0, **options})
+
+    cases = {label: case(matrix) for label, matrix in matrices.items()}
+    cases |= {f"{label}, later": case(matrix) for label, matrix in matrices.items()}
+    cases |= {
+        "maps, 8 warps": case(num_warps=8),
+        "another scale": case(SCALE=3.0),
+        "out off 16 bytes": case(out=out[1:]),
+        "matrix and scales swapped": case(scales, here),
+        # A matrix is told apart from the same memory as a tensor, and dtypes from each other.
+        "out as a view": case(out=out.view(torch.int32)),
+        "out as int32": case(out=(out, torch.int32)),
+        "out as uint8": case(out=(out, torch.uint8)),
+        "out as int32, off 16 bytes": case(out=(out[1:], torch.int32)),
+    }
+    memory = torch.zeros(1 << 12, dtype=torch.uint8)
+    wrong = {"off 16 bytes": _strided(memory[8:], 8, 96, 96), "rows off 16 bytes": _strided(memory, 8, 90, 90)}
+    wrong |= {"no rows": memory.view(-1, 64)[:0], "columns apart": memory.view(-1, 64)[:, ::2]}
+    return cases, {label: case((matrix, here[1])) for label, matrix in wrong.items()}
 
 
 def _shared_storage_cases():
@@ -178,56 +294,64 @@ def _watchers(launches):
 def _main() -> None:
     import torch
 
-    from torchao_blockwise.ops import launch as module
+    from torchao_blockwise.ops.launch import launch
 
     launches = Launches()
-    kernels = [launches.both_ways(label, call) for label, call in _kernel_cases()]
-    specialised = []
-    for label, args, options in _specialisation_cases():
-        specialised.append(launches.both_ways(label, lambda a=args, o=options: module.launch(_kernel, 2, *a, **o)))
+    tiles, wrong = _tile_cases()
+    results = {
+        group: {label: launches.both_ways(call) for label, call in cases.items()}
+        for group, cases in (("kernels", _kernel_cases()), ("own", _argument_cases() | tiles))
+    }
 
-    in_storages = []
-    for x, y in _shared_storage_cases():
-        launched = launches.of(lambda x=x, y=y: module.launch(_kernel, 2, x, y, 100, 5, SIZE=128, SCALE=2.0))
-        in_storages.append({"launched": launched, "addresses": [x.data_ptr(), y.data_ptr()]})
+    def refused(call):
+        launches.made.clear()
+        try:
+            call()
+        except AssertionError:
+            return not launches.made
+        return False
 
+    results["refused"] = {label: refused(call) for label, call in wrong.items()}
     x = torch.zeros(256)
 
-    def call(n=100):
-        module.launch(_kernel, 2, x, None, n, 5, SIZE=128, SCALE=2.0)
+    def call(x=x, y=None, n=100):
+        launch(_kernel, 2, x, y, n, 5, SIZE=128, SCALE=2.0)
 
-    watched = []
+    results["in_storages"] = [
+        {"launched": launches.of(functools.partial(call, x, y)), "addresses": [x.data_ptr(), y.data_ptr()]}
+        for x, y in _shared_storage_cases()
+    ]
+    results["watched"] = {}
     for label, begin, end in _watchers(launches):
-        before, launches.seen = launches.of(call), 0
-        begin()
-        during = launches.of(call)
-        end()
-        row = {"label": label, "before": before, "during": during, "after": launches.of(call)}
-        watched.append(row | {"seen": launches.seen})
+        seen = []
+        for watched in (call, tiles["here"]) if label == "another device" else (call,):
+            before, launches.seen = launches.of(watched), 0
+            begin()
+            during = launches.of(watched)
+            end()
+            seen += [before["by_triton"], during["by_triton"], launches.of(watched)["by_triton"]]
+        results["watched"][label] = [seen, launches.seen]
 
     def by_name():
-        module.launch(_kernel, 2, x, None, n=100, free=5, SIZE=128, SCALE=2.0)
+        launch(_kernel, 2, x, None, n=100, free=5, SIZE=128, SCALE=2.0)
 
-    strange = {"a float": [launches.of(lambda: call(2.5)) for _ in range(2)]}
-    strange["by name"] = [launches.of(by_name) for _ in range(2)]
-    results = {"kernels": kernels, "specialised": specialised, "in_storages": in_storages, "watched": watched}
-    json.dump(results | {"strange": strange}, sys.stdout)
-
-
-def printed_by(script: str):
-    """What a script prints as JSON, in a process without Triton's interpreter, which Triton picks once a process."""
-    environment = os.environ | {"TRITON_INTERPRET": "0", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    for label, strange in (("a float", functools.partial(call, n=2.5)), ("by name", by_name)):
+        results["watched"][label] = [[launches.of(strange)["by_triton"] for _ in range(2)], 0]
+    json.dump(results, sys.stdout)
 
 
 @pytest.fixture(scope="module")
 def results():
-    return printed_by(__file__)
+    environment = os.environ | {"TRITON_INTERPRET": "0", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
 
 
-def what_is_launched(record: dict) -> list:
+# --- tests ------------------------------------------------------------------------------------------------------------
+
+
+def without_results(record: dict) -> list:
     """Launches without the addresses of results, which are made anew by every call."""
     return [
         {**row, "args": {k: v for k, v in row["args"].items() if k not in row["pointers"]}}
@@ -235,50 +359,85 @@ def what_is_launched(record: dict) -> list:
     ]
 
 
-def test_every_kernel_launches_the_build_that_triton_would(results):
-    assert len(results["kernels"]) > 20
-    for case in results["kernels"]:
-        assert case["again"]["by_triton"] == 0, case["label"]
-        assert case["plain"]["by_triton"] == len(case["plain"]["launches"]) > 0, case["label"]
-        expected = what_is_launched(case["plain"])
-        assert what_is_launched(case["first"]) == expected, case["label"]
-        assert what_is_launched(case["again"]) == expected, case["label"]
+@pytest.mark.parametrize("group", ("kernels", "own"))
+def test_launches_what_triton_would(results, group):
+    assert len(results[group]) > 20
+    for label, case in results[group].items():
+        assert case["again"]["by_triton"] == 0, label
+        assert case["plain"]["by_triton"] == len(case["plain"]["launches"]) > 0, label
+        # Of one launch the addresses too: the tensors are the same ones each time.
+        first, again, plain = (
+            without_results(case[how]) if group == "kernels" else case[how]["launches"]
+            for how in ("first", "again", "plain")
+        )
+        assert first == again == plain, label
 
 
-def test_what_triton_specialises_on_tells_builds_apart(results):
-    cases = results["specialised"]
-    for case in cases:
-        assert case["again"]["by_triton"] == 0, case["label"]
-        assert case["plain"]["by_triton"] == 1, case["label"]
-        # Addresses too: the tensors are the same ones each time.
-        assert case["first"]["launches"] == case["again"]["launches"] == case["plain"]["launches"], case["label"]
-    builds = {case["label"]: case["again"]["launches"][0]["build"] for case in cases}
-    assert builds["n=17"] not in (builds["n=1"], builds["n=16"], builds["n=2^31+1"])
-    assert builds["n=16"] == builds["n=0"] == builds["n=-16"]
-    assert builds["n=17, not specialised"] == builds["n=16, not specialised"] != builds["n=2^40, not specialised"]
-    distinct = ("n=17", "x off 16 bytes", "y off 16 bytes", "no y", "bf16", "another constexpr", "8 warps", "64, 128")
-    assert len({builds[label] for label in distinct}) == len(distinct)
+# The labels of cases that share a build, and of those that all have different ones.
+SAME_BUILD = (
+    ("n=16", "n=32", "n=0", "n=-16"),
+    ("n=17", "n=33"),
+    ("n=17, not specialised", "n=16, not specialised"),
+    # Moving a matrix, and giving it another shape or stride.
+    ("here", "there", "16 bytes on", "fewer rows", "fewer columns", "rows apart", "one row", "one column"),
+    ("out as a view", "out as int32"),
+)
+DIFFERENT_BUILDS = (
+    ("n=17", "n=1", "n=16", "n=2^31+1"),
+    ("n=16, not specialised", "n=2^40, not specialised"),
+    ("n=17", "x off 16 bytes", "y off 16 bytes", "no y", "bf16", "another constexpr", "8 warps", "64, 128"),
+    ("here", "other tile", "swizzled tile", "e4m3", "bf16 tile", "f32 tile", "maps, 8 warps", "another scale"),
+    ("here", "out off 16 bytes", "matrix and scales swapped"),
+    ("here", "out as int32", "out as uint8", "out as int32, off 16 bytes"),
+)
+
+
+def test_builds_are_told_apart_by_what_triton_specialises_on(results):
+    builds = {label: case["again"]["launches"][0]["build"] for label, case in results["own"].items()}
+    for labels in SAME_BUILD:
+        assert len({builds[label] for label in labels}) == 1, labels
+    for labels in DIFFERENT_BUILDS:
+        assert len({builds[label] for label in labels}) == len(labels), labels
+    # Of what is built already even the first launch is direct.
+    for label in ("n=32", "n=33", "there", "fewer rows"):
+        assert results["own"][label]["first"]["by_triton"] == 0, label
+
+
+def test_what_a_map_is_made_of_tells_maps_apart(results):
+    _, *labels = (label.removesuffix(", later") for label in results["own"] if label.endswith(", later"))
+    rows = {label: results["own"][label]["again"]["launches"][0] for label in ("here", *labels)}
+    assert rows["here"] == rows["here again"] == rows["the like of another tile"]
+    maps = {label: json.dumps(row["args"]["matrix"]) for label, row in rows.items()}
+    assert rows["f32, one row, strided"]["args"]["matrix"][1:] == [1, 20, 24, 1]
+    # To the copy engine a byte is a byte; to the kernel it is not.
+    assert maps["here"] == maps["e4m3"]
+    assert len(set(maps.values())) == len(maps) - 3
 
 
 def test_tensors_of_one_storage_are_launched_by_their_own_addresses(results):
     """Whatever the distance between them was in earlier launches of the same build."""
-    assert len({case["launched"]["launches"][0]["build"] for case in results["in_storages"]}) == 1
-    assert [case["launched"]["by_triton"] for case in results["in_storages"]] == [1] + [0] * 17
-    for case in results["in_storages"]:
-        (row,) = case["launched"]["launches"]
+    rows = [case["launched"]["launches"] for case in results["in_storages"]]
+    assert len({row["build"] for (row,) in rows}) == 1
+    assert sum(case["launched"]["by_triton"] for case in results["in_storages"][1:]) == 0
+    for (row,), case in zip(rows, results["in_storages"]):
         assert [row["args"][name] for name in ("x_ptr", "y_ptr")] == case["addresses"]
 
 
-@pytest.mark.parametrize("label", ("enter hook", "exit hook", "pre-run hook", "debug", "another device"))
-def test_what_watches_launches_sees_them(results, label):
-    (case,) = [case for case in results["watched"] if case["label"] == label]
-    assert [case[when]["by_triton"] for when in ("before", "during", "after")] == [0, 1, 0]
-    assert case["seen"] == ("hook" in label)
+def test_what_watches_launches_sees_them_and_other_arguments_are_left_to_triton(results):
+    hook = [[0, 1, 0], 1]
+    assert results["watched"] == {
+        "enter hook": hook,
+        "exit hook": hook,
+        "pre-run hook": hook,
+        "debug": [[0, 1, 0], 0],
+        "another device": [[0, 1, 0] * 2, 0],
+        "a float": [[1, 1], 0],
+        "by name": [[1, 1], 0],
+    }
 
 
-@pytest.mark.parametrize("arguments", ("a float", "by name"))
-def test_other_arguments_are_left_to_triton(results, arguments):
-    assert [record["by_triton"] for record in results["strange"][arguments]] == [1, 1]
+def test_what_the_copy_engine_cannot_take_is_not_launched(results):
+    assert set(results["refused"].values()) == {True}, results["refused"]
 
 
 def test_a_fallback_to_tritons_launcher_is_logged_once(monkeypatch, caplog):
@@ -298,53 +457,48 @@ def test_a_fallback_to_tritons_launcher_is_logged_once(monkeypatch, caplog):
             function.cache_clear()
 
 
-def test_ceil_div():
-    from torchao_blockwise.ops.launch import ceil_div
-
-    assert [ceil_div(x, 16) for x in (0, 1, 16, 17)] == [0, 1, 1, 2]
-
-
 @pytest.mark.gpu
-def test_a_cuda_graph_captures_direct_launches():
+def test_direct_launches_on_the_gpu(monkeypatch):
+    """Captured in a CUDA graph, on the current stream, and of matrices that move: the bits of Triton's own launches."""
     import torch
 
     from torchao_blockwise import ops
-    from torchao_blockwise.testing import assert_bitwise_equal
+    from torchao_blockwise._compat import triton_launcher
+    from torchao_blockwise.testing import assert_operands_equal
 
-    def random():
-        return torch.randn(256, 512, device="cuda", dtype=torch.bfloat16)
-
-    x = random()
+    x = torch.randn(256, 512, device="cuda", dtype=torch.bfloat16)
     for _ in range(2):
         ops.quantize(x, "fp8_1x128")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         q = ops.quantize(x, "fp8_1x128").rowwise
-    x.copy_(random())
+    x.copy_(torch.randn_like(x))
     graph.replay()
-    expected = ops.quantize(x, "fp8_1x128", backend="reference").rowwise
-    assert_bitwise_equal(q.qdata, expected.qdata)
-    assert_bitwise_equal(q.scale, expected.scale)
-
-
-@pytest.mark.gpu
-def test_launches_go_to_the_current_stream():
-    import torch
-
-    from torchao_blockwise import ops
-    from torchao_blockwise.testing import assert_bitwise_equal
-
-    x = torch.zeros(256, 512, device="cuda", dtype=torch.bfloat16)
-    ops.quantize(x, "fp8_1x128")
+    assert_operands_equal(q, ops.quantize(x, "fp8_1x128", backend="reference").rowwise)
     stream = torch.cuda.Stream()
     torch.cuda.synchronize()
     with torch.cuda.stream(stream):
-        # Long enough that a launch on another stream would read zeros.
+        # Long enough that a launch on another stream would read what was there before.
         torch.cuda._sleep(50_000_000)
         x.fill_(3.0)
         q = ops.quantize(x, "fp8_1x128").rowwise
     torch.cuda.synchronize()
-    assert_bitwise_equal(q.qdata, ops.quantize(x, "fp8_1x128", backend="reference").rowwise.qdata)
+    assert_operands_equal(q, ops.quantize(x, "fp8_1x128", backend="reference").rowwise)
+    if torch.cuda.get_device_capability() != (9, 0):
+        return
+    memory = torch.randn(1 << 20, device="cuda", dtype=torch.bfloat16)
+
+    def products():
+        for begin in (0, 16, 1 << 12, 0):
+            for m, n, k in ((128, 256, 384), (1, 64, 512), (300, 48, 128), (17, 256, 1003)):
+                a = ops.quantize(memory[begin : begin + m * k].view(m, k), "fp8_1x128").rowwise
+                b = ops.quantize(memory[begin : begin + n * k].view(n, k), "fp8_128x128").rowwise
+                yield ops.matmul(a, b, out_dtype=torch.bfloat16, backend="gluon")
+
+    first, again = list(products()), list(products())
+    monkeypatch.setattr(triton_launcher, "launching", lambda: None)
+    for direct in (first, again):
+        assert all(torch.equal(out, expected) for out, expected in zip(direct, products()))
 
 
 if __name__ == "__main__":

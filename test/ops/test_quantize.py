@@ -102,12 +102,12 @@ def test_both_copies_of_one_row_blocks_take_a_launch_each(monkeypatch, machine, 
     monkeypatch.setattr(kernels, "_FP8_ROWWISE_TILE", (32, 128, 4, 16))
     monkeypatch.setattr(kernels, "_FP8_COLUMNWISE_TILE", (128, 128, 4, 16))
     x = torch.zeros(144, 272, dtype=torch.bfloat16, device=device)
-    for fmt in (FP8_1X128, FP8_128X128):
-        ops.quantize(x, fmt, columnwise=True, backend="triton")
-    # 5 × 3 tiles of 32 rows, and 2 × 3 whole ones; of square blocks 2 × 3 tiles for both.
-    assert [launch.grid for launch in launches] == [15, 6, 6]
+    for fmt, columnwise in ((FP8_1X128, True), (FP8_128X128, True), (FP8_1X128, FP8_128X128)):
+        ops.quantize(x, fmt, columnwise=columnwise, backend="triton")
+    # 5 × 3 tiles of 32 rows, and 2 × 3 whole ones; of square blocks, for one copy or two, 2 × 3 tiles for both.
+    assert [launch.grid for launch in launches] == [15, 6, 6, 6]
     copies = [(launch.options["ROWWISE"], launch.options["COLUMNWISE"]) for launch in launches]
-    assert copies == [(True, False), (False, True), (True, True)]
+    assert copies == [(True, False), (False, True), (True, True), (True, True)]
 
 
 @pytest.mark.parametrize("tile", ((128, 128, 4, 16), (128, 32, 2, 8)), ids=lambda tile: "x".join(map(str, tile[:2])))

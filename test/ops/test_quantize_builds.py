@@ -79,6 +79,11 @@ def cases(target: int):
         kernels_gluon.BOTH = FP8_1X128.block[1], warps
         kernels_gluon.quantize(x, None, CastOptions(FP8_1X128, columnwise=True), groups_of(8))
 
+    x, options = (
+        torch.zeros(512, 1024, dtype=bf16),
+        CastOptions(FP8_1X128, True, True, columnwise_format_name="fp8_128x128"),
+    )
+    yield "quantize squares 512x1024 E8", functools.partial(quantize.quantize, x, None, options, groups_of(8))
     for m in (512, 531) if _compat.has_gluon() else ():
         for warps in (4, 8, 16):
             x = torch.zeros(m, 1024, dtype=bf16)

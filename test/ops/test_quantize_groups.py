@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torchao_blockwise import ops
 from torchao_blockwise.formats import (
     FP8_1X128,
+    FP8_128X128,
     NVFP4_1X16,
     CastOptions,
     Groups,
@@ -38,6 +39,7 @@ OWN = {"scale_per_group": True}
 WAYS = {
     "fp8": (FP8_1X128, {}),
     "powers of 2": (FP8_1X128, {"power_of_2_scales": True}),
+    "columnwise squares": (FP8_1X128, {"columnwise": FP8_128X128}),
     "nvfp4": (NVFP4_1X16, {}),
     "transformed": (NVFP4_1X16, {"hadamard": True}),
     "rounded": (NVFP4_1X16, {"stochastic": ROUNDING}),
@@ -49,8 +51,8 @@ WAYS = {
 }
 # All groups in the ways that share no kernel, some of them in all ways. In the interpreter each of many groups takes a
 # second, if it has its scale.
-SOME = ("fp8", "nvfp4", "own scales, both")
-CASES = [(g, w) for g in GROUPS for w in WAYS if (w in SOME or g in ("empty", "tail")) and (g, w) != ("many", SOME[2])]
+SOME = ("fp8", "columnwise squares", "nvfp4", "own scales, both")
+CASES = [(g, w) for g in GROUPS for w in WAYS if (w in SOME or g in ("empty", "tail")) and (g, w) != ("many", SOME[-1])]
 ways = pytest.mark.parametrize("way", WAYS)
 
 
@@ -94,13 +96,13 @@ INPUTS = {
 @backends
 @pytest.mark.parametrize("copies", COPIES)
 @pytest.mark.parametrize("change", INPUTS.values(), ids=INPUTS)
-@pytest.mark.parametrize("way", ("fp8", "nvfp4", "own scales, both"))
+@pytest.mark.parametrize("way", SOME)
 def test_inputs_and_copies(way, change, copies, backend, guarded, device):
     (ends, tokens), (rowwise, columnwise), (fmt, options) = GROUPS["tail"], COPIES[copies], WAYS[way]
     x = change(tokens_of(ends, tokens, 144, device=device))
     if "hadamard" in options and not columnwise:
         options = {name: value for name, value in options.items() if name != "hadamard"}
-    options = options | {"rowwise": rowwise, "columnwise": columnwise}
+    options = options | {"rowwise": rowwise, "columnwise": columnwise and options.get("columnwise", True)}
     made = ops.quantize(x, fmt, groups=int32(ends, device), backend=backend, **options)
     assert_each_group_is_alone(made, x, ends, fmt, **options)
     if x.dtype is torch.bfloat16:

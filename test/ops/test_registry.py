@@ -1,23 +1,60 @@
-"""What an `Operation` makes of its description: schema, fake, whole values, results, a table of backends."""
+"""What an `Operation` makes of its description: schema, fake, whole values, results, a table of backends.
+
+Calls of it go through PyTorch's dispatcher where modes, subclasses, profilers or compilers observe them.
+"""
 
 import sys
 import types
+import warnings
 
 import pytest
 import torch
-from defined_ops import ENDS, NAMESPACE, OPERAND, WITH_GLOBAL, X, assert_same
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchao_blockwise.diagnostics.cases import cases
-from torchao_blockwise.formats import FP8_128X128, NVFP4_1X16, BlockFormat, CastOptions, Copies, Groups, Operand, Place
-from torchao_blockwise.ops import registry
+from torchao_blockwise import ops
+from torchao_blockwise._compat import pytree
+from torchao_blockwise.formats import (
+    FORMATS,
+    FP8_1X128,
+    FP8_128X128,
+    NVFP4_1X16,
+    BlockFormat,
+    CastOptions,
+    Copies,
+    Groups,
+    Operand,
+    Place,
+)
 from torchao_blockwise.ops.backend import Backend, Implementation
 from torchao_blockwise.ops.fused import NORM, Norm
-from torchao_blockwise.ops.operands import copies_of
+from torchao_blockwise.ops.operands import copies_of, without_grad
 from torchao_blockwise.ops.registry import OPTIONS, PLACE, groups, operand
 from torchao_blockwise.ops.shards import SHARDS
 from torchao_blockwise.ops.shards.flat import Shards
+from torchao_blockwise.testing import assert_bitwise_equal
 
-# --- schemas ----------------------------------------------------------------------------------------------------------
+X = torch.arange(6.0).reshape(2, 3)
+OPERAND, WITH_GLOBAL = (
+    ops.quantize(torch.ones(2, 128), fmt, backend="reference").rowwise for fmt in (FP8_1X128, NVFP4_1X16)
+)
+ENDS = torch.tensor([1, 2], dtype=torch.int32)
+
+
+def assert_same(got, given) -> None:
+    assert type(got) is type(given)
+    if isinstance(given, (list, tuple)):
+        assert len(got) == len(given)
+        for a, b in zip(got, given):
+            assert_same(a, b)
+    elif isinstance(given, torch.Tensor):
+        assert_bitwise_equal(got, given)
+    else:
+        assert got == given
+
+
+# --- schemas and values -----------------------------------------------------------------------------------------------
 
 FIELDS = {"options": (OPTIONS, CastOptions), "place": (PLACE, Place), "norm": (NORM, Norm), "shards": (SHARDS, Shards)}
 
@@ -25,19 +62,6 @@ FIELDS = {"options": (OPTIONS, CastOptions), "place": (PLACE, Place), "norm": (N
 @pytest.mark.parametrize(("schema", "value"), FIELDS.values(), ids=FIELDS)
 def test_a_schema_has_the_fields_of_its_value(schema, value):
     assert [argument.split()[-1] for argument in schema.split(", ")] == list(value._fields)
-
-
-def test_pieces_of_schemas():
-    assert operand("x") == "Tensor x, Tensor x_scale, Tensor? x_global, str x_format"
-    assert operand("x", "Tensor?") == "Tensor? x, Tensor? x_scale, Tensor? x_global, str x_format"
-    assert groups() == "Tensor groups_ends, Tensor? groups_tables"
-    assert groups("Tensor?") == "Tensor? groups_ends, Tensor? groups_tables"
-
-
-def test_names_of_operations(define):
-    op, in_place = define("Tensor x"), define("Tensor(a!) x")
-    assert op.overload.name() == f"{NAMESPACE}::{op.name}"
-    assert in_place.overload.name() == f"{NAMESPACE}::{in_place.name}_"
 
 
 @pytest.mark.parametrize("takes", ((None,), (None, Operand), (Groups, None)), ids=str)
@@ -59,38 +83,29 @@ def test_formats_and_backends_that_do_not_exist(define):
         op(NVFP4_1X16, Backend.TRITON, "aut")
 
 
-# --- values -----------------------------------------------------------------------------------------------------------
-
 # A schema's arguments, what they are, a value.
 VALUES = {
     "tensor": ("Tensor x", None, X),
     "no tensor": ("Tensor? x", None, None),
-    "a tensor, maybe": ("Tensor? x", None, X),
     "tensors": ("Tensor[] x", None, [X, X + 1]),
-    "changed": ("Tensor(a!) x", None, X.clone()),
     "changed list": ("Tensor(a!)[] x", None, [X.clone(), X.clone()]),
-    "int": ("SymInt x", None, 3),
     "ints": ("SymInt[] x", None, [3, -4]),
-    "bool": ("bool x", None, True),
     "float": ("float x", None, 0.1),
     "str": ("str x", None, "some words"),
     "dtype": ("ScalarType x", None, torch.bfloat16),
-    "no dtype": ("ScalarType? x", None, None),
     "format": ("str x", BlockFormat, NVFP4_1X16),
     "another backend": ("str products_by", Backend, Backend.CUBLAS),
     "operand": (operand("x"), Operand, OPERAND),
     "operand with a global scale": (operand("x"), Operand, WITH_GLOBAL),
     "no operand": (operand("x", "Tensor?"), Operand, None),
-    "operand, maybe": (operand("x", "Tensor?"), Operand, WITH_GLOBAL),
     "options": (OPTIONS, CastOptions, CastOptions(FP8_128X128, False, True, True, False)),
     "other options": (OPTIONS, CastOptions, CastOptions(NVFP4_1X16, True, False, False, True, 5, True)),
     "place": (PLACE, Place, Place(1, 2, 3, -1)),
     "shards": (SHARDS, Shards, Shards([X[0], X[1]], [0, 3], [1, 2, 3] * 2, [0, 1], torch.float16, FP8_128X128)),
     "norm": (NORM.replace("Tensor x", "Tensor y"), Norm, Norm(X, None, X[0], None, X[:, 0], torch.bfloat16)),
     "groups": (groups(), Groups, Groups(ENDS)),
-    "groups with tables": (groups(), Groups, Groups(ENDS, ENDS + 1)),
     "no groups": (groups("Tensor?"), Groups, None),
-    "groups, maybe": (groups("Tensor?"), Groups, Groups(ENDS, ENDS + 1)),
+    "groups with tables": (groups("Tensor?"), Groups, Groups(ENDS, ENDS + 1)),
 }
 
 
@@ -121,28 +136,9 @@ def test_values_arrive_whole(arguments, kind, value, define, monkeypatch):
     for args in seen.values():
         assert_same(list(args), [X, value, X - 1])
     assert "flops" in seen
-    op(*(_on_meta(x) for x in (X, value, X - 1)), Backend.AUTO)
+    on_meta = pytree.tree_map_only(torch.Tensor, lambda x: x.to("meta"), [X, value, X - 1])
+    op(*on_meta, Backend.AUTO)
     assert len(seen["fake"]) == 3 and type(seen["fake"][1]) is type(value)
-
-
-def _on_meta(value):
-    """`value` with tensors that make an operation take its fake."""
-    return registry._compat.pytree.tree_map_only(torch.Tensor, lambda x: x.to("meta"), value)
-
-
-@pytest.mark.parametrize(
-    "case", {case.op.name: case for case in cases(torch.device("cpu"))}.values(), ids=lambda c: c.op.name
-)
-def test_fakes_allocate_what_the_reference_returns(case):
-    """Of every operation: number, shapes and dtypes of results."""
-    named = ("reference",) if "str backend" in case.op.schema else ()
-    if case.op.fake is None:
-        assert case.op.overload._schema.is_mutable
-        return
-    got = case.op(*case.args, *named)
-    fake = case.op(*_on_meta(list(case.args)), *named)
-    leaves = [registry._compat.pytree.tree_leaves(x) for x in (got, fake)]
-    assert [(x.shape, x.dtype) for x in leaves[0]] == [(x.shape, x.dtype) for x in leaves[1]]
 
 
 def test_only_the_last_argument_chooses(define):
@@ -159,7 +155,6 @@ PARTS = [OPERAND.qdata, OPERAND.scale]
 RESULTS = {
     "nothing": ("()", None, None),
     "tensor": ("Tensor", X, X),
-    "two tensors": ("(Tensor, Tensor)", (X, X + 1), [X, X + 1]),
     "three tensors": ("(Tensor, Tensor, Tensor)", (X, X, X + 1), [X, X, X + 1]),
     "list": ("Tensor[]", [X, None, X + 1], [X, X + 1]),
     "tuple": ("Tensor[]", (None, X), [X]),
@@ -169,14 +164,13 @@ RESULTS = {
 }
 
 
-def own(x):
-    """`x` in separate memory, as results must have it."""
-    return registry._compat.pytree.tree_map_only(torch.Tensor, torch.clone, x)
-
-
 @pytest.mark.parametrize(("schema", "result", "expected"), RESULTS.values(), ids=RESULTS)
 def test_results_are_tensors(schema, result, expected, define):
-    op = define("Tensor x", schema, lambda x: own(result), fake=lambda x: own(result))
+    def make(x):
+        # In separate memory, as results must have it.
+        return pytree.tree_map_only(torch.Tensor, torch.clone, result)
+
+    op = define("Tensor x", schema, make, fake=make)
     for x in (X, X.to("meta")):
         got = op(x)
         assert_same(list(got) if isinstance(expected, list) else got, expected)
@@ -189,6 +183,15 @@ def test_copies_are_put_together(rowwise, columnwise, scale):
     copies = Copies(row if rowwise else None, column if columnwise else None)
     tensors = [t for copy in copies if copy is not None for t in copy[:2]]
     assert_same(copies_of(tensors, CastOptions(row.format, rowwise, columnwise), scale), copies)
+
+
+@pytest.mark.parametrize("argument", ("Tensor(a!) x", "Tensor(a!)[] x"), ids=("a tensor", "a list"))
+def test_operations_change_their_arguments(argument, define):
+    op = define(f"Tensor y, {argument}", run=lambda y, x: [t.add_(1) for t in x] and None)
+    assert op.overload.name().endswith(f"::{op.name}_")
+    x = torch.zeros(3, 3)
+    assert op(X, [x] if "[]" in argument else x) is None
+    assert x.tolist() == [[1, 1, 1]] * 3
 
 
 # --- tables and checks ------------------------------------------------------------------------------------------------
@@ -204,15 +207,12 @@ def test_the_backend_chooses_the_row(define):
     assert op.table is table
     op(X, Backend.REFERENCE)
     op(X, Backend.AUTO)
-    name = op.overload.name().split("::")[1]
-    with pytest.raises(ValueError, match=f"^{name}: backend triton cannot run: it is told not to; choose another, or"):
+    with pytest.raises(ValueError, match=f"^{op.name}: backend triton cannot run: it is told not to; choose another"):
         op(X, Backend.TRITON)
     refuse.clear()
     op(X, Backend.TRITON)
     op(X, Backend.AUTO)
     assert ran == [Backend.REFERENCE, Backend.REFERENCE, Backend.TRITON, Backend.TRITON]
-    with pytest.raises(ValueError, match=f"^{name}: backend gluon has no implementation; choose one of triton, refer"):
-        op(X, Backend.GLUON)
 
 
 def test_a_row_by_name_is_imported_when_it_runs(define, monkeypatch):
@@ -244,3 +244,104 @@ def test_checks_are_of_values_and_of_fakes(device, define):
     with pytest.raises(ValueError, match=r"^n is 3$"):
         op(X.to(device), 3, Backend.AUTO)
     assert ran == [1]
+
+
+# --- who observes -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def double(define):
+    """double(x, y, times): x · times + y."""
+
+    def run(x, y, times):
+        return x * times + (0 if y is None else y)
+
+    return define("Tensor x, Tensor? y, int times", "Tensor", run, fake=lambda x, y, times: torch.empty_like(x))
+
+
+def test_no_gradient_is_asked_of_operations():
+    leaf = torch.ones(2, 3, requires_grad=True)
+    values = without_grad(leaf, None, X)
+    assert not values[0].requires_grad and values[1] is None and values[2] is X
+    assert values[0].data_ptr() == leaf.data_ptr()
+    with torch.no_grad():
+        assert without_grad(leaf)[0] is leaf
+
+
+SEEN: list = []
+
+
+class DispatchMode(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        SEEN.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+class FunctionMode(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        SEEN.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+class Subclass(torch.Tensor):
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        SEEN.append(func)
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def test_modes_subclasses_a_profiler_and_traces_see_the_operation(double):
+    other = X.as_subclass(Subclass)
+    for mode, x, y in ((DispatchMode(), X, X), (FunctionMode(), X, X), (None, other, X), (None, X, other)):
+        SEEN.clear()
+        if mode is None:
+            double(x, y, 3)
+        else:
+            with mode:
+                double(x, y, 3)
+        assert double.overload in SEEN
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        double(X, X, 3)
+    assert double.overload.name() in {event.key for event in profiler.key_averages()}
+    with warnings.catch_warnings():
+        # That tracing is deprecated.
+        warnings.simplefilter("ignore")
+        graph = torch.jit.trace(lambda x: double(x, None, 3), (X,)).graph
+    assert double.overload.name() in str(graph)
+
+
+def test_meta_and_fake_tensors_take_the_fake(double):
+    assert double(X.to("meta"), None, 3).shape == X.shape
+    mode = FakeTensorMode()
+    fake = mode.from_tensor(X)
+    assert type(double(fake, None, 3)) is type(fake)
+    with mode:
+        assert type(double(torch.empty(2, 3), None, 3)) is type(fake)
+
+
+@pytest.mark.parametrize("of_groups", (None, Groups(ENDS), Groups(ENDS, ENDS + 1)), ids=("none", "ends", "tables"))
+def test_whole_values_are_compiled(of_groups, define, fresh_dynamo):
+    """Taken apart and put together in one graph, without a break; inputs of it are tensors alone."""
+
+    def fake(x, groups, options):
+        return Copies(x._replace(qdata=x.qdata.new_empty(x.qdata.shape), scale=x.scale.new_empty(x.scale.shape)), None)
+
+    def run(x, groups, options):
+        factor = options.padded + (0 if groups is None else sum(t.sum() for t in groups if t is not None))
+        return Copies(x._replace(qdata=x.qdata.clone(), scale=(x.scale.float() * factor).to(x.scale.dtype)), None)
+
+    arguments = f"{operand('x')}, {groups('Tensor?')}, {OPTIONS}, str backend"
+    op = define(arguments, "Tensor[]", run, takes=(Operand, Groups, CastOptions), fake=fake)
+    targets = []
+
+    def backend(graph, inputs):
+        targets.extend(node.target for node in graph.graph.nodes)
+        return graph.forward
+
+    def both(x, of_groups):
+        return op(x, of_groups, CastOptions(FORMATS[x.format_name], padded=True), Backend.AUTO)
+
+    for x in (OPERAND, WITH_GLOBAL):
+        compiled = torch.compile(both, backend=backend, fullgraph=True)
+        assert_same(compiled(x, of_groups), both(x, of_groups))
+    assert targets.count(op.overload) == 2

@@ -13,7 +13,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from shard_cases import (
     DTYPES,
-    SHAPES,
     amaxes,
     backends,
     check_split,
@@ -24,6 +23,7 @@ from shard_cases import (
     many,
     payload,
     quantize,
+    ranks_of,
     scales_of,
     splits,
 )
@@ -41,7 +41,7 @@ from torchao_blockwise.testing import assert_bitwise_equal, random_tensor, with_
 @formats
 def test_any_split_has_the_bits_of_the_whole(fmt, shape, cuts, dtype, backend, device):
     w = random_tensor(*shape, device=device)
-    check_split(w, cut(w, cuts), fmt, dtype, backend)
+    check_split([w], [cut(w, cuts)], fmt, dtype, backend)
 
 
 @backends
@@ -49,7 +49,7 @@ def test_any_split_has_the_bits_of_the_whole(fmt, shape, cuts, dtype, backend, d
 @formats
 def test_shards_that_move_16_bytes_at_a_time(fmt, dtype, backend, device):
     w = random_tensor(3, 72, 352, dtype=dtype, device=device)
-    check_split(w, cut(w, (32, 32 * 700, 32 * 701)), fmt, torch.bfloat16, backend, aligned=True)
+    check_split([w], [cut(w, (32, 32 * 700, 32 * 701))], fmt, torch.bfloat16, backend, aligned=True)
 
 
 def special(value):
@@ -77,7 +77,7 @@ VALUES = {
 def test_masters_of_any_dtype_and_values(fmt, change, backend, device):
     w = change(random_tensor(33, 150, device=device), fmt)
     for dtype in DTYPES:
-        check_split(w, cut(w, (1001, 3000)), fmt, dtype, backend)
+        check_split([w], [cut(w, (1001, 3000))], fmt, dtype, backend)
 
 
 @settings(deadline=None, max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -93,7 +93,7 @@ def test_drawn_splits(backend, fmt, data, device):
     aligned = data.draw(st.booleans(), "aligned")
     power_of_2 = fmt.has_power_of_2_scales and data.draw(st.booleans(), "power_of_2")
     w = random_tensor(*shape, dtype=master, device=device, seed=data.draw(st.integers(0, 9), "seed"))
-    check_split(w, cut(w, cuts), fmt, dtype, backend, power_of_2, aligned)
+    check_split([w], [cut(w, cuts)], fmt, dtype, backend, power_of_2, aligned)
 
 
 # --- many at once -----------------------------------------------------------------------------------------------------
@@ -102,31 +102,7 @@ def test_drawn_splits(backend, fmt, data, device):
 @backends
 @formats
 def test_a_list_is_as_each_alone(fmt, backend, device):
-    ranks, expected = many(fmt, device)
-    bits = torch.zeros(sum(block_count(s, fmt) for s in SHAPES), dtype=torch.int32, device=device)
-    for rank in ranks:
-        shards.partial_block_amax_op(bits, rank, backend)
-    scales = [torch.zeros_like(q.scale) for q in expected]
-    global_scales = [torch.zeros((), device=device) for _ in expected] if fmt.has_global_scale else []
-    encode = torch.empty_like(bits, dtype=torch.float32)
-    shards.block_scales_op(encode, scales, global_scales, bits, ranks[0].first_blocks, fmt, False, backend)
-    targets = [payload(fmt, s, device=device) for s in SHAPES]
-    pieces = []
-    for rank in ranks:
-        shards.partial_cast_op(targets, rank, encode, WHOLE, backend)
-        sizes = [ops.shard_entries(x.start, x.x.numel(), x.shape[-1], fmt)[1] for x in rank.each()]
-        pieces.append([torch.zeros(size, dtype=torch.uint8, device=device) for size in sizes])
-        shards.partial_cast_op(pieces[-1], rank, encode, ENTRIES, backend)
-    merged = [payload(fmt, s, 0x77, device) for s in SHAPES]
-    starts = list(zip(*(rank.starts for rank in ranks)))
-    lengths = list(zip(*([x.numel() for x in rank.tensors] for rank in ranks)))
-    ops.merge_shards_(merged, list(zip(*pieces)), starts, lengths, [s[-1] for s in SHAPES], fmt)
-    for i, q in enumerate(expected):
-        assert_bitwise_equal(scales[i], q.scale, f"scale {i}")
-        assert_bitwise_equal(targets[i], q.qdata.view(torch.uint8), f"payload {i}")
-        assert_bitwise_equal(merged[i], q.qdata.view(torch.uint8), f"merged {i}")
-        if global_scales:
-            assert_bitwise_equal(global_scales[i], q.global_scale, f"global scale {i}")
+    check_split(*many(device), fmt, torch.bfloat16, backend)
 
 
 @backends
@@ -143,32 +119,24 @@ def test_places_in_a_common_buffer(fmt, backend, device):
     rank = Shards.of(parts, starts, [w.shape] * 4, torch.float32, fmt, [5] * 4)
     shards.partial_block_amax_op(buffer, rank, backend)
     assert buffer[:5].tolist() == [123] * 5 and buffer[5 + count :].tolist() == [123] * 2 and buffer[5] == high
-    alone = amaxes([(0, w.flatten())], w.shape, fmt, torch.float32, backend)
+    alone = amaxes(ranks_of([[(0, w.flatten())]], [w.shape], torch.float32, fmt), [w.shape], fmt, backend)
     assert_bitwise_equal(buffer[6 : 5 + count], alone[1:])
 
 
 @formats
 def test_launches_do_not_grow_with_the_list(fmt, device, monkeypatch):
+    """One table for the amaxes, one for the scales, and one for each of three ways to write."""
     kernels = pytest.importorskip("torchao_blockwise.ops.shards.kernels_triton")
-    launches = []
+    tables = []
     make = kernels.make_table
-    monkeypatch.setattr(kernels, "make_table", lambda *args: launches.append(1) or make(*args))
-
-    def run(count):
-        launches.clear()
+    monkeypatch.setattr(kernels, "make_table", lambda *args: tables.append(1) or make(*args))
+    counts = []
+    for count in (1, 7):
+        tables.clear()
         w = [random_tensor(32, 64, device=device, seed=i) for i in range(count)]
-        rank = Shards.of([x.flatten() for x in w], [0] * count, [x.shape for x in w], torch.bfloat16, fmt)
-        q = [quantize(x, fmt, torch.bfloat16) for x in w]
-        bits = torch.zeros(sum(x.scale.numel() for x in q), dtype=torch.int32, device=device)
-        encode = torch.empty_like(bits, dtype=torch.float32)
-        shards.partial_block_amax_op(bits, rank, "triton")
-        global_scales = [x.global_scale for x in q if fmt.has_global_scale]
-        scales = [x.scale for x in q]
-        shards.block_scales_op(encode, scales, global_scales, bits, rank.first_blocks, fmt, False, "triton")
-        shards.partial_cast_op([payload(fmt, x.shape, device=device) for x in w], rank, encode, WHOLE, "triton")
-        return len(launches)
-
-    assert run(1) == run(7) == 3
+        check_split(w, [[(0, x.flatten())] for x in w], fmt, torch.bfloat16, "triton", aligned=True)
+        counts.append(len(tables))
+    assert counts == [5, 5]
 
 
 # --- shards that cut no block -----------------------------------------------------------------------------------------
@@ -200,13 +168,13 @@ def test_one_read_gives_the_bits_of_two(shape, cuts, power_of_2, dtype, backend,
         before, bits = target.clone(), torch.zeros_like(buffer)
         rank = Shards.of([shard], [start], [shape], dtype, fmt)
         shards.whole_block_cast_op([target], bits, rank, power_of_2, WHOLE, backend)
-        assert_bitwise_equal(bits, amaxes([(start, shard)], shape, fmt, dtype, backend), "amaxes")
+        assert_bitwise_equal(bits, amaxes([rank], [shape], fmt, backend), "amaxes")
         for others in (slice(None, start), slice(start + shard.numel(), None)):
             assert_bitwise_equal(target.view(-1)[others], before.view(-1)[others], "what others own")
         buffer = torch.maximum(buffer, bits)
     check()
     assert_bitwise_equal(target, expected.qdata.view(torch.uint8), "payload")
-    assert_bitwise_equal(scales_of(buffer, shape, fmt, backend, power_of_2)[1], expected.scale, "scale")
+    assert_bitwise_equal(scales_of(buffer, [shape], fmt, backend, power_of_2)[1][0], expected.scale, "scale")
 
 
 @backends
@@ -240,7 +208,8 @@ def test_one_read_of_a_list(into, backend, device):
 def test_the_other_nibble_stays(into, backend, device):
     """Elements 3 to 8 of a row: bytes 1 to 4, of the first only the high nibble, of the last only the low one."""
     w, fmt = torch.full((1, 16), 6.0, device=device), NVFP4_16X16
-    encode, *_ = scales_of(amaxes([(0, w.flatten())], w.shape, fmt, w.dtype, backend), w.shape, fmt, backend)
+    whole = ranks_of([[(0, w.flatten())]], [w.shape], w.dtype, fmt)
+    encode, *_ = scales_of(amaxes(whole, [w.shape], fmt, backend), [w.shape], fmt, backend)
     target = torch.full((8 if into == WHOLE else 4,), 0x1B, dtype=torch.uint8, device=device)
     rank = Shards.of([w.flatten()[3:9].clone()], [3], [w.shape], w.dtype, fmt)
     shards.partial_cast_op([target], rank, encode, into, backend)
@@ -291,30 +260,6 @@ def test_merge_of_single_elements(device):
 )
 def test_shard_entries(fmt, start, n, columns, expected):
     assert ops.shard_entries(start, n, columns, fmt) == expected
-
-
-# --- schemas ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ("partial_block_amax", "block_scales", "partial_cast", "whole_block_cast"))
-def test_opcheck(name):
-    w = random_tensor(33, 51)
-    fmt = FP8_128X128 if name == "whole_block_cast" else NVFP4_16X16
-    q, blocks = quantize(w, fmt, torch.bfloat16), block_count(w.shape, fmt)
-    bits, encode = torch.zeros(blocks, dtype=torch.int32), torch.ones(blocks)
-    start, n = (0, w.numel()) if name == "whole_block_cast" else (5, 495)
-    rank = Shards.of([w.flatten()[start : start + n].clone()], [start], [w.shape], torch.bfloat16, fmt)
-    rank, codes = rank._replace(fmt=fmt.name), [torch.zeros(n, dtype=torch.uint8)]
-    args = {
-        "partial_block_amax": (bits, *rank),
-        "block_scales": (encode, [q.scale], [q.global_scale], bits, [0], fmt.name, False),
-        "partial_cast": (codes, *rank, encode, CODES),
-        "whole_block_cast": (codes, bits, *rank, False, WHOLE),
-    }[name]
-    # test_schema cannot compare fp8 tensors.
-    tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")[name == "block_scales" :]
-    op = getattr(shards, f"{name}_op").overload
-    assert set(torch.library.opcheck(op, (*args, "reference"), test_utils=tests).values()) == {"SUCCESS"}
 
 
 # --- on a GPU ---------------------------------------------------------------------------------------------------------
@@ -372,6 +317,6 @@ def test_kernels_leave_formats_that_they_do_not_know_to_the_reference(block, dev
     w = random_tensor(65, 150, device=device)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # on a GPU AUTO says that it falls short of Triton
-        check_split(w, cut(w, (1001, 3000)), fmt, torch.float32, None)
+        check_split([w], [cut(w, (1001, 3000))], fmt, torch.float32, None)
     with pytest.raises(ValueError, match="backend triton cannot run: halved has no kernel"):
-        check_split(w, cut(w, (1001,)), fmt, torch.float32, "triton")
+        check_split([w], [cut(w, (1001,))], fmt, torch.float32, "triton")

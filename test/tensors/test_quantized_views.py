@@ -60,7 +60,6 @@ def test_split_chunk_narrow_select_unbind(from_hp):
         "narrow": ((q.narrow(1, 128, 128),), (expected.narrow(1, 128, 128),)),
         "select": ((q[2], q.select(0, -1)), (expected[2], expected[-1])),
         "unbind": (q.unbind(0), expected.unbind(0)),
-        "unsqueeze": ((q[None],), (expected[None],)),
     }
     for name, (parts, wanted) in pieces.items():
         assert len(parts) == len(wanted), name

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 import torch.utils._pytree
 
-from torchao_blockwise._compat import stored_graphs
+from torchao_blockwise._compat import stored_graphs, torch_fsdp
 from torchao_blockwise._compat.torch_types import Args, Kwargs, Operation
 
 if TYPE_CHECKING:
@@ -127,6 +127,7 @@ def make_wrapper(
     """
     if not torch.compiler.is_dynamo_compiling():
         stored_graphs.keep_graphs_apart()
+        torch_fsdp.install()
     if inner is None or not torch.is_inference_mode_enabled() or inner.is_inference():
         return torch.Tensor._make_wrapper_subclass(cls, shape, **options)
     with torch.inference_mode(False):
@@ -199,20 +200,6 @@ def counting_changes() -> AbstractContextManager[object]:
     """
     exclude = torch._C._dispatch_tls_local_exclude_set().remove(torch._C.DispatchKey.ADInplaceOrView)
     return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), exclude)
-
-
-def register_sharding(op: Operation, rule: Callable[..., Sequence[Any]]) -> None:
-    """Register a DTensor sharding rule for `op` whose results are cached by all arguments that are not tensors.
-
-    By default PyTorch uses only the arguments from the first integer on, and would mix up the rules of two formats.
-    """
-    from torch.distributed.tensor import DTensor
-    from torch.distributed.tensor.experimental import register_sharding
-
-    register_sharding(op)(rule)
-    arguments = schema_of(op).arguments
-    first_option = next((i for i, arg in enumerate(arguments) if "Tensor" not in str(arg.type)), len(arguments))
-    DTensor._op_dispatcher.sharding_propagator.op_to_schema_info[op].static_argnum = first_option
 
 
 @functools.cache

@@ -1,6 +1,6 @@
 """Private names of FSDP2, used only here.
 
-FSDP2's methods are wrapped when a model is converted (`install`), not at import.
+FSDP2's methods are wrapped when the first weight is made (`install`), not at import.
 """
 
 from __future__ import annotations
@@ -27,26 +27,14 @@ _NEEDED = (
 )
 # FSDP2's state of a module to which `fully_shard` was applied.
 State: TypeAlias = "FSDPState"
-_installed = False
 _before_gathers: Callable[[State], None] = lambda state: None  # noqa: E731
 
 
+@functools.cache
 def install() -> None:
     """Wrap FSDP2's methods, once in a process. If one is missing, nothing is wrapped and gathers raise later."""
-    global _installed
-    if not _installed and torch.distributed.is_available() and why_unknown() is None:
+    if torch.distributed.is_available() and why_unknown() is None:
         _watch()
-        _installed = True
-
-
-def why_not_installed() -> str | None:
-    """Return why FSDP2 cannot gather converted weights in this process, with the remedy, or None if it can."""
-    if _installed:
-        return None
-    return why_unknown() or (
-        "the hooks that such weights need are installed when a model is converted, and no model was converted in this "
-        "process; call torchao_blockwise.distributed.sync_weight_scales(model) on all ranks"
-    )
 
 
 def why_unknown() -> str | None:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         timeout: timedelta
 
         def clone(self) -> Store: ...
+        def multi_get(self, keys: list[str]) -> list[bytes]: ...
 
 
 # An operator overload, the first argument of `__torch_dispatch__`.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
 import os
@@ -191,7 +192,7 @@ class Folder:
             return
         part = self.path / _PART
         with self.writing():
-            save_file = importlib.import_module(f"{safetensors().__name__}.torch").save_file
+            save_file = importlib.import_module("safetensors.torch").save_file
             save_file(self._pending, str(part), metadata={"format": "pt"})
             # safetensors makes the file readable by its owner only; the engine may run as another user.
             part.chmod(self.path.stat().st_mode & 0o666)
@@ -227,7 +228,8 @@ class Files:
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         self.path = Path(directory)
-        self._open: dict[str, Any] = {}
+        # Not of a method, so that files are closed with the last reference to this object.
+        self._opened = functools.lru_cache(_OPEN_FILES)(functools.partial(_opened, self.path))
         # (file, dtype, shape) of each tensor.
         self._held: dict[str, tuple[str, str, list[int]]] = {}
         on_disk = sorted(file.name for file in self.path.glob("*.safetensors"))
@@ -266,27 +268,6 @@ class Files:
         if not isinstance(listed, dict) or not all(isinstance(file, str) for file in listed.values()):
             raise ValueError(f"load: {index} has no weight_map from tensors to names of files; copy it again")
         return listed
-
-    def _opened(self, file: str) -> Any:
-        """Return the opened file; if too many are open, the least recently used one is closed."""
-        opened = self._open.pop(file, None)
-        if opened is None:
-            if not file.endswith(".safetensors"):
-                raise ValueError(
-                    f"load: the index names {file!r} in {self.path}, and only *.safetensors are read; take a "
-                    "checkpoint in safetensors"
-                )
-            if len(self._open) == _OPEN_FILES:
-                del self._open[next(iter(self._open))]
-            try:
-                # `safe_open` checks sizes and offsets against the size of the file, and maps the file.
-                opened = safetensors().safe_open(str(inside(self.path, file)), framework="pt")
-            except ValueError as reason:
-                raise ValueError(f"load: {reason}") from None
-            except Exception as error:
-                raise ValueError(f"load: {self.path / file} cannot be read ({error}); copy it again") from error
-        self._open[file] = opened
-        return opened
 
     def names(self) -> set[str]:
         return set(self._held)
@@ -361,6 +342,21 @@ def _without_index(folder: Path, names: list[str]) -> list[str]:
             f"{' and '.join(map(str, sorted(counts)))}; copy the index and the missing files, or remove other ones"
         )
     return list(shards) or names
+
+
+def _opened(folder: Path, file: str) -> Any:
+    if not file.endswith(".safetensors"):
+        raise ValueError(
+            f"load: the index names {file!r} in {folder}, and only *.safetensors are read; take a checkpoint in "
+            "safetensors"
+        )
+    try:
+        # `safe_open` checks sizes and offsets against the size of the file, and maps the file.
+        return safetensors().safe_open(str(inside(folder, file)), framework="pt")
+    except ValueError as reason:
+        raise ValueError(f"load: {reason}") from None
+    except Exception as error:
+        raise ValueError(f"load: {folder / file} cannot be read ({error}); copy it again") from error
 
 
 def _parts_of(config: dict[str, Any]) -> list[dict[str, Any]]:

@@ -14,6 +14,7 @@ from torch import nn
 
 from torchao_blockwise import _compat
 from torchao_blockwise._compat import hugging_face, wrappers
+from torchao_blockwise.formats import BlockFormat
 from torchao_blockwise.tensors import MasterWeightTensor, QuantizedTensor
 
 DIMS_OF_EXPERTS = 3
@@ -46,12 +47,21 @@ def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
     return {wrappers.own_name(name): x for name, x in found.items()}
 
 
+def format_of(x: torch.Tensor) -> BlockFormat | None:
+    """Return the format in which a converted weight is quantized, None for other tensors."""
+    local: Any = _compat.local_of(x)
+    if isinstance(local, MasterWeightTensor):
+        return local.config.weight_format
+    return local.fmt if isinstance(local, QuantizedTensor) else None
+
+
 def is_converted(x: torch.Tensor) -> bool:
-    return isinstance(_compat.local_of(x), (MasterWeightTensor, QuantizedTensor))
+    return format_of(x) is not None
 
 
-def has_power_of_2_scales(x: Any) -> bool:
+def has_power_of_2_scales(x: torch.Tensor) -> bool:
     """Whether a converted weight is quantized with power-of-two scales."""
+    x = _compat.local_of(x)
     return bool(getattr(x.config if isinstance(x, MasterWeightTensor) else x, "power_of_2_scales", False))
 
 

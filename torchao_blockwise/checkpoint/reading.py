@@ -22,6 +22,7 @@ from torchao_blockwise.checkpoint.model_tensors import (
     ENGINE_SCALES,
     Part,
     all_parts_on_disk,
+    format_of,
     has_power_of_2_scales,
     tensors_of,
     unwrapped,
@@ -149,26 +150,26 @@ def _fill(x: torch.Tensor, parts: list[Part], weights: StoredWeights) -> None:
         target.copy_(values.to(x.device) if local is x else shard_of(values, x))
 
 
-def why_requantized(x: Any, parts: list[Part], weights: StoredWeights) -> str | None:
+def why_requantized(x: torch.Tensor, parts: list[Part], weights: StoredWeights) -> str | None:
     """Return why the converted weight `x` cannot have the payload that the files have for its parts, or None.
 
-    x: a quantized Parameter, a shard of one, or a master weight, whose scales `_warn_of_scales` checks.
+    x: a quantized Parameter, a shard of one, or a master weight, whose scales `warn_of_scales` checks.
     """
-    is_master = isinstance(x, MasterWeightTensor)
-    fmt = x.config.weight_format if is_master else x.fmt
-    first = None
+    fmt, tensor_scale = format_of(x), None
+    assert fmt is not None
+    needs_powers_of_2 = has_power_of_2_scales(x) and not isinstance(_compat.local_of(x), MasterWeightTensor)
     for part in parts:
-        blocks = weights.blocks(part.name)
-        if blocks is None or blocks[0] is not fmt:
-            found = "in high precision" if blocks is None else f"in {blocks[0].name}"
+        stored_as, factor, are_powers_of_2 = weights.blocks(part.name) or (None, None, False)
+        if stored_as is not fmt:
+            found = "in high precision" if stored_as is None else f"in {stored_as.name}"
             return f"{part.name} is stored {found}, and the weight has blocks of {fmt.name}"
         if part.cuts(fmt.block[0]):
             return f"{part.name} begins inside of a block of {fmt.block[0]} rows of the weight that holds it"
-        if blocks[1] != (first or blocks)[1]:
-            return f"{part.name} has another tensor scale than {parts[0].name}, with which it is one weight"
-        if not is_master and has_power_of_2_scales(x) and not blocks[2]:
+        if needs_powers_of_2 and not are_powers_of_2:
             return f"scales of {part.name} are not powers of two"
-        first = first or blocks
+        tensor_scale = factor if tensor_scale is None else tensor_scale
+        if factor != tensor_scale:
+            return f"{part.name} has another tensor scale than {parts[0].name}, with which it is one weight"
     return None
 
 
@@ -188,7 +189,7 @@ def _payload(x: Any, shape: torch.Size, parts: list[Part], weights: StoredWeight
     if isinstance(x, QuantizedShard):
         rows = slice(x.part.start, x.part.start + x.part.local_shape[0])
         return QuantizedShard(qdata[rows], scale, x.part, x.dtype, factor)
-    made: QuantizedTensor = x._make(qdata, scale, global_scale=factor)
+    made: QuantizedTensor = x._make(qdata=qdata, scale=scale, global_scale=factor)
     return made
 
 
@@ -220,14 +221,6 @@ def _quantized_as(x: NVFP4Tensor, values: torch.Tensor) -> NVFP4Tensor:
     return NVFP4Tensor(made.qdata, made.scale, made.global_scale, x.columns, x.block_size, x.dtype)
 
 
-def _power_of_2_scales_wanted(x: Any) -> bool | None:
-    """Whether an FP8 weight needs power-of-two scales; None for other weights and for those that accept any scales."""
-    if isinstance(x, MasterWeightTensor):
-        return has_power_of_2_scales(x) if x.config.weight_format is FP8.format else None
-    # Without power_of_2_scales a quantized Parameter accepts any scales.
-    return True if getattr(x, "fmt", None) is FP8.format and has_power_of_2_scales(x) else None
-
-
 def warn_of_scales(
     model: nn.Module, weights: StoredWeights, parts: Mapping[str, list[Part]], powers_of_2: Mapping[str, bool | None]
 ) -> None:
@@ -238,10 +231,12 @@ def warn_of_scales(
     # {(whether scales of the files are powers of two, whether those of the model are): one of these weights}
     kinds: dict[tuple[bool, bool], str] = {}
     for name, x in tensors_of(model).items():
-        in_model = _power_of_2_scales_wanted(_compat.local_of(x))
+        in_model = has_power_of_2_scales(x)
+        # Without power_of_2_scales a quantized Parameter accepts any scales.
+        decides = in_model or isinstance(_compat.local_of(x), MasterWeightTensor)
         for part in parts[name]:
             in_files = powers_of_2[part.name]
-            if in_files is not None and in_model is not None:
+            if in_files is not None and format_of(x) is FP8.format and decides:
                 kinds.setdefault((in_files, in_model), part.name)
     # The scales of a single weight may be powers of two by chance.
     if (True, False) in kinds and (False, False) not in kinds:

@@ -32,6 +32,7 @@ from torchao_blockwise.checkpoint.model_tensors import (
     Part,
     Written,
     all_parts_on_disk,
+    format_of,
     has_power_of_2_scales,
     is_converted,
     tensors_of,
@@ -69,7 +70,7 @@ def export(
     tokenizer_from: a folder whose tokenizer files are copied; default the folder that the model was loaded from.
     shard_bytes: the size at which a new file is started; at most this much is held on the CPU.
     If FSDP2, tensor or expert parallelism shard the model, all ranks must call it, and the first one writes. Weights
-    are gathered a few at a time, and the files are bitwise identical to those of the model on one device.
+    are gathered one at a time, and the files are bitwise identical to those of the model on one device.
 
     If the width of an expert is not a multiple of 128, its up projection begins inside of a block and is quantized
     again from the weight's values, with a warning. In NVFP4 the same happens to weights that engines fuse (q, k and v;
@@ -126,7 +127,7 @@ def _write_others(weights: QuantizedWeights, folder: Folder, tokenizer_from: str
         with folder.writing():
             config.save_pretrained(folder.path)
         content = json.loads((folder.path / "config.json").read_text())
-        converted = [_compat.local_of(x) for x in tensors_of(weights.model).values() if is_converted(x)]
+        converted = [x for x in tensors_of(weights.model).values() if is_converted(x)]
         write_settings(folder, content, weights.layout, weights.written, all(map(has_power_of_2_scales, converted)))
     generation = getattr(weights.model, "generation_config", None)
     if generation is not None:
@@ -221,21 +222,19 @@ def _layout_for(op: str, model: nn.Module, format: str) -> Layout:
     layout, found = LAYOUTS[format], 0
     check_model(op, model, layout)
     for name, x in tensors_of(model).items():
-        if not is_converted(x):
+        if (fmt := format_of(x)) is None:
             continue
-        weight: Any = _compat.local_of(x)
-        fmt = weight.fmt if weight.config is None else weight.config.weight_format
         if fmt is not layout.format:
             raise ValueError(
                 f"{op}: {name} trains in {fmt.name}, and {layout.name} holds {layout.format.name}; convert the "
                 "model with another config, or unconvert it and call save_pretrained"
             )
-        if layout.power_of_2_scales and not has_power_of_2_scales(weight):
+        if layout.power_of_2_scales and not has_power_of_2_scales(x):
             raise ValueError(
                 f"{op}: {name} trains with scales that are not powers of two, and {layout.name} holds only powers of "
                 f"two; convert the model with power_of_2_scales=True, or export it as {FP8.name}"
             )
-        if weight.dim() > 2 and _has_scales_of_experts(weight):
+        if x.dim() > 2 and _has_scales_of_experts(_compat.local_of(x)):
             raise ValueError(
                 f"{op}: each expert of {name} trains with a separate tensor scale (scale_per_expert), but engines use "
                 "one for all experts; call unconvert(model), and convert it with scale_per_expert=False"

@@ -11,7 +11,6 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from torchao_blockwise._compat import torchao_import
 from torchao_blockwise.cli import convert, doctor, report, verify
 from torchao_blockwise.cli.inputs import UsageError
 
@@ -36,8 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command in `argv`, by default the arguments of the process; return the exit code."""
     args = make_parser().parse_args(argv)
     try:
-        with torchao_import.without_noise():
-            return COMMANDS[args.command].run(args)
+        return COMMANDS[args.command].run(args)
     except UsageError as error:
         print(f"{PROGRAM} {args.command}: {error}", file=sys.stderr)
         return 2

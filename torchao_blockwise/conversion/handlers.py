@@ -20,7 +20,7 @@ from torch import nn
 from torchao.quantization.transform_module import register_quantize_module_handler
 
 from torchao_blockwise import _compat, _versions
-from torchao_blockwise._compat import hugging_face, torch_fsdp
+from torchao_blockwise._compat import hugging_face
 from torchao_blockwise._names import nearest_names
 from torchao_blockwise.conversion.filters import Filter
 from torchao_blockwise.conversion.recommended import warn_of_plain
@@ -196,7 +196,6 @@ def _convert(
     held: dict[nn.Parameter, list[tuple[str, nn.Module]]],
     parameter_name: str | None,
 ) -> None:
-    torch_fsdp.install()
     hugging_face.tell_lora_how_to_merge(TrainingConfig)
     numbers = {weight: number for number, weight in enumerate(held)}
     for fqn, module in targets.items():

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
 from torchao_blockwise import _compat
 from torchao_blockwise._names import did_you_mean
-from torchao_blockwise.formats import StochasticRounding
+from torchao_blockwise.formats import StochasticRounding, key_of
 from torchao_blockwise.tensors.rounding import RoundingKeys
 
 _NUMBERS = "seed", "stream", "use"
@@ -44,7 +45,10 @@ def load_recipe_state(model: nn.Module, state: Mapping[str, Mapping[str, int]]) 
     for name, (keys, expert) in found.items():
         try:
             seed, stream, use = (state[name][number] for number in _NUMBERS)
-            starts.append((keys, RoundingKeys(StochasticRounding(seed, stream, use, expert=expert)).checked()))
+            start = StochasticRounding(seed, stream, use, expert=expert)
+            # Raises for numbers of too many bits.
+            key_of(start, torch.device("cpu"))
+            starts.append((keys, start))
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(
                 f"load_recipe_state: {name!r} must have the integers {', '.join(_NUMBERS)}, got {state[name]!r}; "

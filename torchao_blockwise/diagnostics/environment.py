@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import re
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ import torch
 
 import torchao_blockwise
 from torchao_blockwise import _compat, _versions
-from torchao_blockwise._compat import torch_fsdp, triton_launcher, triton_tools
+from torchao_blockwise._compat import torch_fsdp, triton_launcher
 from torchao_blockwise.ops import backend
 
 PROBLEM, NOTE = "problem", "note"
@@ -36,7 +35,6 @@ def facts(device: torch.device) -> dict[str, str]:
         "torch": torch.__version__,
         "torchao": installed("torchao") or "-",
         "triton": installed("triton") or "-",
-        "Triton's ptxas": _ptxas_version(device) or "-",
         "CUDA of torch": torch.version.cuda or "-",
         "NVIDIA driver": driver_version() or "-",
         "Python": platform.python_version(),
@@ -81,8 +79,6 @@ def findings(device: torch.device) -> list[Finding]:
 def _of_versions() -> Iterator[Finding]:
     if reason := _versions.why_too_old():
         yield Finding(PROBLEM, reason)
-    if reason := _versions.why_untested():
-        yield Finding(NOTE, reason)
     if reason := torch_fsdp.why_unknown():
         yield Finding(NOTE, reason)
 
@@ -100,30 +96,10 @@ def _of_triton(device: torch.device) -> Iterator[Finding]:
             kind,
             "TRITON_INTERPRET=1: kernels run in Triton's interpreter, thousands of times slower; unset it to train",
         )
-    if reason := why_another_triton():
-        yield Finding(NOTE, reason)
     if is_gpu and not backend.interpreting() and (reason := triton_launcher.why_by_triton()):
         yield Finding(NOTE, f"kernels are launched by Triton's own launcher, which has more host overhead: {reason}")
-    if reason := triton_tools.why_no_cache():
-        yield Finding(NOTE, reason)
     if is_gpu and not (os.environ.get("CC") or any(map(shutil.which, ("cc", "gcc", "clang")))):
         yield Finding(PROBLEM, "Triton needs a C compiler to build its launchers, and none was found; install gcc")
-
-
-def _ptxas_version(device: torch.device) -> str | None:
-    """Return the version of the ptxas that Triton uses for the GPU, or for Hopper if there is no GPU."""
-    return triton_tools.ptxas_version(backend.compute_capability(device) if device.type == "cuda" else (9, 0))
-
-
-def why_another_triton() -> str | None:
-    """Return why the installed Triton may not fit PyTorch, by the version that PyTorch requires, or None."""
-    have = installed("triton")
-    for requirement in metadata.requires("torch") or ():
-        wanted = re.match(r"triton\s*(?:==|~=)\s*([\w.+]+)", requirement)
-        if wanted and have and wanted[1].split(".")[:2] != have.split(".")[:2]:
-            needs = f"PyTorch {torch.__version__} needs Triton {wanted[1]}, got {have}"
-            return f"{needs}: torch.compile may fail (pip install triton=={wanted[1]})"
-    return None
 
 
 def _of_gpu(device: torch.device) -> Iterator[Finding]:

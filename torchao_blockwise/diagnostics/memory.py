@@ -18,18 +18,8 @@ from torch import nn
 
 from torchao_blockwise import _compat
 from torchao_blockwise.conversion.report import aligned, human_bytes
-from torchao_blockwise.diagnostics.steps import (
-    Loss,
-    NothingToDifferentiate,
-    Step,
-    fake_inputs,
-    nbytes_of,
-    real_inputs,
-    run_step,
-    undone,
-)
+from torchao_blockwise.diagnostics.steps import Loss, NothingToDifferentiate, nbytes_of, run_fake_step, run_step, undone
 from torchao_blockwise.distributed import MasterWeightOptimizer
-from torchao_blockwise.formats import BlockFormat
 from torchao_blockwise.tensors import MasterWeightTensor, QuantizedTensor
 
 Optimizer: TypeAlias = torch.optim.Optimizer | Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -64,8 +54,8 @@ class Bytes:
     buffers: int
     states: int | None
     gathered: int | None
-    copies: int
     gradients: int
+    copies: int | None = None
     saved: int | None = None
     peak: int | None = None
     allocated: int | None = None
@@ -110,8 +100,8 @@ def memory_report(
 
     model: converted or not, fused, with experts, with checkpointing; on a CPU, a GPU, or on the meta device, which
         gives a prediction only.
-    batch: the arguments of the model; a single mapping is passed as keyword arguments. Without a batch nothing is run:
-        activations are left out, and the largest copy of a weight is used for `copies`.
+    batch: the arguments of the model; a single mapping is passed as keyword arguments. Without a batch nothing is run,
+        and activations and quantized copies are left out.
     loss: output of the model -> a scalar; default the output's `loss`, or else the sum of all returned tensors.
     optimizer: a class or an optimizer, whose states after a step are predicted.
 
@@ -121,10 +111,13 @@ def memory_report(
     """
     if isinstance(model, nn.parallel.DistributedDataParallel):
         model = model.module
-    weights = list(model.parameters())
+    weights, buffers = list(model.parameters()), list(model.buffers())
     if batch and any(_compat.local_of(p) is not p for p in weights):
         raise ValueError("memory_report: this model is sharded; call it before fully_shard, or without a batch")
-    columns = {"bf16": _at_rest_in_bf16(model, optimizer), "the prediction": _at_rest(model, optimizer)}
+    columns = {
+        "bf16": _at_rest([_in_bf16(x) for x in weights], [_in_bf16(x) for x in buffers], optimizer),
+        "the prediction": _at_rest(weights, buffers, optimizer),
+    }
     fp32 = sum(p.nbytes for p in weights if p.dtype is torch.float32 and not isinstance(p, QuantizedTensor))
     notes, measured = [], None
     if fp32:
@@ -135,7 +128,7 @@ def memory_report(
     with undone(model) if batch else contextlib.nullcontext():
         for name, dtype in zip(columns, (torch.bfloat16, None)) if batch else ():
             try:
-                columns[name] = _with_step(columns[name], run_step(model, fake_inputs(model, batch, dtype), loss))
+                columns[name] = _with_step(columns[name], run_fake_step(model, batch, loss, dtype))
             except NothingToDifferentiate:
                 raise
             except Exception as error:
@@ -146,82 +139,62 @@ def memory_report(
     return MemoryReport(columns["bf16"], columns["the prediction"], measured, tuple(notes))
 
 
-def _with_step(at_rest: Bytes, step: Step) -> Bytes:
-    return replace(at_rest, **{**step._asdict(), "peak": at_rest.weights + at_rest.buffers + step.peak})
+def _with_step(at_rest: Bytes, step: dict[str, int]) -> Bytes:
+    return replace(at_rest, **{**step, "peak": at_rest.weights + at_rest.buffers + step["peak"]})
 
 
 def _measured(model: nn.Module, batch: Sequence[Any], loss: Loss | None, at_rest: Bytes) -> Bytes:
     """Return the bytes of a real step; on a GPU those of the second step, with the allocator's peak."""
     at_rest = replace(at_rest, states=None, gathered=None)
     if not any(p.is_cuda for p in model.parameters()):
-        return _with_step(at_rest, run_step(model, real_inputs(model, batch), loss))
-    run_step(model, real_inputs(model, batch), loss)
-    inputs, before = real_inputs(model, batch), torch.cuda.memory_allocated()
+        return _with_step(at_rest, run_step(model, _own_tensors(model), batch, loss))
+    run_step(model, _own_tensors(model), batch, loss)
+    tensors, before = _own_tensors(model), torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    step = _with_step(at_rest, run_step(model, inputs, loss))
+    step = _with_step(at_rest, run_step(model, tensors, batch, loss))
     return replace(step, allocated=step.weights + step.buffers + torch.cuda.max_memory_allocated() - before)
+
+
+def _own_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the model's Parameters and copies of its buffers, by name."""
+    return {**dict(model.named_parameters()), **{name: x.clone() for name, x in model.named_buffers()}}
 
 
 # --- bytes that do not depend on activations --------------------------------------------------------------------------
 
 
-def _at_rest(model: nn.Module, optimizer: Optimizer) -> Bytes:
-    """Return the bytes without activations: one gradient for each trained Parameter, one copy of the largest weight."""
-    weights = list(model.parameters())
+def _at_rest(weights: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor], optimizer: Optimizer) -> Bytes:
+    """Return the bytes without activations: one gradient for each trained Parameter."""
     trained = [p for p in weights if p.requires_grad]
     # The optimizer keeps an fp32 master of a quantized Parameter.
     masters = [p for p in trained if isinstance(_compat.local_of(p), QuantizedTensor)]
-    dtypes = [torch.float32 if isinstance(_compat.local_of(p), QuantizedTensor) else p.dtype for p in trained]
     return Bytes(
         weights=nbytes_of(weights),
-        buffers=nbytes_of(list(model.buffers())),
-        states=_states(trained, dtypes, optimizer) + sum(p.numel() * torch.float32.itemsize for p in masters),
+        buffers=nbytes_of(buffers),
+        states=_states(trained, optimizer) + sum(p.numel() * torch.float32.itemsize for p in masters),
         gathered=sum(_payload_bytes(p) for p in weights),
-        copies=max((_copy_bytes(p) for p in weights), default=0),
         gradients=sum(p.numel() * p.dtype.itemsize for p in trained),
     )
 
 
-def _at_rest_in_bf16(model: nn.Module, optimizer: Optimizer) -> Bytes:
-    trained = [p for p in model.parameters() if p.requires_grad]
-    weights, buffers, gradients = (sum(map(_bf16_bytes, x)) for x in (model.parameters(), model.buffers(), trained))
-    states = _states(trained, [torch.bfloat16] * len(trained), optimizer)
-    return Bytes(weights, buffers, states, gathered=weights, copies=0, gradients=gradients)
-
-
-def _bf16_bytes(x: torch.Tensor) -> int:
-    return x.numel() * (torch.bfloat16.itemsize if x.is_floating_point() else x.dtype.itemsize)
-
-
-def _format_of(weight: torch.Tensor) -> BlockFormat | None:
-    weight = _compat.local_of(weight)
-    if isinstance(weight, MasterWeightTensor):
-        return weight.config.weight_format
-    return weight.fmt if isinstance(weight, QuantizedTensor) else None
+def _in_bf16(x: torch.Tensor) -> torch.Tensor:
+    dtype = torch.bfloat16 if x.is_floating_point() else x.dtype
+    return torch.empty(x.shape, dtype=dtype, device="meta").requires_grad_(x.requires_grad)
 
 
 def _payload_bytes(weight: torch.Tensor) -> int:
     """Return the bytes of a weight that FSDP2 gathers; scales are already known to all ranks."""
-    fmt = _format_of(weight)
-    if fmt is None:
-        return weight.numel() * weight.dtype.itemsize
-    return math.prod(fmt.qdata_shape(*weight.shape)) * fmt.element.storage_dtype.itemsize
+    weight, shape = _compat.local_of(weight), weight.shape
+    if not isinstance(weight, (MasterWeightTensor, QuantizedTensor)):
+        return shape.numel() * weight.dtype.itemsize
+    fmt = weight.config.weight_format if isinstance(weight, MasterWeightTensor) else weight.fmt
+    return math.prod(fmt.qdata_shape(*shape)) * fmt.element.storage_dtype.itemsize
 
 
-def _copy_bytes(weight: torch.Tensor) -> int:
-    """Return the bytes of the copy that a GEMM makes: a master is quantized, a quantized weight transposed."""
-    fmt = _format_of(weight)
-    if fmt is None:
-        return 0
-    local = _compat.local_of(weight)
-    if isinstance(local, MasterWeightTensor):
-        return fmt.nbytes(*weight.shape, scale_per_matrix=local.config.scale_per_expert)
-    # The transposed one shares the tensor scale.
-    return fmt.nbytes(*weight.shape) - torch.float32.itemsize * fmt.has_global_scale
-
-
-def _states(weights: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype], optimizer: Optimizer) -> int:
+def _states(weights: Sequence[torch.Tensor], optimizer: Optimizer) -> int:
     """Return the bytes of an optimizer's states after a step with such weights, run on the meta device."""
+    quantized = [isinstance(_compat.local_of(p), QuantizedTensor) for p in weights]
+    dtypes = [torch.float32 if is_quantized else p.dtype for p, is_quantized in zip(weights, quantized)]
     stepped = [nn.Parameter(torch.empty(p.shape, dtype=dtype, device="meta")) for p, dtype in zip(weights, dtypes)]
     if not stepped:
         return 0

@@ -6,8 +6,7 @@ import contextlib
 import gc
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -26,27 +25,6 @@ class NothingToDifferentiate(ValueError):
     """Raised if no output of a model requires a gradient."""
 
 
-class Step(NamedTuple):
-    """Bytes of a forward and backward pass; see `memory.Bytes`. peak: includes `main_grad` buffers."""
-
-    copies: int
-    gradients: int
-    saved: int
-    peak: int
-
-
-class Inputs(NamedTuple):
-    """The inputs of a step.
-
-    tensors: replace the model's Parameters and buffers, by name. batch: the model's arguments. mode: a context for the
-    step.
-    """
-
-    tensors: Mapping[str, torch.Tensor]
-    batch: Sequence[Any]
-    mode: AbstractContextManager[Any]
-
-
 class _Within(nn.Module):
     """Wraps a model so that `functional_call` keeps the replaced tensors in place during backward too.
 
@@ -63,10 +41,16 @@ class _Within(nn.Module):
         return body(lambda: self.model(*batch))
 
 
-def run_step(model: nn.Module, inputs: Inputs, loss: Loss | None) -> Step:
-    """Run forward and backward, and return their bytes. Tensors that existed before do not count as saved."""
-    weights = [x for x in inputs.tensors.values() if x.requires_grad]
-    before = [*inputs.tensors.values(), *_compat.pytree.tree_leaves(list(inputs.batch))]
+def run_step(
+    model: nn.Module, tensors: Mapping[str, torch.Tensor], batch: Sequence[Any], loss: Loss | None
+) -> dict[str, int]:
+    """Run forward and backward, and return their bytes by the fields of `memory.Bytes`.
+
+    tensors: replace the model's Parameters and buffers, by name; those do not count as saved. The peak includes
+    `main_grad` buffers.
+    """
+    weights = [x for x in tensors.values() if x.requires_grad]
+    before = [*tensors.values(), *_compat.pytree.tree_leaves(list(batch))]
     own = {storage_of(x) for x in plain_tensors(before)}
     saved: dict[int, tuple[StorageWeakRef, int]] = {}
 
@@ -87,18 +71,19 @@ def run_step(model: nn.Module, inputs: Inputs, loss: Loss | None) -> Step:
         edges = [torch.autograd.graph.get_gradient_edge(p) for p in weights]
         return nbytes, torch.autograd.grad(total, edges, allow_unused=True)
 
-    named = {f"model.{name}": x for name, x in inputs.tensors.items()}
-    contexts = torch.compiler.set_stance("force_eager"), torch.enable_grad(), warnings.catch_warnings(), inputs.mode
+    named = {f"model.{name}": x for name, x in tensors.items()}
+    contexts = torch.compiler.set_stance("force_eager"), torch.enable_grad(), warnings.catch_warnings()
     with contextlib.ExitStack() as stack:
         for context in contexts:
             stack.enter_context(context)
         # Plain tensors are in the places of converted weights on purpose.
         warnings.filterwarnings("ignore", ".* was converted to low precision, but its weight was replaced")
         memory = stack.enter_context(LiveMemory())
-        saved_bytes, gradients = torch.func.functional_call(_Within(model), named, (forward_backward, inputs.batch))
+        saved_bytes, gradients = torch.func.functional_call(_Within(model), named, (forward_backward, batch))
     main_grads = [x for p in weights if isinstance(x := getattr(p, "main_grad", None), torch.Tensor)]
     made = [x for x in gradients if x is not None]
-    return Step(memory.copies, nbytes_of([*made, *main_grads]), saved_bytes, memory.peak + nbytes_of(main_grads))
+    gradient_bytes, peak = nbytes_of([*made, *main_grads]), memory.peak + nbytes_of(main_grads)
+    return {"copies": memory.copies, "gradients": gradient_bytes, "saved": saved_bytes, "peak": peak}
 
 
 def _scalar(out: Any, loss: Loss | None) -> torch.Tensor:
@@ -122,17 +107,10 @@ def nbytes_of(tensors: Sequence[torch.Tensor]) -> int:
     return sum({storage_of(x): x.untyped_storage().nbytes() for x in plain_tensors(tensors)}.values())
 
 
-# --- real and fake inputs ---------------------------------------------------------------------------------------------
-
-
-def real_inputs(model: nn.Module, batch: Sequence[Any]) -> Inputs:
-    """Return inputs with the model's Parameters and copies of its buffers."""
-    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    return Inputs({**dict(model.named_parameters()), **buffers}, batch, contextlib.nullcontext())
-
-
-def fake_inputs(model: nn.Module, batch: Sequence[Any], dtype: torch.dtype | None = None) -> Inputs:
-    """Return inputs of fake tensors on the model's device, or on the CPU for a model on the meta device.
+def run_fake_step(
+    model: nn.Module, batch: Sequence[Any], loss: Loss | None, dtype: torch.dtype | None = None
+) -> dict[str, int]:
+    """Run a step with fake tensors on the model's device, or on the CPU for a model on the meta device.
 
     dtype: for all floating-point tensors, which are then plain tensors, as in a model that is not converted.
     """
@@ -149,15 +127,13 @@ def fake_inputs(model: nn.Module, batch: Sequence[Any], dtype: torch.dtype | Non
         parts = {name: like(part) for name in names if (part := getattr(x, name)) is not None}
         return type(x).__tensor_unflatten__(parts, context, x.shape, x.stride())
 
-    mode = fakes.fake_mode()
-    with mode:
-        tensors: dict[str, torch.Tensor] = {}
+    with fakes.fake_mode():
+        tensors: dict[str, torch.Tensor] = {name: plain(x) for name, x in model.named_buffers()}
         for name, p in model.named_parameters():
             tensors[name] = made = nn.Parameter(like(p), requires_grad=p.requires_grad)
             if isinstance(main_grad := getattr(p, "main_grad", None), torch.Tensor):
                 made.main_grad = plain(main_grad, None)  # type: ignore[attr-defined]
-        tensors |= {name: plain(x) for name, x in model.named_buffers()}
-        return Inputs(tensors, _compat.pytree.tree_map_only(torch.Tensor, plain, list(batch)), mode)
+        return run_step(model, tensors, _compat.pytree.tree_map_only(torch.Tensor, plain, list(batch)), loss)
 
 
 # --- undoing a step ---------------------------------------------------------------------------------------------------

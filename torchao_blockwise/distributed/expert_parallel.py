@@ -25,6 +25,7 @@ from torchao_blockwise import _compat
 from torchao_blockwise.nn import permute, unpermute
 from torchao_blockwise.ops.groups.ends import check_group_ends, clamped_ends
 from torchao_blockwise.tensors import MasterWeightTensor
+from torchao_blockwise.tensors.rounding import RoundingKeys
 from torchao_blockwise.tensors.weight_operands import group_names
 
 
@@ -126,7 +127,8 @@ class ExpertParallel(ParallelStyle):
             sharded = distribute_tensor(parameter, device_mesh, [Shard(0)])
             local: Any = _compat.local_of(sharded)
             if getattr(local, "rounding_keys", None) is not None:
-                local.rounding_keys.of_experts(device_mesh.get_local_rank() * most).attach(local)
+                first = local.rounding_keys.now()._replace(expert=device_mesh.get_local_rank() * most)
+                RoundingKeys(first).attach(local)
             module.register_parameter(name, nn.Parameter(sharded, requires_grad=parameter.requires_grad))
         group = device_mesh.get_group()
         journey: Any = None

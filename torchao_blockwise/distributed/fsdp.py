@@ -40,12 +40,10 @@ def sync_weight_scales(model: nn.Module) -> None:
 
     One MAX all-reduce of int32 amaxes, 4 bytes a block, for all weights of a shard group together. It runs by itself
     where a forward pass or `unshard()` begins; call it, on all ranks, where values were changed by hand between the
-    forward pass and the gathers of its backward pass, and once where no model was converted in this process: weights
-    made by hand. A model without FSDP2 has nothing to do.
+    forward pass and the gathers of its backward pass. A model without FSDP2 has nothing to do.
     Raises ValueError if ranks differ in their weights, configs or dtypes, RuntimeError if a rank does not come, naming
     the rank and the weight.
     """
-    torch_fsdp.install()
     states = _states_of(model)
     # Before the first forward pass no state knows its root: those go together.
     fresh = tuple(state for state in states if torch_fsdp.scope_of(state) is None)

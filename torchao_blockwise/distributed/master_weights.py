@@ -98,10 +98,8 @@ def _cast(
                 )
             if (before := first.setdefault(id(w), i)) != i:
                 raise ValueError(f"{name}: weight {i} is the same tensor as weight {before}; list a tied weight once")
-            refusal = _why_not(w, master, start, weights[0].device)
-            if refusal is None and targets is not None and master is not None and start is not None:
-                refusal = _why_not_into(targets[i], w, master, start)
-            if refusal is not None:
+            target = w.qdata if targets is None else targets[i]
+            if (refusal := _why_not(w, master, start, weights[0].device, target)) is not None:
                 error, reason = refusal
                 raise error(f"{name}: weight {i} ({type(w).__name__}, shape {list(w.shape)}) {reason}")
     if weights:
@@ -156,22 +154,33 @@ def _group(name: str, group: dist.ProcessGroup | None) -> dist.ProcessGroup | No
 # --- checks -----------------------------------------------------------------------------------------------------------
 
 
-def _why_not(
-    w: QuantizedTensor, master: torch.Tensor | None, start: int | None, device: torch.device
-) -> tuple[type[Exception], str] | None:
-    """The error that a weight and its master are refused with, or None."""
+def why_not_written(w: QuantizedTensor) -> str | None:
+    """Why a cast cannot write the payload and the scales of `w`, or None if it can."""
     if not w.fmt.is_square:
         rows, columns = w.fmt.block
-        return ValueError, f"has blocks of {rows}x{columns}; make it with square blocks"
+        return f"has blocks of {rows}x{columns}; make it with square blocks"
     if not (w.qdata.is_contiguous() and w.scale.is_contiguous()):
-        return ValueError, "is a view that is not contiguous; pass the weight that it is a view of"
+        return "is a view that is not contiguous; pass the weight that it is a view of"
+    return None
+
+
+def _why_not(
+    w: QuantizedTensor,
+    master: torch.Tensor | None,
+    start: int | None,
+    device: torch.device,
+    target: torch.Tensor | None,
+) -> tuple[type[Exception], str] | None:
+    """The error that a weight, its master and the buffer for its payload are refused with, or None."""
+    if (reason := why_not_written(w)) is not None:
+        return ValueError, reason
     if w.device != device:
         return ValueError, f"is on {w.device}, the first one on {device}; make a call a device"
-    if (master is None) != (start is None):
+    if master is None and start is None:
+        return None
+    if master is None or start is None:
         got = "no master" if master is None else "a master"
         return ValueError, f"has {got} and start offset {start}; give both or neither"
-    if master is None or start is None:
-        return None
     if master.dtype not in HIGH_PRECISION_DTYPES:
         return TypeError, f"needs a master of bfloat16, float16 or float32, got {master.dtype}; cast it first"
     if master.dim() != 1 or not master.is_contiguous():
@@ -182,18 +191,15 @@ def _why_not(
     end, numel = start + master.numel(), math.prod(w.shape)
     if not 0 <= start <= end <= numel:
         return ValueError, f"has {numel} elements, its master claims [{start}, {end})"
-    return None
-
-
-def _why_not_into(
-    shard: torch.Tensor | None, w: QuantizedTensor, master: torch.Tensor, start: int
-) -> tuple[type[Exception], str] | None:
-    """The error that a shard buffer is refused with, or None."""
-    _, wanted = ops.shard_entries(start, master.numel(), w.shape[-1], w.fmt)
-    if shard is None or shard.itemsize != 1 or shard.shape != (wanted,) or shard.device != w.device:
-        got = "none" if shard is None else f"{shard.dtype} of shape {list(shard.shape)} on {shard.device}"
-        elements = f"elements [{start}, {start + master.numel()})"
-        return ValueError, f"needs a flat shard of {wanted} bytes on {w.device} for {elements}, got {got}"
-    if not shard.is_contiguous():
-        return ValueError, f"needs a contiguous shard, got strides {list(shard.stride())}"
+    if target is w.qdata:
+        return None
+    _, size = ops.shard_entries(start, master.numel(), w.shape[-1], w.fmt)
+    fits = target is not None and target.itemsize == 1 and target.shape == (size,) and target.device == device
+    if target is None or not fits or not target.is_contiguous():
+        got = "none"
+        if target is not None:
+            got = (
+                f"{target.dtype} of shape {list(target.shape)} with strides {list(target.stride())} on {target.device}"
+            )
+        return ValueError, f"needs a flat shard of {size} bytes on {device} for elements [{start}, {end}), got {got}"
     return None

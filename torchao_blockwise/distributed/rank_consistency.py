@@ -51,41 +51,31 @@ def check_same(subject: str, ranks: Sequence[int], entries: Iterable[str]) -> No
     """
     if len(ranks) == 1 or dist.get_backend() == "fake":
         return
-    store, me, first = _compat.default_store(), dist.get_rank(), ranks[0]
+    store, me = _compat.default_store(), dist.get_rank()
     room = f"torchao_blockwise/{_digest(f'{subject} {ranks}')}"
     # Rounds are counted alike, because all ranks take part in each.
     room = f"{room}/{store.add(f'{room}/rounds/{me}', 1)}"
     text = "\n".join(entries)
     store.set(f"{room}/text/{me}", text)
     store.set(f"{room}/digest/{me}", _digest(text))
-    if me == first:
-        store.set(f"{room}/verdict", _why_not_same(store, room, ranks, text))
-    elif _absent(store, {first: f"{room}/verdict"}, 2 * store.timeout):
-        raise RuntimeError(f"{subject}: no answer from rank {first}; it failed or runs another program")
-    if verdict := store.get(f"{room}/verdict").decode():
-        kind = RuntimeError if verdict.startswith("no word") else ValueError
-        raise kind(f"{subject}: {verdict}")
+    keys = {rank: f"{room}/digest/{rank}" for rank in ranks}
+    if missing := _absent(store, keys, store.timeout):
+        raise RuntimeError(
+            f"{subject}: no word from {_named(missing)} in {store.timeout.total_seconds():.0f} s; it failed, or its "
+            f"model has none of these: {text.splitlines()[0] if text else 'nothing'}, ..."
+        )
+    first, *others = store.multi_get(list(keys.values()))
+    if different := [rank for rank, digest in zip(ranks[1:], others) if digest != first]:
+        texts = (store.get(f"{room}/text/{rank}").decode().splitlines() for rank in (ranks[0], different[0]))
+        a, b = next((a, b) for a, b in zip_longest(*texts, fillvalue="nothing more") if a != b)
+        raise ValueError(
+            f"{subject}: ranks differ; rank {ranks[0]} has {a}, rank {different[0]} has {b}; make the same model on "
+            "all ranks"
+        )
 
 
 def _digest(text: str) -> str:
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
-
-
-def _why_not_same(store: Store, room: str, ranks: Sequence[int], mine: str) -> str:
-    """Empty if all ranks brought `mine`, else what differs; waits for the ranks as long as the store's timeout."""
-    keys = {rank: f"{room}/digest/{rank}" for rank in ranks}
-    if missing := _absent(store, keys, store.timeout):
-        return (
-            f"no word from {_named(missing)} in {store.timeout.total_seconds():.0f} s; it failed, or its model has "
-            f"none of these: {mine.splitlines()[0] if mine else 'nothing'}, ..."
-        )
-    for rank, key in keys.items():
-        if store.get(key).decode() != _digest(mine):
-            theirs = store.get(f"{room}/text/{rank}").decode().splitlines()
-            pairs = zip_longest(mine.splitlines(), theirs, fillvalue="nothing more")
-            a, b = next(((a, b) for a, b in pairs if a != b), ("nothing", "nothing"))
-            return f"ranks differ; rank {ranks[0]} has {a}, rank {rank} has {b}; make the same model on all ranks"
-    return ""
 
 
 def _absent(store: Store, keys: dict[int, str], timeout: datetime.timedelta) -> list[int]:

@@ -5,6 +5,8 @@ Source: DeepSeek-V3 technical report (arXiv 2412.19437), §3.3.
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 
 from torchao_blockwise.formats.block_format import BlockFormat, Scales, register_format
@@ -42,13 +44,5 @@ FP8_1X128 = register_format(
 )
 
 FP8_128X128 = register_format(
-    BlockFormat(
-        name="fp8_128x128",
-        element=E4M3,
-        block=(128, 128),
-        scale_dtype=torch.float32,
-        compute_scales=_fp8_scales,
-        min_amax=MIN_AMAX,
-        has_power_of_2_scales=True,
-    )
+    dataclasses.replace(FP8_1X128, name="fp8_128x128", block=(128, 128), transposed_scales=False)
 )

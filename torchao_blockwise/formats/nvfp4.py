@@ -5,6 +5,8 @@ Source: NVIDIA, Pretraining Large Language Models with NVFP4 (arXiv 2509.25149).
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 
 from torchao_blockwise.formats.block_format import BlockFormat, Scales, register_format
@@ -47,14 +49,4 @@ NVFP4_1X16 = register_format(
     )
 )
 
-NVFP4_16X16 = register_format(
-    BlockFormat(
-        name="nvfp4_16x16",
-        element=E2M1,
-        block=(16, 16),
-        scale_dtype=E4M3.storage_dtype,
-        compute_scales=_nvfp4_scales,
-        scale_max=E4M3.max,
-        has_global_scale=True,
-    )
-)
+NVFP4_16X16 = register_format(dataclasses.replace(NVFP4_1X16, name="nvfp4_16x16", block=(16, 16)))

@@ -55,6 +55,7 @@ class CastOptions(NamedTuple):
         of; 0 for none. It is whole chunks of 16 tokens wide, the last one filled with zeros, and so is not `padded`.
     scale_per_group: NVFP4 only; each group of tokens has a tensor scale of its own, and so has, without groups, each
         matrix [M, K] of a tensor [.., M, K]. Else the whole tensor has one.
+    columnwise_format_name: the format of the columnwise copy, if it is not `fmt`: "fp8_128x128" next to FP8_1X128.
     """
 
     fmt: BlockFormat
@@ -64,6 +65,11 @@ class CastOptions(NamedTuple):
     padded: bool = False
     hadamard: int = 0
     scale_per_group: bool = False
+    columnwise_format_name: str = ""
+
+    @property
+    def columnwise_format(self) -> BlockFormat:
+        return FORMATS[self.columnwise_format_name] if self.columnwise_format_name else self.fmt
 
 
 class Groups(NamedTuple):

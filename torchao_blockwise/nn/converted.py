@@ -254,7 +254,5 @@ def _refuse(fqn: str, kind: str, names: str, training: bool) -> None:
 
 
 def _rebuild(base: type) -> nn.Module:
-    # A converted layer of another process: it may be sharded here.
-    torch_fsdp.install()
     cls = _class_of(base)
     return cls.__new__(cls)

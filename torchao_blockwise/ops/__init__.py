@@ -1,4 +1,4 @@
-"""Operations: what is computed. Each checks, has a schema, a fake and a sharding rule, and picks an implementation."""
+"""Operations: what is computed. Each checks its arguments, has a schema and a fake, and picks an implementation."""
 
 from torchao_blockwise.formats import StochasticRounding
 from torchao_blockwise.ops.backend import Backend, casting_backend, get_backend

@@ -9,7 +9,6 @@ from torchao_blockwise.ops.backend import Backend, Implementation
 from torchao_blockwise.ops.operands import check_operand
 from torchao_blockwise.ops.quantization.reference import expand_blocks
 from torchao_blockwise.ops.registry import Operation, operand
-from torchao_blockwise.ops.sharding import Rules, placements_of
 
 
 def dequantize(x: Operand, *, dtype: torch.dtype = torch.float32, columns: int | None = None) -> torch.Tensor:
@@ -45,16 +44,9 @@ def reference(x: Operand, columns: int, dtype: torch.dtype) -> torch.Tensor:
     return (values if x.global_scale is None else values * x.global_scale[..., None, None]).to(dtype)
 
 
-def _sharding(x: Operand, columns: int, dtype: torch.dtype) -> Rules:
-    from torch.distributed.tensor import Replicate
-
-    return [([Replicate()], placements_of(x, Replicate(), Replicate()))]
-
-
 dequantize_op = Operation(
     f"dequantize({operand('x')}, SymInt columns, ScalarType dtype) -> Tensor",
     takes=(Operand, None, None),
     table=[Implementation(Backend.REFERENCE, reference)],
     fake=lambda x, columns, dtype: x.qdata.new_empty((*x.qdata.shape[:-1], columns), dtype=dtype),
-    sharding=_sharding,
 )

@@ -14,6 +14,7 @@ from torchao_blockwise import _compat
 from torchao_blockwise.formats import (
     FORMATS,
     FP8_1X128,
+    FP8_128X128,
     HADAMARD_SIZE,
     HIGH_PRECISION_DTYPES,
     NVFP4_1X16,
@@ -37,10 +38,9 @@ def without_grad(*tensors: torch.Tensor | None) -> list[torch.Tensor | None]:
 
 def copies_of(tensors: Sequence[torch.Tensor], options: CastOptions, scale: torch.Tensor | None = None) -> Copies:
     """The copies that an operation of these options returned as tensors. scale: the global scale that they share."""
-    name = options.fmt.name
     return Copies(
-        Operand(tensors[0], tensors[1], scale, name) if options.rowwise else None,
-        Operand(tensors[-2], tensors[-1], scale, name) if options.columnwise else None,
+        Operand(tensors[0], tensors[1], scale, options.fmt.name) if options.rowwise else None,
+        Operand(tensors[-2], tensors[-1], scale, options.columnwise_format.name) if options.columnwise else None,
     )
 
 
@@ -61,7 +61,7 @@ def check_dtype(op: str, x: torch.Tensor, name: str = "x") -> None:
 
 def check_options(op: str, options: CastOptions) -> None:
     """Raise ValueError unless these copies exist in their format."""
-    fmt = options.fmt
+    fmt, of_columns = options.fmt, options.columnwise_format
     if not (options.rowwise or options.columnwise):
         raise ValueError(f"{op}: nothing to compute; ask for rowwise, columnwise or both")
     if options.power_of_2_scales and not fmt.has_power_of_2_scales:
@@ -72,6 +72,11 @@ def check_options(op: str, options: CastOptions) -> None:
         raise ValueError(f"{op}: scale_per_group is for tensor scales, which {fmt.name} has not; leave it out")
     if options.hadamard and not options.columnwise:
         raise ValueError(f"{op}: hadamard transforms the columnwise copy, which is not asked for; leave it out")
+    if of_columns is not fmt and (fmt, of_columns) != (FP8_1X128, FP8_128X128):
+        raise ValueError(
+            f"{op}: only {FP8_1X128.name} has a columnwise copy of another format, {FP8_128X128.name}, got {fmt.name} "
+            f"and {of_columns.name}; call it once for each format"
+        )
 
 
 def new_copies(x: torch.Tensor, shape: tuple[int, ...], options: CastOptions, groups: Groups | None = None) -> Copies:
@@ -79,14 +84,16 @@ def new_copies(x: torch.Tensor, shape: tuple[int, ...], options: CastOptions, gr
 
     groups: of rows in groups, each of which the columnwise copy pads to whole blocks.
     """
-    fmt, (*batch, rows, columns) = options.fmt, shape
+    fmt, of_columns, (*batch, rows, columns) = options.fmt, options.columnwise_format, shape
     if groups is not None:
         tokens = padded_tokens(rows, groups.ends.shape[0], fmt.block[1])
     else:
         tokens = padded_size(rows) if options.padded else width_of(rows, options)
     return Copies(
         Operand(*fmt.new_empty(x, *batch, rows, columns), None, fmt.name) if options.rowwise else None,
-        Operand(*fmt.new_empty(x, *batch, columns, tokens), None, fmt.name) if options.columnwise else None,
+        Operand(*of_columns.new_empty(x, *batch, columns, tokens), None, of_columns.name)
+        if options.columnwise
+        else None,
     )
 
 

@@ -33,7 +33,8 @@ _T = TypeVar("_T", bound=type)
 # --- pieces of schemas ------------------------------------------------------------------------------------------------
 
 OPTIONS = (
-    "str fmt, bool rowwise, bool columnwise, bool power_of_2_scales, bool padded, SymInt hadamard, bool scale_per_group"
+    "str fmt, bool rowwise, bool columnwise, bool power_of_2_scales, bool padded, SymInt hadamard, "
+    "bool scale_per_group, str columnwise_format_name"
 )
 PLACE = "SymInt operand, SymInt row, SymInt column, SymInt grid"
 
@@ -93,7 +94,6 @@ class Operation:
         all are as they are. An `Operand` or `Groups` may be None.
     preferred_backend: (values) -> a backend, or None; see `choose`.
     check: (values) -> raises; for what can be checked only where there are values. Fakes are checked too.
-    sharding: DTensor rule: (specs in the places of tensors) -> [(placements of results, of tensor arguments)].
     flops: (values) -> floating point operations of its GEMMs, from shapes, for `FlopCounterMode`, which does not see
         what other operations do inside.
     called: the name in messages, where it is not the operation's.
@@ -108,7 +108,6 @@ class Operation:
     takes: tuple[Any, ...] | None = None
     preferred_backend: Choice | None = None
     check: Callable[..., None] | None = None
-    sharding: Callable[..., Any] | None = None
     flops: Callable[..., int] | None = None
     called: str = ""
 
@@ -125,9 +124,6 @@ class Operation:
         self._place_values(len(arguments))
         _library.impl(defined, self.dispatched, "CompositeExplicitAutograd")
         torch.library.register_fake(f"{NAMESPACE}::{defined}", self._faked, lib=_library)
-        if self.sharding is not None and torch.distributed.is_available():
-            self._are_tensors = ["Tensor" in str(argument.type) for argument in arguments]
-            _compat.register_sharding(self.overload, self._rule)
         if self.flops is not None:
             register_flop_formula(packet, get_raw=True)(self._count)
 
@@ -198,7 +194,7 @@ class Operation:
         return values
 
     def _inputs_of(self, parts: Sequence[Any]) -> list[Any]:
-        """`_values_of`, without the backend: what rows, fakes and rules take."""
+        """`_values_of`, without the backend: what rows and fakes take."""
         values = self._values_of(parts)
         return values[:-1] if self._takes_backend else values
 
@@ -223,15 +219,6 @@ class Operation:
         if self.check is not None:
             self.check(*values)
         return None if self.fake is None else self._flat(self.fake(*values))
-
-    def _rule(self, *specs: Any) -> list[tuple[Any, list[Any]]]:
-        """`sharding` as PyTorch takes it: with None for what is no tensor."""
-        rules = []
-        assert self.sharding is not None
-        for outputs, inputs in self.sharding(*self._inputs_of(specs)):
-            placements = iter(inputs)
-            rules.append((outputs, [next(placements) if is_tensor else None for is_tensor in self._are_tensors]))
-        return rules
 
     def _count(self, *parts: Any, out_val: Any) -> int:
         assert self.flops is not None

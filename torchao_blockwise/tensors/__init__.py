@@ -2,7 +2,7 @@
 
 import torch
 
-from torchao_blockwise.tensors import collectives, quantized_ops  # noqa: F401  # registers them
+from torchao_blockwise.tensors import quantized_ops  # noqa: F401  # registers them
 from torchao_blockwise.tensors.blockwise_fp8 import BlockwiseFP8Tensor
 from torchao_blockwise.tensors.config import BlockwiseFP8TrainingConfig, NVFP4TrainingConfig, TrainingConfig
 from torchao_blockwise.tensors.master_weight import MasterWeightTensor

@@ -9,8 +9,7 @@ import torch
 from torchao_blockwise import _compat, ops
 from torchao_blockwise.formats import FP8_128X128, BlockFormat
 from torchao_blockwise.tensors.config import TrainingConfig
-from torchao_blockwise.tensors.consistency import check_attributes, check_parts
-from torchao_blockwise.tensors.quantized import QuantizedTensor
+from torchao_blockwise.tensors.quantized import QuantizedTensor, check_attributes, check_parts
 
 if TYPE_CHECKING:
     from typing_extensions import Self

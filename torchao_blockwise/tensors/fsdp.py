@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import functools
 import warnings
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from torchao_blockwise import _compat
 from torchao_blockwise._compat import torch_fsdp
-from torchao_blockwise.formats import FP8_128X128, HIGH_PRECISION_DTYPES
+from torchao_blockwise.formats import FP8_128X128
 from torchao_blockwise.tensors.blockwise_fp8 import BlockwiseFP8Tensor
 from torchao_blockwise.tensors.config import TrainingConfig
 from torchao_blockwise.tensors.nvfp4 import NVFP4Tensor
@@ -49,23 +49,6 @@ class ShardLayout:
     rank: int
     ranks: int
     config: TrainingConfig
-
-    def __post_init__(self) -> None:
-        sizes = (*self.shape, self.dim, self.rank, self.ranks) if isinstance(self.shape, tuple) else ("",)
-        if not all(type(n) is int and n >= 0 for n in sizes) or not (
-            self.dim < len(self.shape) and len(self.shape) >= 2 and self.rank < self.ranks
-        ):
-            got = f"dim {self.dim!r} of {self.shape!r}, rank {self.rank!r} of {self.ranks!r}"
-            raise ValueError(f"ShardLayout: it must be a dim of [.., N, K] and a rank of some ranks, got {got}")
-        if not isinstance(self.config, TrainingConfig) or self.dtype not in HIGH_PRECISION_DTYPES:
-            got = f"{type(self.config).__name__} and {self.dtype}"
-            raise TypeError(f"ShardLayout: it needs a TrainingConfig and bfloat16, float16 or float32, got {got}")
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Set what loads and copies give: fields, checked as those of a new layout."""
-        for field in fields(self):
-            object.__setattr__(self, field.name, state[field.name])
-        self.__post_init__()
 
     @property
     def padded_shape(self) -> tuple[int, ...]:
@@ -148,9 +131,9 @@ def carry_shard(master: MasterWeightTensor, copy: MasterWeightTensor) -> None:
         attach(alias, copy)
 
 
-def check_installed(module: torch.nn.Module) -> None:
-    """Raise RuntimeError where FSDP2 gathers a weight of `module`, and nothing keeps its shards' payloads right."""
-    reason = torch_fsdp.why_not_installed()
+def check_supported(module: torch.nn.Module) -> None:
+    """Raise RuntimeError if this PyTorch's FSDP2, which gathers a weight of `module`, cannot cast its shards."""
+    reason = torch_fsdp.why_unknown()
     if reason is not None:
         raise RuntimeError(f"FSDP2 gathers a weight of {module}: {reason}")
 
@@ -164,7 +147,7 @@ def pre_all_gather(
     mp_policy: MixedPrecisionPolicy,
 ) -> tuple[tuple[torch.Tensor], Gather]:
     """Return what this rank sends of `master`, a parameter of `module`, and how all ranks' parts become the weight."""
-    check_installed(module)
+    check_supported(module)
     shard = master.shard
     if isinstance(shard, ShardLayout):
         # A module other than a linear layer shares the weight, and needs its values.

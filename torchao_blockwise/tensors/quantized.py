@@ -7,11 +7,12 @@ operation either has an exact meaning on the payload (`quantized_ops`) or raises
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex, TypeVar
 
 import torch
 from torch import Tensor
+from torchao.utils import TorchAOBaseTensor
 
 from torchao_blockwise import _compat, ops
 from torchao_blockwise._compat.torch_types import Args, Function, Kwargs, Operation, Types
@@ -58,27 +59,16 @@ class QuantizedTensor(WeightTensor):
         """Raise TypeError or ValueError unless the parts fit each other, as the constructor does."""
         raise NotImplementedError
 
-    def _make(
-        self,
-        qdata: torch.Tensor,
-        scale: torch.Tensor,
-        *,
-        columns: int | None = None,
-        dtype: torch.dtype | None = None,
-        global_scale: torch.Tensor | None = None,
-    ) -> Self:
-        """A tensor like this one over other payload.
+    def parts(self) -> dict[str, torch.Tensor]:
+        """The tensors that hold the values, by name."""
+        return {name: getattr(self, name) for name in self.__tensor_flatten__()[0] if name != "rounding_key"}
 
-        columns: the logical last dim, default this one's. global_scale: where it is another than this one's.
-        """
-        global_scale = self.global_scale if global_scale is None else global_scale
-        parts = {"qdata": qdata, "scale": scale, "global_scale": global_scale}
-        attributes = {"columns": columns, "dtype": dtype}
-        return self._rebuilt(parts, {name: value for name, value in attributes.items() if value is not None})
-
-    def _rebuilt(self, parts: dict[str, torch.Tensor | None], changed: dict[str, Any]) -> Self:
-        """A tensor of the same layer, with the same key, of these parts and, where not `changed`, these attributes."""
-        made = type(self).__tensor_unflatten__(parts, self.__tensor_flatten__()[1] | changed, None, None)
+    def _make(self, **changed: Any) -> Self:
+        """A tensor of the same layer with the same key, and with these parts and attributes, if they are not None."""
+        changed = {name: value for name, value in changed.items() if value is not None}
+        made = type(self).__tensor_unflatten__(
+            self.parts() | changed, self.__tensor_flatten__()[1] | changed, None, None
+        )
         carry_key(self, made)
         if self.layer:
             made.layer = self.layer
@@ -120,7 +110,8 @@ class QuantizedTensor(WeightTensor):
                 f"transpose: {type(self).__name__} packs two elements a byte, so no view is its transpose; "
                 "use .columnwise(), or F.linear, which transposes by itself"
             )
-        return self._make(self.qdata.transpose(-2, -1), self.scale.transpose(-2, -1), columns=self.shape[-2])
+        qdata, scale = self.qdata.transpose(-2, -1), self.scale.transpose(-2, -1)
+        return self._make(qdata=qdata, scale=scale, columns=self.shape[-2])
 
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """qdata · scale [· global_scale] as a plain tensor [.., N, K] of `dtype`, default the reported dtype."""
@@ -128,13 +119,10 @@ class QuantizedTensor(WeightTensor):
         dtype = self.dtype if dtype is None else dtype
         return ops.dequantize(self.operand(), dtype=dtype, columns=self.shape[-1])
 
-    def _tensors(self) -> list[torch.Tensor]:
-        return [getattr(self, name) for name in parts_of(self)]
-
     @property
     def nbytes(self) -> int:  # type: ignore[override]  # a property of PyTorch's too
         """Bytes at rest: payload and scales."""
-        return sum(t.nbytes for t in self._tensors())
+        return sum(t.nbytes for t in self.parts().values())
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:
         """Pickle payload and scales as bytes: plain pickle knows no fp8 storage."""
@@ -192,6 +180,78 @@ def _names(types: Types, args: Args, kwargs: Kwargs | None) -> str:
     leaves = _compat.pytree.tree_leaves((args, kwargs))
     layers = {x.layer for x in leaves if isinstance(x, QuantizedTensor) and x.layer}
     return ", ".join(sorted(layers) or [t.__name__ for t in types])
+
+
+# --- whether the parts of a tensor fit each other ---------------------------------------------------------------------
+#
+# Kernels rely on it: they take sizes from the payload alone. Parts come from files, from gathers and from callers. They
+# are checked where a tensor is made, which is every view and copy too, and again where they become an operand:
+# attributes can be set from outside after a tensor was made.
+
+_REMEDY = "take all parts from one tensor, or make it with from_hp"
+
+
+def check_parts(
+    name: str,
+    fmt: BlockFormat,
+    qdata: torch.Tensor,
+    scale: torch.Tensor,
+    global_scale: torch.Tensor | None,
+    shape: Sequence[int],
+    own_columns: int | None = None,
+) -> None:
+    """Raise TypeError or ValueError unless these are parts, in `fmt`, of a tensor of the class `name`.
+
+    shape: [.., N, K] of the tensor that the scales are of; qdata may be some rows of it, or, of `own_columns`, columns.
+    Calls nothing on its way, as every view and product pays for it. Symbolic sizes pass: a compiler traces tensors
+    that were checked when they were made.
+    """
+    for x in (qdata, scale) if global_scale is None else (qdata, scale, global_scale):
+        if isinstance(x, TorchAOBaseTensor) or x.layout is not torch.strided or x.device != qdata.device:
+            wanted, got = f"plain, strided and on {qdata.device}", f"a {type(x).__name__} in {x.layout} on {x.device}"
+            raise TypeError(f"{name}: qdata and scales must be {wanted}, got {got}; {_REMEDY}")
+    if qdata.dtype is not fmt.element.storage_dtype or scale.dtype is not fmt.scale_dtype:
+        wanted, got = f"{fmt.element.storage_dtype} and {fmt.scale_dtype}", f"{qdata.dtype} and {scale.dtype}"
+        raise TypeError(f"{name}: qdata and scale in {fmt.name} must be {wanted}, got {got}; {_REMEDY}")
+    if global_scale is None:
+        fits = not fmt.has_global_scale
+    else:
+        fits = fmt.has_global_scale and global_scale.dtype is torch.float32
+        # One of all, or of each matrix.
+        fits = fits and (global_scale.dim() == 0 or global_scale.shape == torch.Size(shape[:-2]))
+    if not fits:
+        each = f", or one for each matrix, {list(shape[:-2])}" if len(shape) > 2 else ""
+        wanted = f"a float32 scalar{each}" if fmt.has_global_scale else "None"
+        got = "None" if global_scale is None else f"{global_scale.dtype} of shape {list(global_scale.shape)}"
+        raise ValueError(f"{name}: global_scale in {fmt.name} must be {wanted}, got {got}; {_REMEDY}")
+    if len(shape) < 2:
+        raise ValueError(f"{name}: blocks need a tensor [.., N, K], got shape {list(shape)}; reshape it first")
+    if type(qdata.numel()) is not int or type(scale.numel()) is not int:
+        return
+    *batch, rows, columns = shape
+    block_rows, block_columns = fmt.block
+    grid = (*batch, -(-rows // block_rows), -(-columns // block_columns))
+    columns = columns if own_columns is None else own_columns
+    if scale.shape != grid or qdata.shape[-1] != -(-columns // fmt.element.per_byte):
+        wanted = f"scale {list(grid)} and rows of {fmt.element.packed(columns)} in qdata"
+        got = f"{list(scale.shape)} and {list(qdata.shape)}"
+        raise ValueError(f"{name}: a tensor {list(shape)} in {fmt.name} has {wanted}, got {got}; {_REMEDY}")
+
+
+def check_attributes(name: str, fmt: BlockFormat, dtype: torch.dtype, config: TrainingConfig | None) -> None:
+    """Raise TypeError or ValueError unless a tensor in `fmt` can report `dtype` and train by `config`."""
+    if dtype not in HIGH_PRECISION_DTYPES:
+        raise TypeError(f"{name}: dtype must be bfloat16, float16 or float32, got {dtype}; dequantize() for others")
+    if config is None:
+        return
+    if not isinstance(config, TrainingConfig):
+        raise TypeError(f"{name}: config must be a TrainingConfig or None, got {type(config).__name__}")
+    if config.weight_format.element is not fmt.element:
+        trains = config.weight_format.name
+        raise ValueError(f"{name}: a {type(config).__name__} trains {trains}, not {fmt.name}; give this one no config")
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
 
 
 def as_bits(x: torch.Tensor) -> torch.Tensor:
@@ -254,7 +314,7 @@ def source_for(op: str, x: QuantizedTensor, src: Tensor) -> QuantizedTensor:
         if hp is not None and x.pending_master.is_owned and hp.dtype == x.dtype and same_bits(hp, plain_values(x)):
             # What a state dict has of it: a checkpoint that comes after the optimizer's masters leaves those.
             return x
-        x.pending_master.note_copy(hp, zip(x._tensors(), src._tensors()))
+        x.pending_master.note_copy(hp, zip(x.parts().values(), src.parts().values()))
     return src
 
 
@@ -263,7 +323,7 @@ def _set_data(func: Function, types: Types, args: Args, kwargs: Kwargs) -> None:
     """`x.data = src`: takes over the payload of a tensor of the same kind, or of high precision quantized as `x` is."""
     x: QuantizedTensor = args[0]
     src = source_for("data", x, args[1])
-    parts = {name: getattr(src, name) for name in parts_of(x)}
+    parts = {name: getattr(src, name) for name in x.parts()}
     # Raises where these are no parts of a tensor with the attributes of `x`.
     type(x).__tensor_unflatten__(parts, x.__tensor_flatten__()[1], None, None)
     with _compat.no_torch_function():
@@ -279,9 +339,4 @@ def _isfinite(func: Function, types: Types, args: Args, kwargs: Kwargs) -> Tenso
 
 def map_tensors(x: QuantizedTensor, fn: Callable[[torch.Tensor], torch.Tensor]) -> QuantizedTensor:
     """A tensor like `x` with `fn` over what holds its values."""
-    return x._rebuilt({name: fn(getattr(x, name)) for name in parts_of(x)}, {})
-
-
-def parts_of(x: QuantizedTensor) -> list[str]:
-    """Names of the tensors that hold the values of `x`."""
-    return [name for name in x.__tensor_flatten__()[0] if name != "rounding_key"]
+    return x._make(**{name: fn(part) for name, part in x.parts().items()})

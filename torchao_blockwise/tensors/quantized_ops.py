@@ -15,7 +15,6 @@ import torch
 from torchao.utils import TorchAOBaseTensor
 
 from torchao_blockwise import _compat
-from torchao_blockwise._compat import torch_fsdp
 from torchao_blockwise._compat.torch_types import Operation
 from torchao_blockwise.tensors.master_weight import MasterWeightTensor
 from torchao_blockwise.tensors.pending_master import PendingMaster
@@ -52,7 +51,7 @@ def _slice(
     packed_end = x.fmt.element.packed(end) if axis == -1 else end
     qdata = func(x.qdata, dim, start // per_entry, packed_end)
     scale = func(x.scale, dim, start // block, (end + block - 1) // block)
-    return x._make(qdata, scale, columns=end - start if axis == -1 else None)
+    return x._make(qdata=qdata, scale=scale, columns=end - start if axis == -1 else None)
 
 
 @implements(aten.split.Tensor)
@@ -81,19 +80,11 @@ def _select(func: Operation, x: QuantizedTensor, dim: int, index: int) -> Quanti
     return _by_matrices(func, x, dim % x.dim(), index)
 
 
-@implements(aten.unsqueeze.default)
-def _unsqueeze(func: Operation, x: QuantizedTensor, dim: int) -> QuantizedTensor:
-    dim = dim % (x.dim() + 1)
-    if dim > x.dim() - 2:
-        raise ValueError(f"unsqueeze: dim {dim} lies inside the blocks; use a dim of at most {x.dim() - 2}")
-    return _by_matrices(func, x, dim)
-
-
 def _by_matrices(func: Operation, x: QuantizedTensor, *args: int) -> QuantizedTensor:
     """`func`, which changes leading dims only, of all parts."""
     of_matrices = _scale_of_matrices(x)
     of_matrices = None if of_matrices is None else func(of_matrices, *args)
-    return x._make(func(x.qdata, *args), func(x.scale, *args), global_scale=of_matrices)
+    return x._make(qdata=func(x.qdata, *args), scale=func(x.scale, *args), global_scale=of_matrices)
 
 
 def _scale_of_matrices(x: QuantizedTensor) -> torch.Tensor | None:
@@ -128,7 +119,7 @@ def _view(func: Operation, x: QuantizedTensor, size: Sequence[int]) -> Quantized
     scale_rows = x.fmt.grid(size[-2], columns)[0]
     qdata = x.qdata.view(*size[:-1], x.qdata.shape[-1])
     scale = x.scale.view(*size[:-2], scale_rows, x.scale.shape[-1])
-    return x._make(qdata, scale, global_scale=of_matrices)
+    return x._make(qdata=qdata, scale=scale, global_scale=of_matrices)
 
 
 @implements(aten.as_strided.default)
@@ -185,7 +176,7 @@ def _empty_like(
 ) -> QuantizedTensor:
     kwargs.pop("memory_format", None)
     empty = map_tensors(x, lambda t: func(t, **kwargs))
-    empty = empty._make(empty.qdata, empty.scale, dtype=dtype)
+    empty = empty._make(dtype=dtype)
     empty.pending_master = x.pending_master and PendingMaster()
     return empty
 
@@ -202,7 +193,7 @@ def _to_copy(
 ) -> QuantizedTensor:
     """On another device, or reporting another dtype: the payload stays as it is."""
     moved = map_tensors(x, lambda t: t.to(device, non_blocking=non_blocking, copy=True))
-    moved = moved._make(moved.qdata, moved.scale, dtype=dtype)
+    moved = moved._make(dtype=dtype)
     moved.pending_master = x.pending_master and x.pending_master.moved(device)
     return moved
 
@@ -228,16 +219,13 @@ def _plain(func: Operation, x: QuantizedTensor, *args: Any, **kwargs: Any) -> to
 def _copy_(func: Operation, x: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) -> QuantizedTensor:
     """From a tensor of the same kind: its bytes. From high precision: quantized as `x` is. Never to high precision."""
     if not isinstance(x, QuantizedTensor):
-        # An FSDP2 that is not prepared copies parts of what it shards.
-        reason = torch_fsdp.why_not_installed()
         raise NotImplementedError(
             f"copy_: the source is a {type(src).__name__}, the target a plain tensor; copy from source.dequantize()"
-            + (f" (fully_shard: {reason})" if reason is not None else "")
         )
     src = source_for("copy_", x, src)
     # Layers save the payload for backward, and a change before that is to be refused.
     with _compat.counting_changes():
-        for mine, theirs in zip(x._tensors(), src._tensors()):
+        for mine, theirs in zip(x.parts().values(), src.parts().values()):
             mine.copy_(theirs, non_blocking=non_blocking)
     return x
 
@@ -247,12 +235,46 @@ def _equal(func: Operation, x: torch.Tensor, y: torch.Tensor) -> bool:
     if not (isinstance(x, QuantizedTensor) and isinstance(y, QuantizedTensor)):
         return False
     same_kind = type(x) is type(y) and x.shape == y.shape and x.fmt is y.fmt
-    return same_kind and all(func(as_bits(a), as_bits(b)) for a, b in zip(x._tensors(), y._tensors()))
+    return same_kind and all(func(as_bits(a), as_bits(b)) for a, b in zip(x.parts().values(), y.parts().values()))
 
 
 @implements(aten.is_pinned.default)
 def _is_pinned(func: Operation, x: QuantizedTensor, *args: Any) -> bool:
     return x.qdata.is_pinned()
+
+
+# --- collectives ------------------------------------------------------------------------------------------------------
+#
+# `distribute_tensor` sends a layer's shards from one rank to all. Payload and scales travel as bits, one by one.
+
+
+def _scatter(
+    func: Operation, outputs: list[QuantizedTensor], inputs: list[list[QuantizedTensor]], *options: Any
+) -> tuple[list[QuantizedTensor], torch.ScriptObject]:
+    # Only the rank that sends has inputs.
+    works = [
+        func([as_bits(part)], [[as_bits(x.parts()[name]) for x in of_ranks] for of_ranks in inputs], *options)[1]
+        for name, part in outputs[0].parts().items()
+    ]
+    return outputs, _last(works)
+
+
+def _broadcast(
+    func: Operation, tensors: list[QuantizedTensor], *options: Any
+) -> tuple[list[QuantizedTensor], torch.ScriptObject]:
+    return tensors, _last([func([as_bits(part)], *options)[1] for part in tensors[0].parts().values()])
+
+
+def _last(works: list[torch.ScriptObject]) -> torch.ScriptObject:
+    """The last of several handles, once all others are through: a caller waits for one."""
+    for work in works[:-1]:
+        _compat.wait_for(work)
+    return works[-1]
+
+
+if torch.distributed.is_available():
+    implements(torch.ops.c10d.scatter_.default)(_scatter)
+    implements(torch.ops.c10d.broadcast_.default)(_broadcast)
 
 
 # --- adapters ---------------------------------------------------------------------------------------------------------

@@ -21,11 +21,10 @@ from torchao_blockwise._compat.torch_types import Args, Function, Kwargs, Operat
 from torchao_blockwise.formats import BlockFormat, Operand
 from torchao_blockwise.tensors import fsdp
 from torchao_blockwise.tensors.blockwise_fp8 import BlockwiseFP8Tensor
-from torchao_blockwise.tensors.consistency import check_attributes, check_parts
 from torchao_blockwise.tensors.fsdp import Gather, ShardLayout
 from torchao_blockwise.tensors.nvfp4 import NVFP4Tensor
 from torchao_blockwise.tensors.pending_master import PendingMaster
-from torchao_blockwise.tensors.quantized import QuantizedTensor
+from torchao_blockwise.tensors.quantized import QuantizedTensor, check_attributes, check_parts
 from torchao_blockwise.tensors.rounding import carry_key
 from torchao_blockwise.tensors.state_values import same_bits
 
@@ -89,10 +88,13 @@ class QuantizedShard(QuantizedTensor):
         dtype: torch.dtype,
         global_scale: torch.Tensor | None = None,
     ) -> Self:
-        _check_parts(cls.__name__, qdata, scale, global_scale, part, dtype)
+        if not isinstance(part, ShardLayout):
+            raise TypeError(f"{cls.__name__}: part must be a ShardLayout, got {part!r}; shard with fully_shard")
+        check_attributes(cls.__name__, part.config.weight_format, dtype, part.config)
         x = _compat.make_wrapper(cls, part.local_shape, dtype=dtype, device=qdata.device)
         x.qdata, x.scale, x.global_scale = qdata, scale, global_scale
         x.part, x.config, x.pending_master = part, part.config, PendingMaster()
+        x._check()
         return x
 
     @property
@@ -145,13 +147,18 @@ class QuantizedShard(QuantizedTensor):
         return other
 
     def _check(self) -> None:
-        _check_parts(type(self).__name__, self.qdata, self.scale, self.global_scale, self.part, self.dtype)
+        name, part = type(self).__name__, self.part
+        got = self.qdata.shape
+        if got[:-1] != part.local_shape[:-1]:
+            wanted = f"{list(part.local_shape)} of {part.name}"
+            raise ValueError(f"{name}: qdata must be the rows {wanted}, got {list(got)}; shard anew with fully_shard")
+        parts = self.qdata, self.scale, self.global_scale
+        check_parts(name, self.fmt, *parts, part.shape, part.local_shape[-1])
 
-    def _make(self, *parts: torch.Tensor, dtype: torch.dtype | None = None, **others: Any) -> Self:
-        made = super()._make(*parts, dtype=dtype, **others)
-        if dtype is not None and self.part.dtype == self.dtype:
-            made.part = dataclasses.replace(self.part, dtype=dtype)
-        return made
+    def _make(self, **changed: Any) -> Self:
+        if (dtype := changed.get("dtype")) is not None and self.part.dtype == self.dtype:
+            changed["part"] = dataclasses.replace(self.part, dtype=dtype)
+        return super()._make(**changed)
 
     def fsdp_pre_all_gather(
         self,
@@ -162,7 +169,7 @@ class QuantizedShard(QuantizedTensor):
         mp_policy: MixedPrecisionPolicy,
     ) -> tuple[tuple[torch.Tensor], Gather]:
         """FSDP2 calls it for what this rank sends: the payload, and the scales beside it, which do not travel."""
-        fsdp.check_installed(module)
+        fsdp.check_supported(module)
         if self.awaits_cast:
             raise RuntimeError(
                 f"FSDP2 gathers a weight of {module}, whose values were loaded or copied in after its last cast; call "
@@ -234,7 +241,7 @@ def _copy_(x: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) -> to
         return x
     if not isinstance(src, QuantizedShard) or src.part != x.part:
         raise ValueError(f"copy_: the target holds {x.part}, the source other rows; copy from source.dequantize()")
-    pairs = list(zip(x._tensors(), src._tensors()))
+    pairs = list(zip(x.parts().values(), src.parts().values()))
     x.pending_master.note_copy(None, pairs)
     for mine, theirs in pairs:
         mine.copy_(theirs, non_blocking=non_blocking)
@@ -242,25 +249,6 @@ def _copy_(x: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) -> to
     if src.awaits_cast:
         x.take_values(src.values())
     return x
-
-
-def _check_parts(
-    name: str,
-    qdata: torch.Tensor,
-    scale: torch.Tensor,
-    global_scale: torch.Tensor | None,
-    part: ShardLayout,
-    dtype: torch.dtype,
-) -> None:
-    if not isinstance(part, ShardLayout):
-        raise TypeError(f"{name}: part must be a ShardLayout, got {part!r}; shard with fully_shard")
-    fmt = part.config.weight_format
-    check_attributes(name, fmt, dtype, part.config)
-    got = getattr(qdata, "shape", ())
-    if got[:-1] != part.local_shape[:-1]:
-        wanted = f"{list(part.local_shape)} of {part.name}"
-        raise ValueError(f"{name}: qdata must be the rows {wanted}, got {list(got)}; shard anew with fully_shard")
-    check_parts(name, fmt, qdata, scale, global_scale, part.shape, part.local_shape[-1])
 
 
 # --- `fully_shard` of a quantized Parameter ---------------------------------------------------------------------------

@@ -52,10 +52,6 @@ class RoundingKeys:
             keys._keys[key.device] = key
         return keys
 
-    def of_experts(self, first: int) -> RoundingKeys:
-        """Those of the part of a weight that begins with this expert."""
-        return RoundingKeys(self.now()._replace(expert=first))
-
     def on(self, device: torch.device) -> torch.Tensor:
         """The key that is used on `device`; of a meta device on the CPU, so that its values are not lost."""
         device = torch.device("cpu") if device.type == "meta" else device
@@ -68,11 +64,6 @@ class RoundingKeys:
         """Seed, stream, and how often it was used: devices are waited for."""
         uses = (int(key[2]) for key in self._keys.values())
         return self._start._replace(use=max(uses, default=self._start.use))
-
-    def checked(self) -> StochasticRounding:
-        """Where it begins; raises ValueError for numbers that no key has."""
-        self.on(torch.device("cpu"))
-        return self._start
 
     def set(self, start: StochasticRounding) -> None:
         """Go on from there, on all devices, in place."""

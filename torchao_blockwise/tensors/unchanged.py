@@ -32,7 +32,8 @@ class Scope:
     places: (module, attribute, parameter, its values, what is kept of them) of each weight.
     """
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: nn.Module, keep: str):
+        self.keep = keep
         self.modules = set(model.modules())
         self.places: list[tuple[nn.Module, str, Any, Any, KeptCopies]] = []
         sharded = torch_fsdp.places_of_shards(self.modules)
@@ -49,14 +50,12 @@ class Scope:
                 self.places.append((module, attribute, parameter, hp, kept))
         # A weight that several modules share has one copy.
         self._weights = {kept: hp for *_, hp, kept in self.places}
-
-    def enter(self, keep: str) -> None:
         for kept in self._weights:
             kept.keeps.append(keep)
 
-    def leave(self, keep: str) -> None:
+    def leave(self) -> None:
         for kept, hp in self._weights.items():
-            kept.leave(keep)
+            kept.leave(self.keep)
             if not kept.keeps:
                 del hp.kept_copies
 
@@ -91,15 +90,14 @@ def weights_unchanged(model: nn.Module, keep: str = "rowwise") -> Iterator[None]
     if keep not in _KEEPS:
         raise ValueError(f"weights_unchanged: keep must be one of {_KEEPS}, got {keep!r}")
     with _lock:
-        scope = Scope(model)
-        scope.enter(keep)
+        scope = Scope(model, keep)
         _scopes.append(scope)
     try:
         yield
     finally:
         with _lock:
             _scopes.remove(scope)
-            scope.leave(keep)
+            scope.leave()
     # Not where the scope is left by an exception, which says more.
     scope.check()
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import itertools
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from torchao_blockwise import _compat
+from torchao_blockwise.distributed.master_weights import why_not_written
 from torchao_blockwise.distributed.rank_consistency import check_same
 from torchao_blockwise.distributed.zero.weights import PrimaryWeight, gather_parts
 from torchao_blockwise.tensors import QuantizedShard, QuantizedTensor
@@ -26,21 +28,12 @@ def quantized_of(p: torch.Tensor) -> QuantizedTensor | None:
     return local if isinstance(local := _compat.local_of(p), QuantizedTensor) else None
 
 
-def as_groups(params: Iterable[Any]) -> list[dict[str, Any]]:
-    """New groups with lists of parameters, without the quantized ones that are frozen.
-
-    params: parameters, (name, parameter), or groups of either.
-    """
-    params = list(params)
-    groups = [dict(group) for group in params] if params and isinstance(params[0], dict) else [{"params": params}]
-    for group in groups:
-        items = [group["params"]] if isinstance(group["params"], torch.Tensor) else list(group["params"])
-        named = [item if isinstance(item, tuple) else (None, item) for item in items]
-        kept = [(name, p) for name, p in named if quantized_of(p) is None or p.requires_grad]
-        group["params"] = [p for _, p in kept]
-        if any(name is not None for name, _ in named):
-            group["param_names"] = [name for name, _ in kept]
-    return groups
+def drop_frozen(group: dict[str, Any]) -> None:
+    """Take the quantized parameters that are frozen out of a group."""
+    stepped = [quantized_of(p) is None or p.requires_grad for p in group["params"]]
+    for key in PARAMETERS:
+        if key in group:
+            group[key] = list(itertools.compress(group[key], stepped))
 
 
 def options_of(group: dict[str, Any]) -> dict[str, Any]:
@@ -53,20 +46,15 @@ def described_options(group: dict[str, Any]) -> str:
     return ", ".join(f"{key}={value}" for key, value in sorted(plain.items())) or "no options"
 
 
-def _why_not_stepped(p: torch.Tensor, quantized: Any, group: dist.ProcessGroup | None) -> str | None:
+def _why_not_stepped(p: Any, quantized: Any, group: dist.ProcessGroup | None) -> str | None:
     """Why the optimizer cannot step `p`, whose quantized tensor is `quantized` or None, or None if it can."""
     if group is not None and isinstance(quantized, QuantizedShard):
         return "is split by FSDP2 already; leave process_group and shard out, which are for whole weights"
     if quantized is None:
         return None
-    if not quantized.fmt.is_square:
-        rows, columns = quantized.fmt.block
-        return f"has blocks of {rows}x{columns}; make it with square blocks"
-    if not (quantized.qdata.is_contiguous() and quantized.scale.is_contiguous()):
-        return "is a view that is not contiguous; pass the weight that it is a view of"
     if quantized is not p and not isinstance(quantized, QuantizedShard):
         return "is quantized and split by tensor parallelism; convert with master_weights=True"
-    return None
+    return why_not_written(quantized)
 
 
 def check_parameters(
@@ -174,26 +162,17 @@ def checked_states(
 
 def _own_part(name: str, weight: PrimaryWeight, state: dict[str, Any], is_part: bool) -> dict[str, Any]:
     """What this rank has of the states of `weight`, which are whole ones, or, if `is_part`, its own already."""
-    whole, split = weight.weight.shape, weight.is_split
-    if split and not is_part and getattr(state.get(MASTER), "ndim", 0) == 1:
-        # What torch.distributed.checkpoint makes of plain tensors.
+    whole, master = weight.weight.shape, state.get(MASTER)
+    # torch.distributed.checkpoint may have made a rank's part of what says no longer whose.
+    wanted = weight.master.shape if is_part else whole
+    if master is not None and master.shape != wanted:
         raise ValueError(
-            f"{name}: the master of {weight.name} is a rank's part, of a state dict that does not say whose; save "
-            "full_state_dict()"
+            f"{name}: the master of {weight.name} must have shape {list(wanted)}, got {list(master.shape)}; load the "
+            "full_state_dict() of the same model"
         )
-    if split:
-        state = {
-            key: weight.part(value).clone() if getattr(value, "shape", None) == whole else value
-            for key, value in state.items()
-        }
-    master = state.get(MASTER)
-    if master is not None and master.shape != weight.master.shape:
-        raise ValueError(
-            f"{name}: the master of {weight.name} must have shape {list(whole)}"
-            + f" or {list(weight.master.shape)}" * split
-            + f", got {list(master.shape)}; load the state of the same model"
-        )
-    return state
+    if is_part or not weight.is_split:
+        return state
+    return {key: weight.part(x).clone() if getattr(x, "shape", None) == whole else x for key, x in state.items()}
 
 
 def _placed_as(like: torch.Tensor, x: Any) -> Any:

@@ -21,11 +21,11 @@ from torchao_blockwise.distributed.fsdp import lay_out_shards, parameters_of
 from torchao_blockwise.distributed.zero.groups import (
     MASTER,
     UNNAMED,
-    as_groups,
     check_parameters,
     checked_group,
     checked_states,
     described_options,
+    drop_frozen,
     options_of,
     quantized_of,
     whole_states,
@@ -91,29 +91,28 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         lay_out_shards(parameters_of(model, self._names))
         # In the order that ranks exchange them.
         self._weights: dict[torch.Tensor, PrimaryWeight] = {}
-        groups = as_groups(model.parameters() if params is None else params)
+        # Calls add_param_group for each group. The options come from the wrapped optimizer.
+        super().__init__(model.parameters() if params is None else params, {})
         what = f"{optimizer_class.__name__}, shard {shard}, {described_options(optimizer_kwargs)}"
-        check_parameters(_NAME, groups, self._names, self._group, what)
-        self._add_masters(groups)
-        inner = optimizer_class([self._inner_group(g) for g in groups], **optimizer_kwargs)
-        super().__init__(groups, inner.defaults)
+        check_parameters(_NAME, self.param_groups, self._names, self._group, what)
+        self._add_masters(self.param_groups)
         # The wrapped optimizer; its groups hold masters in the place of quantized parameters.
-        self.inner = inner
-        self._pass_options(inner.param_groups, self.param_groups)
+        self.inner = optimizer_class([self._inner_group(g) for g in self.param_groups], **optimizer_kwargs)
+        self.defaults = self.inner.defaults
+        self._pass_options(self.inner.param_groups, self.param_groups)
         self._begin_alike(self._weights.values(), (*model.parameters(), *model.buffers()))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as with any optimizer; its quantized parameters that require a gradient get masters."""
-        if not hasattr(self, "inner"):
-            # Called by the base class for the groups of the constructor, which have their masters.
-            super().add_param_group(param_group)
-            return
-        groups = as_groups([param_group])
-        check_parameters(_NAME, groups, self._names, self._group, "add_param_group")
-        super().add_param_group(groups[0])
-        added = self._add_masters(groups)
-        self.inner.add_param_group(self._inner_group(groups[0]))
-        self._begin_alike(added, groups[0]["params"])
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        drop_frozen(group)
+        # The constructor goes on by itself.
+        if hasattr(self, "inner"):
+            check_parameters(_NAME, [group], self._names, self._group, "add_param_group")
+            added = self._add_masters([group])
+            self.inner.add_param_group(self._inner_group(group))
+            self._begin_alike(added, group["params"])
 
     def master(self, parameter: torch.Tensor) -> torch.Tensor:
         """The fp32 master of a quantized parameter: [.., N, K], or under "zero1" this rank's elements, flat.

@@ -24,7 +24,6 @@ from torchao_blockwise.distributed.master_weights import write_masters
 from torchao_blockwise.distributed.rank_consistency import check_same_once, naming_absent
 from torchao_blockwise.tensors import QuantizedShard, QuantizedTensor
 from torchao_blockwise.tensors.pending_master import PendingMaster
-from torchao_blockwise.tensors.quantized import parts_of
 
 # What errors of the cast name.
 _CAST = "cast_master_weights"
@@ -249,6 +248,6 @@ def _plain_tensors(x: torch.Tensor) -> Iterator[torch.Tensor]:
         yield x
         return
     # Not the key of its random bits: each rank has its own.
-    names = parts_of(x) if isinstance(x, QuantizedTensor) else x.__tensor_flatten__()[0]
+    names = list(x.parts()) if isinstance(x, QuantizedTensor) else x.__tensor_flatten__()[0]
     for name in names:
         yield from _plain_tensors(getattr(x, name))

@@ -1,10 +1,10 @@
-"""What Gluon kernels share that make copies of one-row FP8 blocks: a tile in shared memory, read in a layout a copy.
+"""What Gluon kernels share that make copies in FP8: a tile in shared memory, read in a layout a copy.
 
     tile [128, COLUMNS], as words of two neighbors of a row
       ├─ by rows      a thread has 16 neighbors of a row
       │               max along the row  → scale, q  [M, K], 16 bytes a store
       └─ by columns   a thread has 16 rows of a word, so of two columns
-                      max along the rows → scale, qᵀ [K, M], 16 bytes a store
+                      max along the rows → scale, qᵀ [K, M], 16 bytes a store; in square blocks max of the tile
 
 What is stored transposed is read transposed, so nothing is transposed through registers, and one set of values is alive
 at a time. Two elements of 16 bits share a word: they are loaded and compared together (`max.u16x2`, from sm_90 on).
@@ -159,7 +159,7 @@ def _store_rowwise(
 def _store_columnwise(
     tile,
     qt_ptr,  # [K, width_qt] e4m3 bytes
-    st_ptr,  # [M/BLOCK, K] f32
+    st_ptr,  # [M/BLOCK, K] f32; SQUARE: [K/BLOCK, M/BLOCK]
     blocks_ptr,
     tile_m,
     first_k,  # the tile's first column
@@ -169,6 +169,7 @@ def _store_columnwise(
     ELEMENT_MAX: gl.constexpr,
     MIN_AMAX: gl.constexpr,
     POWER_OF_2: gl.constexpr,
+    SQUARE: gl.constexpr,  # the tile is a block
     WARPS: gl.constexpr,
 ):
     """Quantize the columns of a tile as `ops.quantize` does and store them."""
@@ -179,17 +180,24 @@ def _store_columnwise(
     first_m = tile_m * BLOCK
     words = tile.load(COLUMN)
     low_amax, high_amax = _largest_halves(words, 0, DTYPE)
-    amax = gl.join(low_amax, high_amax).reshape([2 * WORDS])
-    encode, scale = fp8_scales(gl.convert_layout(amax, VECTOR), ELEMENT_MAX, MIN_AMAX, POWER_OF_2)
-    offs_k = first_k + gl.arange(0, 2 * WORDS, VECTOR)
-    columns = K
-    if blocks_ptr is not None:
-        # Tokens of no group may fill a tile that the copy has no room for.
-        columns = gl.where(first_m < width_qt, K, 0)
-    gl.store(st_ptr + tile_m.to(gl.int64) * K + offs_k, scale, mask=offs_k < columns)
-    low_encode, high_encode = gl.split(gl.convert_layout(encode, amax.type.layout).reshape([WORDS, 2]))
-    low_encode = gl.convert_layout(low_encode, gl.SliceLayout(0, COLUMN))[None, :]
-    high_encode = gl.convert_layout(high_encode, gl.SliceLayout(0, COLUMN))[None, :]
+    # Tokens of no group may fill a tile that the copy has no room for.
+    if SQUARE:
+        amax = gl.max(gl.maximum(low_amax, high_amax), 0)
+        low_encode, scale = fp8_scales(amax, ELEMENT_MAX, MIN_AMAX, POWER_OF_2)
+        high_encode = low_encode
+        scales = (first_k // BLOCK).to(gl.int64) * gl.cdiv(width_qt, BLOCK)
+        gl.store(st_ptr + scales + tile_m, scale, mask=first_m < width_qt)
+    else:
+        amax = gl.join(low_amax, high_amax).reshape([2 * WORDS])
+        encode, scale = fp8_scales(gl.convert_layout(amax, VECTOR), ELEMENT_MAX, MIN_AMAX, POWER_OF_2)
+        offs_k = first_k + gl.arange(0, 2 * WORDS, VECTOR)
+        columns = K
+        if blocks_ptr is not None:
+            columns = gl.where(first_m < width_qt, K, 0)
+        gl.store(st_ptr + tile_m.to(gl.int64) * K + offs_k, scale, mask=offs_k < columns)
+        low_encode, high_encode = gl.split(gl.convert_layout(encode, amax.type.layout).reshape([WORDS, 2]))
+        low_encode = gl.convert_layout(low_encode, gl.SliceLayout(0, COLUMN))[None, :]
+        high_encode = gl.convert_layout(high_encode, gl.SliceLayout(0, COLUMN))[None, :]
     low, high = halves(words, DTYPE)
     # Transposed by their addresses: rows of the output are columns of the tile.
     row = first_k + 2 * gl.arange(0, WORDS, gl.SliceLayout(0, COLUMN))[None, :]
@@ -217,6 +225,7 @@ def store_copies(
     ELEMENT_MAX: gl.constexpr,
     MIN_AMAX: gl.constexpr,
     POWER_OF_2: gl.constexpr,
+    SQUARE: gl.constexpr,
     WARPS: gl.constexpr,
 ):
     """Quantize a tile, behind a barrier after what wrote it, and store its copies."""
@@ -225,7 +234,7 @@ def store_copies(
         _store_rowwise(tile, q_ptr, s_ptr, tile_k, first, end, M, K, DTYPE, ELEMENT_MAX, MIN_AMAX, POWER_OF_2, WARPS)
     _store_columnwise(
         tile, qt_ptr, st_ptr, blocks_ptr, tile_m, tile_k * COLUMNS, K, width_qt,
-        DTYPE, ELEMENT_MAX, MIN_AMAX, POWER_OF_2, WARPS,
+        DTYPE, ELEMENT_MAX, MIN_AMAX, POWER_OF_2, SQUARE, WARPS,
     )  # fmt: skip
 
 
@@ -264,7 +273,8 @@ def make_copies(
             *((x, torch.int32) for x in inputs), *behind,
             M, columns, copies.columnwise.qdata.shape[1], *(x.stride(0) for x in inputs),
             DTYPE=DTYPES[tiling.dtype], ELEMENT_MAX=fmt.element.max, MIN_AMAX=fmt.min_amax,
-            POWER_OF_2=options.power_of_2_scales, BLOCK=fmt.block[1], WARPS=tiling.warps, num_warps=tiling.warps,
+            POWER_OF_2=options.power_of_2_scales, SQUARE=options.columnwise_format.is_square,
+            BLOCK=fmt.block[1], WARPS=tiling.warps, num_warps=tiling.warps,
             **{name: DTYPES.get(value, value) for name, value in tiling.constants.items()},
         )  # fmt: skip
     return as_asked(copies, M, options, groups)

@@ -52,7 +52,7 @@ def _norm_quantize_kernel(
     q_ptr,  # [M, K] e4m3 bytes, or None where only the columnwise copy is made
     s_ptr,  # [K/BLOCK, M] f32, or None
     qt_ptr,  # [K, width_qt] e4m3 bytes
-    st_ptr,  # [M/BLOCK, K] f32
+    st_ptr,  # [M/BLOCK, K] f32; SQUARE: [K/BLOCK, M/BLOCK]
     M,
     K,
     width_qt,  # bytes of a row of qt: M and padding
@@ -62,6 +62,7 @@ def _norm_quantize_kernel(
     ELEMENT_MAX: gl.constexpr,
     MIN_AMAX: gl.constexpr,
     POWER_OF_2: gl.constexpr,
+    SQUARE: gl.constexpr,  # blocks of the columnwise copy are square
     BLOCK: gl.constexpr,
     PARTS: gl.constexpr,  # of a tile that are computed one after the other, columns by columns
     WARPS: gl.constexpr,
@@ -96,7 +97,7 @@ def _norm_quantize_kernel(
     barrier()
     store_copies(
         tile, q_ptr, s_ptr, qt_ptr, st_ptr, None, tile_m, tile_k, first, M, M, K, width_qt,
-        DTYPE, ELEMENT_MAX, MIN_AMAX, POWER_OF_2, WARPS,
+        DTYPE, ELEMENT_MAX, MIN_AMAX, POWER_OF_2, SQUARE, WARPS,
     )  # fmt: skip
 
 
@@ -123,7 +124,7 @@ def _swiglu_kernel(
     q_ptr,  # [M, H] e4m3 bytes, or None where only the columnwise copy is made
     s_ptr,  # [H/BLOCK, M] f32, or None
     qt_ptr,  # [H, width_qt] e4m3 bytes
-    st_ptr,  # [M/BLOCK, H] f32
+    st_ptr,  # [M/BLOCK, H] f32; SQUARE: [H/BLOCK, M/BLOCK]
     blocks_ptr,  # None, or where tokens lie in groups their table
     M,
     H,
@@ -134,6 +135,7 @@ def _swiglu_kernel(
     ELEMENT_MAX: gl.constexpr,
     MIN_AMAX: gl.constexpr,
     POWER_OF_2: gl.constexpr,
+    SQUARE: gl.constexpr,  # blocks of the columnwise copy are square
     BLOCK: gl.constexpr,
     PARTS: gl.constexpr,  # of a tile that are computed one after the other, columns by columns
     WARPS: gl.constexpr,
@@ -154,7 +156,7 @@ def _swiglu_kernel(
     barrier()
     store_copies(
         tile, q_ptr, s_ptr, qt_ptr, st_ptr, blocks_ptr, tile_m, tile_h, first, end, M, H, width_qt,
-        DTYPE, ELEMENT_MAX, MIN_AMAX, POWER_OF_2, WARPS,
+        DTYPE, ELEMENT_MAX, MIN_AMAX, POWER_OF_2, SQUARE, WARPS,
     )  # fmt: skip
 
 
@@ -179,6 +181,7 @@ def _swiglu_backward_kernel(
     ELEMENT_MAX: gl.constexpr,
     MIN_AMAX: gl.constexpr,
     POWER_OF_2: gl.constexpr,
+    SQUARE: gl.constexpr,  # blocks of the columnwise copy are square
     BLOCK: gl.constexpr,
     PARTS: gl.constexpr,  # of a tile that are computed one after the other, columns by columns
     WARPS: gl.constexpr,
@@ -212,12 +215,12 @@ def _swiglu_backward_kernel(
     barrier()
     store_copies(
         tile, q_ptr, s_ptr, qt_ptr, st_ptr, blocks_ptr, tile_m, tile_c, first, end, M, 2 * H, width_qt,
-        DTYPE, ELEMENT_MAX, MIN_AMAX, POWER_OF_2, WARPS,
+        DTYPE, ELEMENT_MAX, MIN_AMAX, POWER_OF_2, SQUARE, WARPS,
     )  # fmt: skip
     if WHOLE_BLOCKS:
         store_copies(
             up_tile, q_ptr, s_ptr, qt_ptr, st_ptr, blocks_ptr, tile_m, tiles_c + tile_c, first, end, M, 2 * H, width_qt,
-            DTYPE, ELEMENT_MAX, MIN_AMAX, POWER_OF_2, WARPS,
+            DTYPE, ELEMENT_MAX, MIN_AMAX, POWER_OF_2, SQUARE, WARPS,
         )  # fmt: skip
 
 

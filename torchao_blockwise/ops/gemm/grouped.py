@@ -17,7 +17,7 @@ import torch
 
 from torchao_blockwise.formats import E2M1, FP8_1X128, FP8_128X128, Groups, Operand
 from torchao_blockwise.ops.backend import Backend, Implementation, compute_capability, kernels
-from torchao_blockwise.ops.gemm import NVFP4_PAIRS, cutlass
+from torchao_blockwise.ops.gemm import FP8_PAIRS, NVFP4_PAIRS, cutlass
 from torchao_blockwise.ops.gemm.plain import (
     adding_rows,
     check_operands,
@@ -35,7 +35,7 @@ from torchao_blockwise.ops.registry import Operation, groups, operand
 # What Gluon multiplies along each: FP8, and NVFP4 that is decoded before.
 _GLUON_PAIRS = {
     "m": {(FP8_1X128.name, FP8_128X128.name)} | NVFP4_PAIRS,
-    "k": {(FP8_1X128.name, FP8_1X128.name)} | NVFP4_PAIRS,
+    "k": FP8_PAIRS | NVFP4_PAIRS,
 }
 # In NVFP4 on Hopper AUTO decodes before the GEMM where each decoded element is multiplied so often: decoding moves 4
 # bytes an element more, written and read again in bf16. On an H100, rows along "m": at 118 (128 tokens an expert) it
@@ -62,8 +62,8 @@ def grouped_matmul(
     along "m": a is a result of `quantize`, qdata [M, K], and b of a [E, N, K], of the same
         element and block length. Returns [M, N] `out_dtype`; rows after the last group are zeros, whatever a holds.
     along "k": a and b are columnwise results of `quantize` with the same groups, of a [M, N] and a [M, K]:
-        qdata [N, P] and [K, P], where P tokens hold each group padded to whole blocks. Returns [E, N, K] `out_dtype`;
-        that of an empty group is zeros.
+        qdata [N, P] and [K, P], where P tokens hold each group padded to whole blocks; b in one-row or square blocks.
+        Returns [E, N, K] `out_dtype`; that of an empty group is zeros.
     out_dtype: bf16 | f16 | f32. backend: AUTO (default), or one by name.
     NaN and Inf propagate inside their group. Not differentiable.
 
@@ -102,12 +102,11 @@ def _check(op: str, a: Operand, b: Operand, along: str, out_dtype: torch.dtype) 
     check_operands(op, a, b, out_dtype)
     if along not in _GLUON_PAIRS:
         raise ValueError(f'{op}: along must be "m" (groups of rows) or "k" (groups of the contraction), got {along!r}')
-    for name, fmt in (("a", a.format), ("b", b.format))[: 1 if along == "m" else 2]:
-        if fmt.block[0] > 1:
-            raise ValueError(
-                f'{op}: along "{along}" groups end anywhere, and would cut blocks of {fmt.block[0]} rows; quantize'
-                f" {name} in one-row blocks, got {fmt.name}"
-            )
+    if along == "m" and a.format.block[0] > 1:
+        raise ValueError(
+            f'{op}: along "m" groups end anywhere, and would cut blocks of {a.format.block[0]} rows; quantize'
+            f" a in one-row blocks, got {a.format.name}"
+        )
     b_dims, b_shape = (3, "[E, N, K]") if along == "m" else (2, "[K, P]")
     for name, x, dims, shape in (("a", a, 2, "[M, K]" if along == "m" else "[N, P]"), ("b", b, b_dims, b_shape)):
         if x.qdata.dim() != dims:

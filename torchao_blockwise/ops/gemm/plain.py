@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -19,7 +18,6 @@ from torchao_blockwise.ops.backend import (
 from torchao_blockwise.ops.gemm import FP8_PAIRS, KERNEL_PAIRS, cublas, deepgemm, reference
 from torchao_blockwise.ops.operands import check_operand, new_output
 from torchao_blockwise.ops.registry import Operation, operand
-from torchao_blockwise.ops.sharding import Rules, placements_of
 
 # Up to this number of tokens AUTO takes Gluon for `grad_weight`.
 _GLUON_TOKENS = 256
@@ -159,31 +157,6 @@ def _preferred(
     return Backend.GLUON if a.qdata.shape[1] <= _GLUON_TOKENS else Backend.CUBLAS
 
 
-def _sharding(a: Operand, b: Operand, out_dtype: torch.dtype, bias: torch.Tensor | None) -> Rules:
-    """Rows of a, rows of b (on block borders), or the contraction (on block borders, no bias; gives partial sums)."""
-    from torch.distributed.tensor import Partial, Replicate, Shard
-
-    # Specs stand in the places of tensors.
-    mesh: Any = a.qdata
-    a_fmt, b_fmt, ranks = a.format, b.format, mesh.mesh.size()
-
-    def rule(out: Any, a_dim: int | None, b_dim: int | None, bias_placement: Any) -> Any:
-        def placed(x: Operand, dim: int | None) -> list[Any]:
-            scale_dim = dim if dim is None or not x.format.transposed_scales else 1 - dim
-            return placements_of(x, *(Replicate() if d is None else Shard(d) for d in (dim, scale_dim)))
-
-        return [out], [*placed(a, a_dim), *placed(b, b_dim), None if bias is None else bias_placement]
-
-    rules = [rule(Replicate(), None, None, Replicate())]
-    if a.qdata.shape[0] % (ranks * a_fmt.block[0]) == 0:
-        rules.append(rule(Shard(0), 0, None, Replicate()))
-    if b.qdata.shape[0] % (ranks * b_fmt.block[0]) == 0:
-        rules.append(rule(Shard(1), None, 0, Shard(0)))
-    if bias is None and a.qdata.shape[1] * a_fmt.element.per_byte % (ranks * a_fmt.block[1]) == 0:
-        rules.append(rule(Partial(), 1, 1, None))
-    return rules
-
-
 def count_flops(a: Operand, b: Operand, *_: object) -> int:
     """Of a @ b.T: 2 · M · N · K, with the zeros that K was padded with, which GEMMs multiply as well."""
     m, n, k = a.qdata.shape[0], b.qdata.shape[-2], a.qdata.shape[1] * a.format.element.per_byte
@@ -225,7 +198,6 @@ matmul_op = Operation(
     table=_TABLE,
     fake=lambda a, b, out_dtype, bias: new_output(a, b, out_dtype),
     preferred_backend=_preferred,
-    sharding=_sharding,
     flops=count_flops,
 )
 add_matmul_op = Operation(

@@ -49,7 +49,7 @@ def quantize(
     fmt: BlockFormat | str,
     *,
     rowwise: bool = True,
-    columnwise: bool = False,
+    columnwise: bool | BlockFormat | str = False,
     power_of_2_scales: bool = False,
     hadamard: bool | Sequence[int] = False,
     stochastic: StochasticRounding | None = None,
@@ -65,7 +65,8 @@ def quantize(
     rowwise: blocks along K: qdata [.., M, K], scale, global_scale; FP8_1X128 scales are [.., ⌈K/128⌉, M], all others
         [.., M blocks, K blocks]. 4-bit payload is packed two a byte: [.., M, ⌈K/2⌉] uint8.
     columnwise: `x` with its last two dims swapped, quantized rowwise, contiguous: qdata [.., K, M]. For square blocks
-        that is the exact transpose of the rowwise result.
+        that is the exact transpose of the rowwise result. FP8_128X128 with `fmt` FP8_1X128: this copy in square blocks,
+        with scales [.., ⌈K/128⌉, ⌈M/128⌉].
     power_of_2_scales: FP8 only; rounds the encode factor down to a power of two.
     hadamard: NVFP4_1X16 only; the columnwise copy is that of the random Hadamard transform along M, in chunks of 16
         rows, the last one filled with zeros: qdata [K, ⌈M/16⌉ · 16 / 2], with a separate tensor scale. True for
@@ -82,9 +83,9 @@ def quantize(
         the ends, int32 [E], cumulative, on x's device: group g is rows [ends[g-1], ends[g]). No block along the tokens
         reaches from one group into the next, and each group has the bits that it has by itself. The columnwise copy
         pads each group with zero rows to whole blocks of B: qdata [K, P], P = padded_tokens(M, E, B), scales FP8
-        [P/B, K], NVFP4 [K, P/B]. Rows after the last group count as zeros, whatever they hold, NaN as well. Shapes and
-        launches follow from M and E, so the host reads nothing back. A CPU's ends are checked; a GPU takes end g for
-        the largest of ends 0 to g, each clamped to [0, M].
+        [P/B, K], NVFP4 [K, P/B], square blocks [⌈K/B⌉, P/B]. Rows after the last group count as zeros, whatever they
+        hold, NaN as well. Shapes and launches follow from M and E, so the host reads nothing back. A CPU's ends are
+        checked; a GPU takes end g for the largest of ends 0 to g, each clamped to [0, M].
     backend: AUTO (default), or one by name.
     Returns `Copies(rowwise, columnwise)` of operands, None for a copy that is not asked for, from one read of `x`;
         from one each with `hadamard` or `stochastic`.
@@ -94,8 +95,16 @@ def quantize(
     Raises TypeError for a dtype, ValueError for a shape, format, option or backend that does not exist.
     Source: DeepSeek-V3 report (arXiv 2412.19437) §3.3; NVFP4 pretraining (arXiv 2509.25149).
     """
-    number = hadamard_number(hadamard)
-    options = CastOptions(get_format(fmt), rowwise, columnwise, power_of_2_scales, padded, number, scale_per_group)
+    options = CastOptions(
+        get_format(fmt),
+        rowwise,
+        bool(columnwise),
+        power_of_2_scales,
+        padded,
+        hadamard_number(hadamard),
+        scale_per_group,
+        "" if isinstance(columnwise, bool) else get_format(columnwise).name,
+    )
     groups = Groups(groups) if isinstance(groups, torch.Tensor) else groups
     return quantize_by(x, options, groups, tensor_amax=tensor_amax, rounding_bits=stochastic, backend=backend)
 

@@ -1,4 +1,4 @@
-"""Copies of one-row FP8 blocks from one read, in Gluon: see ops/device/gluon_tiles.py.
+"""Copies of FP8 blocks, rows or columnwise squares, from one read, in Gluon: see ops/device/gluon_tiles.py.
 
     x  [M, K] ──cp.async──▶ tile 128×128 ─▶ rowwise and columnwise copies
 
@@ -29,7 +29,7 @@ def _quantize_kernel(
     q_ptr,  # [M, K] e4m3 bytes, or None where only the columnwise copy is made
     s_ptr,  # [K/BLOCK, M] f32, or None
     qt_ptr,  # [K, width_qt] e4m3 bytes
-    st_ptr,  # [M/BLOCK, K] f32
+    st_ptr,  # [M/BLOCK, K] f32; SQUARE: [K/BLOCK, M/BLOCK]
     blocks_ptr,  # None, or where tokens lie in groups their table
     M,
     K,
@@ -39,8 +39,9 @@ def _quantize_kernel(
     ELEMENT_MAX: gl.constexpr,
     MIN_AMAX: gl.constexpr,
     POWER_OF_2: gl.constexpr,
+    SQUARE: gl.constexpr,  # blocks of the columnwise copy are square
     BLOCK: gl.constexpr,
-    COLUMNS: gl.constexpr,  # of a tile: with a rowwise copy a block
+    COLUMNS: gl.constexpr,  # of a tile: with a rowwise copy, or SQUARE, a block
     WARPS: gl.constexpr,
 ):
     WORDS: gl.constexpr = COLUMNS // 2
@@ -60,7 +61,7 @@ def _quantize_kernel(
     barrier()
     store_copies(
         tile, q_ptr, s_ptr, qt_ptr, st_ptr, blocks_ptr, tile_m, tile_k, first, end, M, K, width_qt,
-        DTYPE, ELEMENT_MAX, MIN_AMAX, POWER_OF_2, WARPS,
+        DTYPE, ELEMENT_MAX, MIN_AMAX, POWER_OF_2, SQUARE, WARPS,
     )  # fmt: skip
 
 
@@ -68,6 +69,6 @@ def quantize(
     x: torch.Tensor, amax_bits: None, options: CastOptions, groups: Groups | None = None, *_: object
 ) -> Copies:
     """Arguments and result as in the op, or in that of tokens in groups, within what `gluon_tiles.why_not` admits."""
-    columns, warps = BOTH if options.rowwise else COLUMNWISE
+    columns, warps = BOTH if options.rowwise or options.columnwise_format.is_square else COLUMNWISE
     tiling = Tiling(x.dtype, columns, warps, {"COLUMNS": columns})
     return make_copies(_quantize_kernel, (x,), x.shape, options, groups, tiling)

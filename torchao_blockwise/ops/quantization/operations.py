@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 import torch
 
 from torchao_blockwise import _compat
@@ -22,13 +20,8 @@ from torchao_blockwise.ops.backend import Backend, Implementation, kernels, why_
 from torchao_blockwise.ops.groups.ends import check_group_ends
 from torchao_blockwise.ops.groups.tables.layout import check_groups
 from torchao_blockwise.ops.operands import new_copies, why_no_tiles
-from torchao_blockwise.ops.padding import padded_size
 from torchao_blockwise.ops.quantization import reference
 from torchao_blockwise.ops.registry import OPTIONS, PLACE, Operation, groups
-from torchao_blockwise.ops.sharding import Rules, Spec, shards_on_blocks
-
-if TYPE_CHECKING:
-    from torch.distributed.tensor import Placement
 
 _KERNEL_FORMATS = {fmt.name for fmt in (FP8_1X128, FP8_128X128, NVFP4_1X16, NVFP4_16X16)}
 _KERNELS = f"{__package__}.kernels"
@@ -51,43 +44,6 @@ def _fake(x: torch.Tensor, amax_bits: object, options: CastOptions, groups: Grou
     return new_copies(x, x.shape, options, groups)
 
 
-def _sharding(
-    x: Spec,
-    amax_bits: Spec | None,
-    options: CastOptions,
-    groups: Groups | None,
-    key: Spec | None,
-    place: Place,
-) -> Rules:
-    """x replicated, or sharded on a dim whose shards end on block borders; without an amax NVFP4 needs all of x."""
-    from torch.distributed.tensor import Replicate, Shard
-
-    fmt, first = options.fmt, len(x.shape) - 2
-    copies = [columnwise for columnwise in (False, True) if (options.columnwise if columnwise else options.rowwise)]
-
-    def rule(outputs: list[Placement], of_x: Placement, of_amax: Placement) -> tuple[list[Any], list[Any]]:
-        of_groups = [None, None] if groups is None else [t if t is None else Replicate() for t in groups]
-        of_key = None if key is None else Replicate()
-        return outputs, [of_x, None if amax_bits is None else of_amax, *of_groups, of_key]
-
-    def placed(dim: int, swapped: bool) -> Placement:
-        """Where `dim` of x lies in what has its last two dims swapped."""
-        return Shard(2 * first + 1 - dim if swapped and dim >= first else dim)
-
-    replicated: list[Placement] = [Replicate()]
-    rules: Rules = [rule(replicated * 2 * len(copies), Replicate(), Replicate())]
-    if options.hadamard or groups is not None or key is not None:
-        return rules
-    for dim in range(len(x.shape)):
-        # A shard that is padded by itself is another one than in the whole.
-        whole = not options.padded or dim != first or x.shape[dim] % (padded_size(1) * x.mesh.size()) == 0
-        if whole and all(shards_on_blocks(x, dim, fmt, columnwise) for columnwise in copies):
-            outputs = [placed(dim, columnwise != t) for columnwise in copies for t in (False, fmt.transposed_scales)]
-            is_of_matrices = options.scale_per_group and dim < first
-            rules.append(rule(outputs, Shard(dim), Shard(dim) if is_of_matrices else Replicate()))
-    return rules
-
-
 _TABLE = [
     kernels(Backend.GLUON, f"{_KERNELS}_gluon:quantize", lambda x, amax_bits, options, *_: why_no_tiles(options, x)),
     kernels(Backend.TRITON, f"{_KERNELS}_triton:quantize", _why_no_kernels),
@@ -97,7 +53,7 @@ _TABLE = [
 # x [.., M, K] -> (qdata, scale) of each copy that is asked for. amax_bits: of the tensor, of each group or matrix; None
 # in formats without tensor scales. key: of random bits, None for round to nearest. A key and a transform are for one
 # copy of x [M, K].
-# Two operations, because DTensor rules cannot place the tensors of a list one by one; they share their table.
+# Two operations, because a schema says how many tensors it returns; they share their table.
 quantize_op, quantize_both_op = (
     Operation(
         f"{name}(Tensor x, Tensor? amax_bits, {OPTIONS}, {groups('Tensor?')}, Tensor? key, {PLACE}, str backend)"
@@ -106,7 +62,6 @@ quantize_op, quantize_both_op = (
         table=_TABLE,
         fake=_fake,
         check=_check_groups,
-        sharding=_sharding,
         called="quantize",
     )
     for name, returns in (("quantize", "(Tensor, Tensor)"), ("quantize_both", "(Tensor, Tensor, Tensor, Tensor)"))
@@ -125,18 +80,6 @@ def _amax_fake(x: torch.Tensor, ends: torch.Tensor | None, each: bool) -> torch.
     return x.new_empty(shape, dtype=torch.int32)
 
 
-def _amax_sharding(x: Spec, ends: Spec | None, each: bool) -> Rules:
-    from torch.distributed.tensor import Partial, Replicate, Shard
-
-    rules: Rules = [([Replicate()], [Replicate(), None if ends is None else Replicate()])]
-    if ends is None:
-        matrices = len(x.shape) - 2 if each else 0
-        rules += [
-            ([Shard(dim) if dim < matrices else Partial("max")], [Shard(dim), None]) for dim in range(len(x.shape))
-        ]
-    return rules
-
-
 # The amax of x, or of its rows in groups; each: of every group, or of every matrix of x [.., M, K]. Bits, because a MAX
 # over ranks loses a NaN among floats; as integers magnitudes keep their order, NaN above all.
 tensor_amax_bits_op = Operation(
@@ -147,7 +90,6 @@ tensor_amax_bits_op = Operation(
     ],
     fake=_amax_fake,
     check=lambda x, ends, each: _check_ends(x, ends),
-    sharding=_amax_sharding,
 )
 
 # Of x [M, K] and of its transform, of all or of each group: two tensors, which policies of checkpointing save, of one
@@ -167,14 +109,6 @@ hadamard_amax_bits_op = Operation(
     called="quantize",
 )
 
-
-def _scale_sharding(amax_bits: Spec) -> Rules:
-    from torch.distributed.tensor import Replicate, Shard
-
-    placements: list[Placement] = [Replicate(), *map(Shard, range(len(amax_bits.shape)))]
-    return [([placement], [placement]) for placement in placements]
-
-
 global_scale_op = Operation(
     "global_scale(Tensor amax_bits, str backend) -> Tensor",
     table=[
@@ -182,7 +116,6 @@ global_scale_op = Operation(
         Implementation(Backend.REFERENCE, lambda amax_bits: global_scale_of(amax_bits.view(torch.float32))),
     ],
     fake=lambda amax_bits: amax_bits.new_empty(amax_bits.shape, dtype=torch.float32),
-    sharding=_scale_sharding,
 )
 
 # --- random bits ------------------------------------------------------------------------------------------------------

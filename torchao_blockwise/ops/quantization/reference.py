@@ -172,7 +172,8 @@ def quantize(
             place = place or Place()
             numbers = _block_numbers(x, rows, groups, key, place, columnwise)
             random = block_bytes(numbers, key, place.operand).flatten(-2)[..., : rows.shape[1]]
-        copies[columnwise] = quantize_rows(rows, options, amax, random)
+        by = options._replace(fmt=options.columnwise_format) if columnwise else options
+        copies[columnwise] = quantize_rows(rows, by, amax, random)
     return Copies(*copies)
 
 

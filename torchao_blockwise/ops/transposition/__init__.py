@@ -8,7 +8,6 @@ from torchao_blockwise.formats import Operand
 from torchao_blockwise.ops.backend import Backend, Implementation, kernels
 from torchao_blockwise.ops.operands import check_operand
 from torchao_blockwise.ops.registry import Operation, operand
-from torchao_blockwise.ops.sharding import Rules, placements_of, shards_on_blocks
 
 
 def transpose(x: Operand, *, columns: int | None = None, backend: Backend | str | None = None) -> Operand:
@@ -39,19 +38,6 @@ def reference(x: Operand, columns: int) -> Operand:
     return x._replace(qdata=qdata, scale=x.scale.mT.clone(memory_format=torch.contiguous_format))
 
 
-def _sharding(x: Operand, columns: int) -> Rules:
-    from torch.distributed.tensor import Replicate, Shard
-
-    rules: Rules = [([Replicate(), Replicate()], placements_of(x, Replicate(), Replicate()))]
-    ndim = len(x.qdata.shape)
-    # `columns` counts the whole tensor, so its dim cannot be sharded.
-    for dim in range(ndim - 1):
-        if shards_on_blocks(x.qdata, dim, x.format, columnwise=True):
-            out = Shard(dim if dim < ndim - 2 else ndim - 1)
-            rules.append(([out, out], placements_of(x, Shard(dim), Shard(dim))))
-    return rules
-
-
 def _fake(x: Operand, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
     *batch, rows, _ = x.qdata.shape
     qdata = x.qdata.new_empty((*batch, columns, x.format.element.packed(rows)))
@@ -66,5 +52,4 @@ transpose_op = Operation(
         Implementation(Backend.REFERENCE, reference),
     ],
     fake=_fake,
-    sharding=_sharding,
 )
