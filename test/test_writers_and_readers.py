@@ -127,7 +127,7 @@ def swap(model):
         torch.utils.swap_tensors(p, other)
 
 
-# Unseen too. A graph of values takes no part in their format, and takes seconds to compile: after FP8 weights alone.
+# Unseen too. A graph of values takes no part in their format, and takes seconds to compile: only after FP8 weights.
 COMPILED = {
     "compiled_adamw": optimizer_step(torch.optim.AdamW, compiled=True),
     "compiled_average": compiled_average,

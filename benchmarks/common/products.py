@@ -49,11 +49,11 @@ class Product:
     @property
     def formats(self) -> tuple[BlockFormat, BlockFormat]:
         activations, weights, of_input = RECIPES[self.recipe]
-        return activations, of_input if self.kind == "grad_weight" else weights
+        return activations, of_input if self.kind.startswith("grad_weight") else weights
 
     @property
     def flops(self) -> int:
-        return 2 * math.prod(self.mnk)
+        return 2 * self.tokens * self.out_features * self.in_features
 
     def nbytes(self) -> int:
         """Bytes that must move: both operands read, the result written in bf16."""

@@ -11,13 +11,11 @@ import pytest
 import torch
 from grouped_copies import assert_copies_equal
 
-from torchao_blockwise import _compat, ops
+from torchao_blockwise import ops
 from torchao_blockwise.formats import FP8_1X128, CastOptions
 from torchao_blockwise.testing import random_tensor, shape_id
 
 pytest.importorskip("triton")
-if not _compat.has_gluon():
-    pytest.skip("needs Gluon of Triton 3.6 or newer", allow_module_level=True)
 
 from torchao_blockwise.ops.device import gluon_tiles
 from torchao_blockwise.ops.fused import kernels_gluon
@@ -178,12 +176,6 @@ IDS = [f"{op}-{name}" for name, (of, *_) in NOT_TAKEN.items() for op in of]
 @pytest.mark.parametrize("op, change, options", CASES, ids=IDS)
 def test_is_not_taken_for_others(op, change, options, taken, device):
     assert_not_taken(taken, op, *change(*inputs_of(33, 48, device=device)), **options)
-
-
-@pytest.mark.parametrize("op", OPS)
-def test_is_not_taken_where_triton_has_no_gluon(op, taken, machine, device):
-    machine.has_gluon(False)
-    assert_not_taken(taken, op, *inputs_of(33, 48, device=device))
 
 
 # --- on a GPU ---------------------------------------------------------------------------------------------------------

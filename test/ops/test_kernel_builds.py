@@ -46,7 +46,6 @@ def cases(target: int):
 def _quantize_cases():
     import torch
 
-    from torchao_blockwise import _compat
     from torchao_blockwise.formats import E4M3, FORMATS, FP8_1X128, FP8_128X128, CastOptions
     from torchao_blockwise.ops.quantization import kernels_gluon as gluon
     from torchao_blockwise.ops.quantization import kernels_triton as quantize
@@ -81,14 +80,13 @@ def _quantize_cases():
         yield from (of(m, 1024) for m in ((528, 531, 533) if fmt.element is E4M3 else (531,)))
     squares = functools.partial(case, quantize, "quantize", FP8_1X128, 512, 1024, square=FP8_128X128.name)
     yield from (squares(dtype) for dtype in (bf16, f32))
-    if _compat.has_gluon():
-        of = functools.partial(case, gluon, "quantize one_read", FP8_1X128)
-        yield of(512, 1024, square=FP8_128X128.name, BOTH=(128, 4))
-        yield from (of(512, 1024, BOTH=(128, warps)) for warps in (4, 8, 16))
-        yield of(512, 1024, torch.float16, power_of_2=True, BOTH=(128, 8))
-        yield from (of(m, k, BOTH=(128, 8)) for m, k in ((528, 2064), (531, 1024), (1, 1024)))
-        of = functools.partial(case, gluon, "quantize columnwise_read", FP8_1X128, copies=(False, True))
-        yield from (of(m, k) for m, k in ((512, 1024), (528, 2064), (531, 1024), (1, 1024)))
+    of = functools.partial(case, gluon, "quantize one_read", FP8_1X128)
+    yield of(512, 1024, square=FP8_128X128.name, BOTH=(128, 4))
+    yield from (of(512, 1024, BOTH=(128, warps)) for warps in (4, 8, 16))
+    yield of(512, 1024, torch.float16, power_of_2=True, BOTH=(128, 8))
+    yield from (of(m, k, BOTH=(128, 8)) for m, k in ((528, 2064), (531, 1024), (1, 1024)))
+    of = functools.partial(case, gluon, "quantize columnwise_read", FP8_1X128, copies=(False, True))
+    yield from (of(m, k) for m, k in ((512, 1024), (528, 2064), (531, 1024), (1, 1024)))
 
 
 def _transpose_cases():

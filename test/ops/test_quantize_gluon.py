@@ -12,13 +12,11 @@ import pytest
 import torch
 from grouped_copies import assert_copies_equal
 
-from torchao_blockwise import _compat, ops
+from torchao_blockwise import ops
 from torchao_blockwise.formats import FP8_1X128, FP8_128X128
 from torchao_blockwise.testing import random_tensor, shape_id, with_special_values
 
 pytest.importorskip("triton")
-if not _compat.has_gluon():
-    pytest.skip("needs Gluon of Triton 3.6 or newer", allow_module_level=True)
 
 from torchao_blockwise.ops.device import gluon_tiles
 from torchao_blockwise.ops.quantization import kernels_gluon as gluon

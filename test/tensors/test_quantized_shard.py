@@ -25,7 +25,7 @@ def converted(config, rows: int, columns: int = 33, dtype=torch.float32) -> nn.P
 
 
 def rows_of(whole: torch.Tensor, rank: int, ranks: int, dtype=torch.float32) -> QuantizedShard:
-    """What `fully_shard` gives a rank of `whole`, with the calls that it makes."""
+    """The shard that `fully_shard` gives a rank of `whole`, by the calls that it makes."""
     chunks = torch.chunk(whole, ranks, dim=0)
     with torch.no_grad():
         padded = whole.new_zeros(chunks[0].shape)

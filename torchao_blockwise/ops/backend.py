@@ -96,10 +96,15 @@ def architecture(device: torch.device) -> str:
     return "sm_{}{}".format(*compute_capability(device)) if device.type == "cuda" else device.type
 
 
+def why_no_compiler() -> str | None:
+    """Why the installed Triton cannot build kernels, or None if it can."""
+    return _compat.why_old_triton() if _compat.has_triton() else "triton is not installed (pip install triton)"
+
+
 def why_no_triton(device: torch.device, min_capability: tuple[int, int] = (8, 0)) -> str | None:
     """Why Triton kernels cannot run on `device`, or None if they can."""
     if not _compat.has_triton():
-        return "triton is not installed (pip install triton)"
+        return why_no_compiler()
     capability = compute_capability(device)
     # The environment is asked last, and on a GPU that can never: reading it takes 0.6 µs.
     if capability >= min_capability or interpreting():
@@ -118,9 +123,7 @@ def why_no_gluon(device: torch.device) -> str | None:
     """Why the Gluon kernels of GEMMs cannot run on `device`, or None if they can, for GEMMs that they take."""
     if compute_capability(device) != (9, 0):
         return f"the kernels are for Hopper GPUs (sm_90), got {architecture(device)}"
-    if not _compat.has_gluon():
-        return "they need Gluon, which Triton has from 3.6 on (pip install -U triton)"
-    return "Triton's interpreter does not know Gluon" if interpreting() else None
+    return "Triton's interpreter does not know Gluon" if interpreting() else why_no_compiler()
 
 
 class Implementation(NamedTuple):
