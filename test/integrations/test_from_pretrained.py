@@ -405,8 +405,9 @@ def test_payloads_that_no_parameter_can_hold(family, format, sizes, reason, tmp_
     recipe = RECIPE_OF[format]
     with pytest.raises(ValueError, match=reason + r".*model\.layers\.\*\.mlp\.experts.*; choose trainable='full'"):
         from_pretrained(tmp_path / "x", recipe, "adapters")
-    with pytest.warns(UserWarning, match=reason + ".*are the decoded values .* train with other codes"):
+    with pytest.warns(UserWarning, match=reason + ".*are the decoded values .* train with other codes") as warned:
         model = from_pretrained(tmp_path / "x", recipe, dtype=torch.float32)
+    assert warned[0].filename == __file__
     decoded = from_pretrained(tmp_path / "x", None, dtype=torch.float32)
     for name, p in converted(model).items():
         torch.testing.assert_close(p.hp, decoded.get_parameter(name).detach(), rtol=2**-22, atol=0)
