@@ -26,8 +26,6 @@ TABLES: dict[str, tuple[Callable[[Results], str], tuple[str, ...]]] = {
     "fsdp": (runs.fsdp, runs.FSDP),
     "grad_weight": (kernels.grad_weight, (kernels.GROUPED,)),
     "graphs": (runs.graphs, (runs.GRAPHS,)),
-    "joules": (runs.joules, (runs.MATMUL,)),
-    "joules_step": (runs.joules_of_a_step, (runs.MODEL,)),
     "kernels": (kernels.kernels, ()),
     "layers": (layers.layers, ()),
     "moe_memory": (layers.moe_memory, (layers.MOE, layers.MOE_PEERS)),

@@ -251,7 +251,7 @@ def write_results(
     print(f"\n{text}\n")
     path = save(folder, name, content, text)
     base = next((r.losses for r in results if r.recipe == "bf16"), [])
-    gaps = {r.recipe: [plot.distance(r.losses, base)] for r in results if base and r.recipe != "bf16"}
+    gaps = {r.recipe: plot.distance(r.losses, base) for r in results if base and r.recipe != "bf16"}
     title = f"A {config.parameters / 1e6:.1f} M-parameter decoder trained on {tokens / 1e6:,.3g} M tokens"
     data = f"{corpus.name} · {environment.device_name(device)}"
     losses = {f"{r.recipe} {r.held_out_loss:.3f}": r.losses for r in results}

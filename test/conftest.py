@@ -59,27 +59,13 @@ FEW = 8
 def pytest_configure(config):
     config.addinivalue_line("markers", "gpu: needs a CUDA GPU; skipped where there is none")
     config.addinivalue_line("markers", "device: takes the fixture `device`, so computes on a GPU where there is one")
+    config.addinivalue_line("markers", "xdist_group(name): runs on one worker with others of this name")
 
 
 def _starts_processes(path: Path) -> bool:
     """Whether the tests of a file look at what processes left that it started once, to build kernels or as ranks."""
     once = ("test_compiled_kernels", "test_launch")
     return path.stem.endswith("_builds") or path.stem in once or "distributed" in path.parts
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config, log):
-    """--dist loadgroup: first files that start processes, each on one worker, then test by test where there is room."""
-    if config.getvalue("dist") != "loadgroup":
-        return None
-    from xdist.scheduler import LoadScopeScheduling
-
-    class Scheduling(LoadScopeScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            path = nodeid.split("::")[0]
-            return path if _starts_processes(Path(path)) else nodeid
-
-    return Scheduling(config, log)
 
 
 # Before -m chooses.
@@ -89,6 +75,9 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if "device" in getattr(item, "fixturenames", ()):
             item.add_marker("device")
+        if _starts_processes(item.path):
+            # By --dist loadgroup on one worker.
+            item.add_marker(pytest.mark.xdist_group(str(item.path)))
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA GPU")

@@ -24,14 +24,15 @@ from torchao_blockwise import NVFP4TrainingConfig as NVFP4Config
 from torchao_blockwise.tensors import weight_operands
 from torchao_blockwise.testing import assert_bitwise_equal, random_tensor
 
-FP8, FP8_POW2, NVFP4 = (
+FP8, FP8_POW2, FP8_SQUARES, NVFP4 = (
     BlockwiseFP8TrainingConfig(),
     BlockwiseFP8TrainingConfig(power_of_2_scales=True),
+    BlockwiseFP8TrainingConfig(grad_weight_blocks="128x128"),
     NVFP4Config(hadamard=False, stochastic_rounding=False),
 )
 HADAMARD, STOCHASTIC, FULL = NVFP4Config(stochastic_rounding=False), NVFP4Config(hadamard=False), NVFP4Config(seed=7)
 PER_EXPERT = NVFP4Config(seed=7, scale_per_expert=True)
-RECIPES = {"fp8": FP8, "fp8_pow2": FP8_POW2, "nvfp4": NVFP4}
+RECIPES = {"fp8": FP8, "fp8_pow2": FP8_POW2, "fp8_128x128": FP8_SQUARES, "nvfp4": NVFP4}
 every_recipe = pytest.mark.parametrize("config", RECIPES.values(), ids=RECIPES)
 
 
@@ -120,7 +121,9 @@ def linear_by_hand(x, hp, bias, dy, config):
     w_columnwise = ops.transpose(w, columns=hp.shape[1])
     grad_input = ops.matmul(quantize(gradients, fmt).rowwise, w_columnwise, out_dtype=x.dtype).view(x.shape)
     options = {"rowwise": False, "columnwise": True, "padded": True}
-    columnwise = (quantize(t, fmt, **options).columnwise for t in (gradients, tokens))
+    columnwise = (
+        quantize(t, of_t, **options).columnwise for t, of_t in ((gradients, fmt), (tokens, config.grad_weight_format))
+    )
     grad_weight = ops.matmul(*columnwise, out_dtype=hp.dtype)
     grad_bias = None if bias is None else gradients.float().sum(0).to(bias.dtype)
     return output, grad_input, grad_weight, grad_bias

@@ -61,12 +61,6 @@ class Machine:
     def has_triton(self, has: bool = True) -> None:
         self.patch.setattr(_compat, "has_triton", lambda: has)
 
-    def has_gluon(self, has: bool = True) -> None:
-        """Gluon is there where Triton is, unless that is too old."""
-        self.patch.setattr(_compat, "has_gluon", lambda: has)
-        if has:
-            self.patch.setattr(_compat, "why_old_triton", _with_cache(lambda: None))
-
     def without_interpreter(self) -> None:
         without_interpreter(self.patch)
 
@@ -113,8 +107,3 @@ class Machine:
 
         self.patch.setattr(kernels, "launch", record)
         return seen
-
-
-def _with_cache(function):
-    function.cache_clear = lambda: None
-    return function

@@ -22,7 +22,8 @@ def grouped_by_hand(x, hp, ends, dy, config):
     output = ops.grouped_matmul(quantize(x).rowwise, w, ends, out_dtype=config.out_dtype or x.dtype)
     w_columnwise = ops.transpose(w, columns=hp.shape[2])
     grad_input = ops.grouped_matmul(quantize(dy).rowwise, w_columnwise, ends, out_dtype=x.dtype)
-    columnwise = (quantize(t, rowwise=False, columnwise=True).columnwise for t in (dy, x))
+    formats = config.activation_format, config.grad_weight_format
+    columnwise = (quantize(t, rowwise=False, columnwise=fmt).columnwise for t, fmt in zip((dy, x), formats))
     return output, grad_input, ops.grouped_matmul(*columnwise, ends, along="k", out_dtype=hp.dtype)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import FP8, FP8_POW2, NVFP4
+from helpers import RECIPES
 from named_results import assert_same as assert_same
 from torch import nn
 
@@ -12,7 +12,6 @@ from torchao_blockwise import BlockwiseFP8Tensor, MasterWeightTensor, NVFP4Tenso
 from torchao_blockwise.nn import SwiGLUExperts, grouped_linear
 from torchao_blockwise.testing import random_tensor
 
-RECIPES = {"fp8": FP8, "fp8_pow2": FP8_POW2, "nvfp4": NVFP4}
 recipes = pytest.mark.parametrize("config", RECIPES.values(), ids=RECIPES)
 DIM, HIDDEN = 64, 96
 # Ends of the groups, and tokens.

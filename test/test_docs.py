@@ -1,4 +1,4 @@
-"""docs/ and CONTRIBUTING.md: figures come from the results, examples print what is shown, links lead somewhere."""
+"""docs/ and CONTRIBUTING.md: no figure is typed by hand, examples print what is shown, links lead somewhere."""
 
 import contextlib
 import io
@@ -8,59 +8,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-# What a build of the site writes beside the pages.
+# Written next to the pages by a build of the site.
 GENERATED = ("api", "learn", "results")
 PAGES = [page for page in sorted((ROOT / "docs").glob("**/*.md")) if page.parent.name not in GENERATED]
 PAGES.append(ROOT / "CONTRIBUTING.md")
-SHOWN = [
-    (name, text)
-    for page in PAGES
-    for name, text in re.findall(
-        r"<!-- results: (\w+) -->\n(.*?)<!-- end of results -->", page.read_text(encoding="utf-8"), flags=re.DOTALL
-    )
-]
 
-
-def test_pages_show_results():
-    expected = {
-        "adapter_memory",
-        "builds_sm_90",
-        "convergence_125m_after_1000_nvidia_h200",
-        "convergence_125m_after_500_nvidia_h200",
-        "convergence_125m_nvidia_h200",
-        "convergence_1b_nvidia_h200",
-        "convergence_moe_400m_after_300_nvidia_h200",
-        "engine_agreement_cpu",
-        "engine_kernels_nvidia_h200",
-        "study_25m",
-        "summary_convergence",
-        "summary_convergence_nvfp4",
-        "summary_fsdp",
-        "summary_grad_weight",
-        "summary_graphs",
-        "summary_joules",
-        "summary_joules_step",
-        "summary_kernels",
-        "summary_layers",
-        "summary_moe_memory",
-        "summary_moe_peers",
-        "summary_moe_speed",
-        "train_llm_moe_tiny_cpu",
-        "weight_bytes",
-    }
-    assert {name for name, _ in SHOWN} == expected
-
-
-@pytest.mark.parametrize(("name", "shown"), SHOWN, ids=[name for name, _ in SHOWN])
-def test_figures_come_from_the_results(name, shown):
-    written = (ROOT / "benchmarks" / "results" / f"{name}.md").read_text(encoding="utf-8")
-    # Links of a table lead to the files beside it.
-    written = re.sub(r"\]\((\w+\.md)\)", r"](../benchmarks/results/\1)", written)
-    # Footnotes may be left out.
-    assert shown.strip() in (written.strip(), written.split("\n\n")[0].strip())
-
-
-# What is no measurement of ours: how the board's counter works, what follows by arithmetic, sizes that are needed.
+# Not measured here: how the board's counter works, results of arithmetic, sizes that are needed.
 RECKONED = (
     "renewed every 20 to 100 ms",
     "an estimated 2 µs",
@@ -141,7 +94,7 @@ def test_examples_print_what_is_shown(page, tmp_path, monkeypatch):
         assert printed.getvalue().strip() == shown.get(name, ""), name
 
 
-# docs/extensions/ writes it beside the pages; git does not have it.
+# docs/extensions/ writes it next to the pages; git does not have it.
 MADE_WITH_THE_SITE = {"errors.rst"}
 
 

@@ -46,29 +46,15 @@ def floats(*values: float) -> np.ndarray:
 
 
 NUMBERS = np.arange(THREADS, dtype=np.uint32)
+# What kernels do not show to be right by their results.
 COMPUTED = {
     "a guard": ("mov.b32 %r4, 5;\n@%p1 mov.b32 %r4, 6;", np.where(NUMBERS < 7, 6, 5)),
     "signed division": ("sub.s32 %r5, %r3, 9;\ndiv.s32 %r4, %r5, 4;", np.trunc((NUMBERS.astype(int) - 9) / 4)),
-    "a long shift": ("shl.b32 %r4, %r3, %r1;", NUMBERS << NUMBERS),
     "a shift of all bits": ("shr.u32 %r4, %r3, 32;", NUMBERS * 0),
     "a signed field": ("bfe.s32 %r4, %r3, 0, 2;", (NUMBERS.astype(int) + 2) % 4 - 2),
     "bytes": ("prmt.b32 %r4, %r3, 0x11223344, 0x4567;", np.full(THREADS, 0x44332211)),
-    "halves": ("mov.b32 {%rs1, %rs2}, %r3;\nmov.b32 %r4, {%rs2, %rs1};", NUMBERS << 16),
-    "halves apart": ("max.s16x2 %r4, %r3, 0xFFFF0003;", np.maximum(NUMBERS, 3)),
-    "a wide product": ("mad.wide.s32 %rd6, %r3, -1, 40;\ncvt.u32.u64 %r4, %rd6;", 40 - NUMBERS.astype(int)),
-    "neighbours": ("shfl.sync.bfly.b32 %r4, %r3, 5, 31, -1;", NUMBERS ^ 5),
-    "a maximum of the warp": ("redux.sync.max.s32 %r4, %r3, -1;", np.full(THREADS, THREADS - 1)),
-    "a sum of the warp": ("redux.sync.add.s32 %r4, %r3, -1;", np.full(THREADS, THREADS * (THREADS - 1) // 2)),
-    "scopes of inline assembly": ("{\n.reg .b16 low;\ncvt.u16.u32 low, %r3;\ncvt.u32.u16 %r4, low;\n}", NUMBERS),
-    "a loop": ("mov.b32 %r4, 0;\n$L:\nadd.s32 %r4, %r4, 1;\nsetp.lt.s32 %p2, %r4, 5;\n@%p2 bra $L;", NUMBERS * 0 + 5),
-    "shared memory": ("st.shared.b32 [%r2], %r3;\nbar.sync 0;\nld.shared.b32 %r4, [%r2];", NUMBERS),
     "shared memory of the program": (
         "st.shared::cta.b32 [%r2], %r3;\nbar.sync 0;\nld.shared::cta.b32 %r4, [%r2];",
-        NUMBERS,
-    ),
-    "a copy waited for": (
-        "cp.async.ca.shared.global [%r2], [%rd2], 4;\ncp.async.commit_group;\ncp.async.wait_group 0;\n"
-        "bar.sync 0;\nld.shared.b32 %r4, [%r2];",
         NUMBERS,
     ),
     "no bytes of a copy": (
@@ -95,20 +81,6 @@ def test_e4m3_saturates_and_rounds_ties_to_even():
     got = run("cvt.rn.satfinite.e4m3x2.f32 %rs1, %r3, 0f3F800000;\ncvt.u32.u16 %r4, %rs1;", values)[:7]
     assert [code >> 8 for code in got.tolist()] == [0x7E, 0xFE, 0x7F, 0x58, 0x5A, 0x00, 0x80]
     assert {code & 0xFF for code in got.tolist()} == {0x38}
-
-
-@pytest.mark.parametrize("trans", ("", ".trans"), ids=("as it is", "transposed"))
-def test_matrices_leave_shared_memory_as_they_came(trans):
-    # Rows of 16 bytes at 16 · lane, of which only the first 8 lanes' count.
-    body = f"""
-        shl.b32 %r5, %r1, 4;
-        and.b32 %r5, %r5, 127;
-        stmatrix.sync.aligned.m8n8.x1{trans}.shared.b16 [%r5], {{%r3}};
-        ldmatrix.sync.aligned.m8n8.x1.shared.b16 {{%r4}}, [%r5];
-    """
-    matrix = np.arange(64, dtype=np.uint16).reshape(8, 8)
-    expected = np.ascontiguousarray(matrix.T if trans else matrix).view(np.uint32).reshape(-1)
-    assert run(body, matrix.view(np.uint32).reshape(-1)).tolist() == expected.tolist()
 
 
 REFUSED = {

@@ -7,7 +7,6 @@ import importlib
 import inspect
 
 import pytest
-import torch
 from expecttest import assert_expected_inline
 from torchao.quantization.transform_module import _QUANTIZE_CONFIG_HANDLER
 from torchao.utils import TorchAOBaseTensor
@@ -112,12 +111,3 @@ def test_torchao_knows_what_it_must():
         assert getattr(torchao_blockwise, name) in _QUANTIZE_CONFIG_HANDLER
     for name in ("BlockwiseFP8Tensor", "NVFP4Tensor", "MasterWeightTensor"):
         assert issubclass(getattr(torchao_blockwise, name), TorchAOBaseTensor)
-
-
-def test_operators_for_checkpoint_policies():
-    for op in ("quantize", "quantize_both", "transpose", "matmul", "dequantize", "master_matmul"):
-        assert getattr(torch.ops.torchao_blockwise, op).default.namespace == "torchao_blockwise"
-
-
-def test_version():
-    assert torchao_blockwise.__version__.count(".") == 2

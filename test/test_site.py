@@ -1,4 +1,4 @@
-"""What the site is made of: public names, errors and tutorials have their places; docstrings keep their text."""
+"""The parts of the site: public names, errors and tutorials have their places; docstrings keep their text."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_outputs_of_gpu_tutorials_are_of_their_code():
 def test_gpu_tutorials_run_part_by_part(tmp_path, monkeypatch):
     monkeypatch.setattr(gpu_tutorials, "FOLDER", tmp_path)
     program = '"""\nTitle\n=====\n"""\n\n# %%\n# One\n# ---\n\nx = 2\nprint(x)\n\n'
-    program += "# %%\n# Words alone\n\n# %%\n# More\n\nprint(x + 1)\n"
+    program += "# %%\n# Only words\n\n# %%\n# More\n\nprint(x + 1)\n"
     (tmp_path / "small.py").write_text(program)
     gpu_tutorials.run("small")
     made = json.loads((tmp_path / "small.json").read_text())
@@ -134,23 +134,10 @@ PROGRAM = """
 def f(x):
     if why := why_not(x):
         raise TypeError(f"f: {why}")
-    warnings.warn(f"f: x is {x}, which is slow", stacklevel=2)
     raise ValueError(f"f: x must be positive, got {x}; " + nearest(f"take {x:d}"))
 
-
 def why_not(x):
-    if x:
-        return ValueError, f"the kernel needs {x}"
-    return None
-
-
-def g(x):
-    raise OurOwnRefusal(_refusal(x))
-
-
-def _refusal(x):
-    return "g: {} cannot be read; write it".format(x)
-
+    return ValueError, f"the kernel needs {x}"
 
 def h(said):
     raise ValueError(said)
@@ -162,9 +149,7 @@ def test_texts_of_errors(tmp_path):
     (tmp_path / "package" / "module.py").write_text(PROGRAM, encoding="utf-8")
     found = error_index.messages(tmp_path / "package")
     assert [(message.error, message.text) for message in found] == [
-        ("a warning", "f: x is …, which is slow"),
         ("ValueError", "f: x must be positive, got …; take …"),
-        ("a reason, in errors and warnings", "g: … cannot be read; write it"),
         ("a reason, in errors and warnings", "the kernel needs …"),
     ]
     # `said` may be anything.

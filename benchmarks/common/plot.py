@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import math
 import os
-import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -44,14 +43,14 @@ def draw(
     title: str,
     subtitle: str,
     losses: Mapping[str, Sequence[float]],
-    distances: Mapping[str, Sequence[Sequence[float]]],
+    distances: Mapping[str, Sequence[float]],
     tokens_a_step: int,
-    level: float = math.nan,
+    level: float,
 ) -> bool:
     """Write the picture, whole or not at all; False where matplotlib is missing, which is printed.
 
-    losses: training losses by label. distances: of each label one or more as of `distance`, of which the mean is drawn
-    and a band from least to most. level: entropy of a byte, the loss of a model that knows only frequencies.
+    losses: training losses by label, of which the first is bf16's. distances: as of `distance`, in the same order,
+    empty without bf16. level: entropy of a byte, the loss of a model that knows only frequencies.
     """
     try:
         import matplotlib
@@ -61,30 +60,23 @@ def draw(
     except ImportError:
         print("no picture: matplotlib is not installed (pip install matplotlib)", file=sys.stderr)
         return False
-    panels = [bool(losses), bool(distances)]
     with plt.rc_context(_STYLE):
+        rows = 2 if distances else 1
         figure, axes = plt.subplots(
-            max(1, sum(panels)), 1, figsize=(9, 6.2 if all(panels) else 4.8), sharex=True, squeeze=False,
-            height_ratios=[2.6, 1] if all(panels) else None, layout="constrained",
+            rows, 1, figsize=(9, 6.2 if distances else 4.8), sharex=True, squeeze=False,
+            height_ratios=[2.6, 1][:rows], layout="constrained",
         )  # fmt: skip
         top, bottom = axes[0, 0], axes[-1, 0]
         for label, curve in losses.items():
             span = max(3, len(curve) // 20)
             (line,) = top.plot(_tokens(curve, tokens_a_step), smooth(curve, span), label=label)
             top.plot(_tokens(curve, tokens_a_step), curve, color=line.get_color(), alpha=0.18, linewidth=0.8)
-        if losses:
-            finite = [x for curve in losses.values() for x in curve if math.isfinite(x)]
-            top.set_ylim(min(finite) - 0.1, max(1.12 * level, min(finite) + 0.5))
-            top.axhline(level, color=_FAINT, linestyle=":", label="byte frequencies")
-            top.set_ylabel("training loss (nats a byte)")
-        for i, (label, curves) in enumerate(distances.items()):
-            points = list(zip(*curves))
-            steps = _tokens(points, tokens_a_step)
-            mean = [statistics.fmean(some) for some in points]
-            # The colors of the curves above, of which the first one is bf16's.
-            (line,) = bottom.plot(steps, mean, color=f"C{i + bool(losses)}", label=label)
-            band = [min(some) for some in points], [max(some) for some in points]
-            bottom.fill_between(steps, *band, color=line.get_color(), alpha=0.2)
+        finite = [x for curve in losses.values() for x in curve if math.isfinite(x)]
+        top.set_ylim(min(finite) - 0.1, max(1.12 * level, min(finite) + 0.5))
+        top.axhline(level, color=_FAINT, linestyle=":", label="byte frequencies")
+        top.set_ylabel("training loss (nats a byte)")
+        for i, (label, curve) in enumerate(distances.items(), 1):
+            bottom.plot(_tokens(curve, tokens_a_step), curve, color=f"C{i}", label=label)
         if distances:
             bottom.axhline(0, color=_FAINT)
             bottom.set_ylabel("above bf16, % (smoothed)")

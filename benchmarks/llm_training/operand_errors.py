@@ -24,7 +24,7 @@ def operand_errors(model: nn.Module, windows: torch.Tensor) -> dict[str, dict[st
 
     model: a decoder in bf16, which is converted to FP8 here. windows: of one microbatch, on its device.
     """
-    from torchao_blockwise.nn.observation import observe
+    from torchao_blockwise.nn.activations import observe
 
     convert(model, "fp8")
     errors: dict[tuple[str, str], list[float]] = defaultdict(list)

@@ -1,4 +1,4 @@
-"""Tables of training, of FSDP2, of launching and of energy, each of one or two results."""
+"""Tables of training, of FSDP2 and of launching, each of one or two results."""
 
 from __future__ import annotations
 
@@ -6,21 +6,17 @@ import statistics
 from collections.abc import Iterable
 from itertools import pairwise
 
-from summaries.cells import MISSING, Results, ratio, select, table, tenths, times, whole
+from summaries.cells import MISSING, Results, ratio, select, table, tenths, whole
 
 CONVERGENCE, NVFP4 = "convergence_1b_nvidia_h200", "convergence_125m_after_500_nvidia_h200"
 FSDP = ("fsdp_nvidia_h200", "fsdp_compiled_nvidia_h200")
 GRAPHS = "graphs_nvidia_h100_80gb_hbm3"
-MATMUL, MODEL = "matmul_nvidia_h100_80gb_hbm3", "model_4_layers_nvidia_h100_80gb_hbm3"
 RECIPES = {
     "bf16": "bf16",
     "torchao_bf16_gather": "torchao, bf16 gather",
     "torchao_fp8_gather": "torchao, FP8 gather",
     "fp8": "FP8",
-    "fp8_fused": "FP8, fused",
     "nvfp4": "NVFP4",
-    "torchao_tensorwise": "torchao tensorwise",
-    "torchao_rowwise": "torchao rowwise",
 }
 WAYS = {
     "eager": "eager",
@@ -111,26 +107,3 @@ def graphs(results: Results) -> str:
 
     there = {row["way"] for row in rows}
     return table(("way", "bf16, ms a step", "FP8", "NVFP4"), (cells(way) for way in WAYS if way in there))
-
-
-def joules(results: Results) -> str:
-    """Joules of a GEMM on an H100, by backend and peer."""
-    shape = "4096x18432x7168"
-    rows = results.rows(MATMUL, shape=shape)
-
-    def cells(product: str) -> list[str]:
-        ours = {row["by"]: row for row in select(rows, product=product)}
-        peers = ours["gluon"]["peers J"]
-        found = [peers.get("bf16"), *(ours.get(by, {}).get("J") for by in ("gluon", "cublas", "deep_gemm"))]
-        found.append(peers.get("tensorwise"))
-        return [f"`{product}`", *(MISSING if spent is None else f"{spent:.2f}" for spent in found)]
-
-    columns = (f"product, {times(shape)}", "bf16", "Gluon", "cuBLAS", "DeepGEMM", "tensorwise")
-    return table(columns, map(cells, ("output", "grad_input", "grad_weight")))
-
-
-def joules_of_a_step(results: Results) -> str:
-    """Joules and milliseconds of a compiled step of four layers on an H100."""
-    rows = results.rows(MODEL, mode="compiled", checkpointing="off", recipe=tuple(RECIPES))
-    shown = ([RECIPES[row["recipe"]], tenths(row["J"]), tenths(row["ms a step"])] for row in rows)
-    return table(("recipe", "J a step", "ms a step"), shown)

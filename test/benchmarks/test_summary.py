@@ -1,4 +1,4 @@
-"""Tables of pages are what summary.py makes of the committed results; ranges are of the rows that there are."""
+"""Tables of pages are what summary.py makes of the committed results; ranges are of existing rows."""
 
 from __future__ import annotations
 

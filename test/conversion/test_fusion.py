@@ -308,7 +308,7 @@ def test_hooks_are_called():
     assert_same(step(model), expected)
     assert calls == ["q_proj", "o_proj", "attention"]
     assert [module.reason for module in fusion_report(model).modules] == [
-        "q_proj has hooks, or a forward pass of its own", "",
+        "q_proj has hooks, or a separate forward pass", "",
     ]  # fmt: skip
 
 

@@ -13,6 +13,7 @@ from torch import nn
 from torchao.quantization import FqnToConfig, quantize_
 
 from torchao_blockwise import (
+    BlockwiseFP8Tensor,
     conversion_report,
     dry_run,
     experts,
@@ -236,3 +237,9 @@ def test_matrices_that_no_linear_layer_has_are_shown_with_the_reason():
     raw = {layer.fqn: layer.status for layer in conversion_report(model).layers if "raw" in layer.fqn}
     assert raw == {"raw.w_up": "converted", "raw.w_down": "skipped"}
     assert dry_run(model, FP8).layers == conversion_report(model).layers
+
+
+def test_a_quantized_parameter_without_a_config():
+    model = nn.Sequential(nn.Linear(32, 48))
+    model[0].weight = nn.Parameter(BlockwiseFP8Tensor.from_hp(model[0].weight.detach()), requires_grad=False)
+    assert conversion_report(model).layers[0].reason == "fp8_128x128, no master"

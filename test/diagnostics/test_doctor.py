@@ -1,17 +1,28 @@
-"""The doctor's text, verdict and data."""
+"""The doctor's text, verdict and data, and its self-test: right results pass, and wrong ones are found."""
 
 from __future__ import annotations
 
+import functools
 import json
+import sys
 from dataclasses import replace
 
 import pytest
+import torch
 from expecttest import assert_expected_inline
 
-from torchao_blockwise.diagnostics import Examination, doctor, examine
+from torchao_blockwise.diagnostics import Examination, doctor, examine, self_test
+from torchao_blockwise.diagnostics.cases import cases
 from torchao_blockwise.diagnostics.environment import NOTE, PROBLEM, Finding
 from torchao_blockwise.diagnostics.self_test import OperationReport, ProductReport
+from torchao_blockwise.ops import Backend
+from torchao_blockwise.ops.backend import Implementation
+from torchao_blockwise.ops.gemm.plain import matmul_op
+from torchao_blockwise.ops.registry import Operation
+from torchao_blockwise.ops.transposition import transpose_op
 
+pytestmark = pytest.mark.usefixtures("no_interpreter")
+CPU = torch.device("cpu")
 OPERATIONS = [
     OperationReport("matmul", "fp8", "triton", {"gluon": "no Hopper"}, {"reference": "", "triton": ""}),
     OperationReport("permute", "bfloat16", "reference", {"gluon": "no Hopper", "triton": "too old"}, {"reference": ""}),
@@ -72,15 +83,38 @@ def test_each_part_alone_is_unhealthy_and_data_are_json():
     assert data["operations"][0]["checks"] == {"reference": "", "triton": "bits differ"}
 
 
-@pytest.mark.usefixtures("no_interpreter")
+# --- the self-test ----------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def recorded() -> list:
+    """The cases on a CPU; recording them leaves no trace."""
+    call, random_state = Operation.__call__, torch.get_rng_state()
+    found = cases(CPU)
+    assert Operation.__call__ is call and torch.equal(torch.get_rng_state(), random_state)
+    return found
+
+
+def test_every_operation_has_a_case():
+    modules = [module for name, module in list(sys.modules.items()) if name.startswith("torchao_blockwise.ops")]
+    operations = [x for module in modules for x in vars(module).values() if isinstance(x, Operation)]
+    # One that has a single implementation has nothing to be compared with.
+    several = {op.name for op in operations if op.table[0].backend is not Backend.AUTO}
+    assert {case.op.name for case in recorded()} == several
+
+
 def test_this_machine():
     found = examine("cpu")
     assert len(found.operations) > 50 and not found._failures() and found.tested
+    for report in found.operations:
+        assert report.auto == "reference" and report.checks == {"reference": ""} and all(report.passed.values())
+    assert [x.recipe for x in found.products] == ["fp8"] * 3 + ["nvfp4"] * 3
     untested = examine("cpu", run=False)
     assert untested.products == [] and "nothing was run" in str(untested)
+    assert not any(report.checks for report in untested.operations)
 
 
-def test_what_a_broken_installation_raises_is_a_problem(monkeypatch):
+def test_an_exception_of_a_broken_installation_is_a_problem(monkeypatch):
     def broken(device, run):
         yield OPERATIONS[0]
         raise RuntimeError("CUDA error: no kernel image")
@@ -89,3 +123,35 @@ def test_what_a_broken_installation_raises_is_a_problem(monkeypatch):
     found = examine("cpu")
     assert not found.is_healthy and found.operations == OPERATIONS[:1]
     assert found.findings[0] == Finding(PROBLEM, "the self-test ended with RuntimeError: CUDA error: no kernel image")
+
+
+def _raise(*args):
+    raise RuntimeError("out of\nluck")
+
+
+def doubled(right):
+    return right._replace(scale=(right.scale.float() * 2).to(right.scale.dtype))
+
+
+BROKEN = {
+    "bits": (transpose_op, doubled, "bits differ from the reference"),
+    "shape": (transpose_op, lambda right: right._replace(scale=right.scale[:1]), "bits differ from the reference"),
+    "sums": (matmul_op, lambda right: right * 1.25, "differs from the reference by 0.25"),
+    "not a number": (matmul_op, lambda right: right * float("nan"), "differs from the reference by inf"),
+    "error": (matmul_op, _raise, "RuntimeError: out of"),
+    "within rounding": (matmul_op, lambda right: right * (1 + 2.0**-8), ""),
+}
+
+
+@pytest.mark.parametrize(("op", "function", "said"), BROKEN.values(), ids=BROKEN)
+def test_a_wrong_result_is_found(op, function, said, monkeypatch):
+    """Of a backend that AUTO takes, which gives this function of the reference's results."""
+    right = next(row for row in op.table if row.backend is Backend.REFERENCE)
+    row = Implementation(Backend.CUBLAS, lambda *args: function(right.function(*args)))
+    monkeypatch.setattr(self_test, "cases", lambda device: [case for case in recorded() if case.op is op])
+    monkeypatch.setattr(op, "table", [row, *op.table])
+    found = list(self_test.check_operations(CPU))
+    assert found and all(report.checks["cublas"] == said for report in found)
+    assert all(report.auto == "cublas" for report in found)
+    if said.endswith("0.25"):
+        assert not any(x.is_right for x in self_test.check_layers(CPU))

@@ -33,7 +33,7 @@ def report_of(model, run, **options):
 def seen(report) -> dict[str, set[str]]:
     found = {}
     for tensor in report.tensors:
-        found.setdefault(tensor.layer, set()).add(str(tensor.kind))
+        found.setdefault(tensor.layer, set()).add(tensor.kind)
     return found
 
 
@@ -48,7 +48,7 @@ def test_figures_of_transformed_layers_are_about_the_tensors():
         model, x = mlp(config), weight(50, 64)
         reports.append(report_of(model, lambda: model(x)))  # noqa: B023
     # The second layer's gradients are the same, those behind it are not.
-    first, second = ({(t.layer, str(t.kind)): vars(t) for t in report.tensors} for report in reports)
+    first, second = ({(t.layer, t.kind): vars(t) for t in report.tensors} for report in reports)
     for key in (("0", "x rowwise"), ("0", "x columnwise"), ("2", "x columnwise"), ("2", "dy columnwise")):
         assert first[key] == second[key]
 
@@ -163,19 +163,9 @@ def test_weights_that_are_quantized_themselves(config):
     assert seen(report) == {"0": ALL - {"w"}, "2": ALL - {"w"}}
 
 
-@pytest.mark.parametrize(
-    ("how", "backend", "config"),
-    [
-        pytest.param(
-            *(how, backend, config),
-            id=f"{how}-{backend}-{'fp8' if config is FP8 else 'nvfp4'}",
-            marks=() if backend == "aot_eager" and (how == "function") == (config is NVFP4) else pytest.mark.slow,
-        )
-        for how in ("function", "module", "layer")
-        for backend in ("aot_eager", "inductor")
-        for config in (FP8, NVFP4)
-    ],
-)
+@both_formats
+@pytest.mark.parametrize("backend", ("aot_eager", pytest.param("inductor", marks=pytest.mark.slow)))
+@pytest.mark.parametrize("how", ("function", "module", "layer"))
 def test_compiled_models(config, backend, how):
     """A step that is reported runs eagerly, the others compiled; nothing is compiled again because of it."""
     torch._dynamo.reset()

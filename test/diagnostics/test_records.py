@@ -47,26 +47,18 @@ def test_tensors_are_compared_with_their_like():
     assert names(*exact, *usual, tensor("bad", "dy", sqnr=25.0)) == ["bad"]
 
 
-def test_a_gradient_below_the_noise():
-    found = recommend(report(*LAYERS, ratios={"layers.1": 1.73, "layers.2": 1.74, "layers.3": 0.5}))
+def test_other_reasons_the_worst_first():
+    """NaN, gradients below their noise, and elements that are lost."""
+    bad, lost = tensor("nan", sqnr=math.nan, nonfinite=3), tensor("lost", underflow=51.0)
+    found = recommend(report(*LAYERS, lost, bad, ratios={"layers.1": 1.73, "layers.2": 1.74, "layers.3": 0.5}))
     assert found == [
+        Recommendation("nan", "x rowwise has 3 NaN or Inf"),
         Recommendation("layers.3", "its gradient is 0.50 × its quantization noise, below √3"),
         Recommendation("layers.1", "its gradient is 1.73 × its quantization noise, below √3"),
+        Recommendation("lost", "x rowwise loses 51 % of its elements to zero, the median layer 0 %"),
     ]
-
-
-def test_elements_that_are_lost():
-    bad = tensor("bad", underflow=51.0)
-    expected = [Recommendation("bad", "x rowwise loses 51 % of its elements to zero, the median layer 0 %")]
-    assert recommend(report(*LAYERS, bad)) == expected
     assert names(*LAYERS, tensor("bad", underflow=49.0)) == []
-    assert names(*(tensor(f"layers.{i}", underflow=26.0) for i in range(5)), bad) == []
-
-
-def test_nan_comes_first():
-    bad = tensor("nan", sqnr=math.nan, nonfinite=3)
-    found = recommend(report(*LAYERS, bad, ratios={"layers.0": 0.1}))
-    assert [r.layer for r in found] == ["nan", "layers.0"] and found[0].reason == "x rowwise has 3 NaN or Inf"
+    assert names(*(tensor(f"layers.{i}", underflow=26.0) for i in range(5)), lost) == []
 
 
 def test_another_recipe():
@@ -78,12 +70,10 @@ def test_another_recipe():
     assert both.what_if("fp8")["layers.4"] == pytest.approx(31.4)
 
 
-def test_printed():
-    text = str(
-        report(*LAYERS[:2], tensor("layers.1", "dy", sqnr=math.nan), ratios={"layers.1": 3.0}, first=("a", "dy"))
-    )
+def test_text_and_data():
+    written = report(*LAYERS[:2], tensor("layers.1", "dy", sqnr=math.nan), ratios={"layers.1": 3.0}, first=("a", "dy"))
     assert_expected_inline(
-        text,
+        str(written),
         """\
 step 7; NaN or Inf first in a dy
 layer     recipe  worst tensor  SQNR dB  underflow %  saturated %  gradient / noise
@@ -93,9 +83,6 @@ layers.0  fp8     x rowwise       31.00         0.00         0.50               
 --------  ------  ------------  -------  -----------  -----------  ----------------
 all                                                                           12.50""",
     )
-
-
-def test_data():
-    data = report(*LAYERS[:1], ratios={"layers.0": 3.0}).to_dict()
+    data = written.to_dict()
     assert data["step"] == 7 and data["tensors"][0]["layer"] == "layers.0"
-    assert data["gradients"][0] == {"layer": "layers.0", "recipe": "fp8", "trains": True, "to_noise": 3.0}
+    assert data["gradients"][0] == {"layer": "layers.1", "recipe": "fp8", "trains": True, "to_noise": 3.0}

@@ -11,7 +11,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchao_blockwise import formats, ops
 from torchao_blockwise.diagnostics import statistics
-from torchao_blockwise.diagnostics.records import Kind
 from torchao_blockwise.diagnostics.statistics import (
     AMAX,
     ERROR,
@@ -47,7 +46,7 @@ def decoded_of(copy, x, columnwise=False):
 
 
 def report_of(found: Tally):
-    return tensor_report("layer", Kind("x", "rowwise"), "fp8", True, found)
+    return tensor_report("layer", "x rowwise", "fp8", True, found)
 
 
 def close(got, expected, rel=1e-6):
@@ -134,14 +133,11 @@ def test_scales_saturation_sqnr_and_cosine(fmt):
     close(report.cosine, (a @ b / (a.norm() * b.norm())).item())
 
 
-def test_zeros_and_what_is_exact():
+def test_zeros_are_exact_and_tiny_gradients_do_not_vanish_from_the_sums():
+    """Squares of fp32 values below 1e-19 are subnormal or zero."""
     report = report_of(tally(torch.zeros(16, 128), copy_of(torch.zeros(16, 128), "fp8_1x128"), 1)[0])
     assert (report.zeros, report.underflow, report.sqnr_db, report.cosine) == (100, 0, math.inf, 1)
     assert report.scale_log2 is None and report.histogram == {} and report.amax == 0
-
-
-def test_tiny_gradients_do_not_vanish_from_the_sums():
-    """Squares of fp32 values below 1e-19 are subnormal or zero."""
     x = weight(64, 256) * 1e-27
     tiny, usual = (report_of(tally(t, copy_of(t, "nvfp4_1x16"), 1)[0]) for t in (x, x * 2.0**80))
     assert math.isfinite(usual.sqnr_db) and tiny.sqnr_db == pytest.approx(usual.sqnr_db, abs=0.1)
@@ -161,8 +157,7 @@ def test_values_that_are_not_finite(fmt, columnwise, value):
 
 def test_merging_is_tallying_together():
     x, y = weight(64, 256), 8 * weight(64, 256, seed=1)
-    whole, _ = tally(torch.cat((x, y)), copy_of(torch.cat((x, y)), "fp8_1x128"), 0)
-    total = Tally.empty(x.device)
+    whole, total = tally(torch.cat((x, y)), copy_of(torch.cat((x, y)), "fp8_1x128"), 0)[0], Tally.empty(x.device)
     for t in (x, y):
         total.merge(tally(t, copy_of(t, "fp8_1x128"), 0)[0])
     assert torch.equal(total.maxima, whole.maxima)

@@ -75,9 +75,7 @@ class Run:
 
     def __init__(self, **options):
         self.logged, self.finished = [], False
-
-    def log(self, values):
-        self.logged.append(values)
+        self.log = self.logged.append
 
     def finish(self):
         self.finished = True
@@ -90,12 +88,11 @@ def test_wandb_is_given_scalars_and_runs_of_the_program_are_left_open(monkeypatc
     wandb.run = Run()
     given = Run()
     written = reports(begun, WandbWriter(), WandbWriter(given))
-    assert [run.finished for run in (begun._run, wandb.run, given)] == [True, False, False]
-    for run in (begun._run, wandb.run, given):
-        assert [values["numerics/step"] for values in run.logged] == [0, 1]
+    for run, is_own in ((begun._run, True), (wandb.run, False), (given, False)):
+        assert run.finished is is_own and [values["numerics/step"] for values in run.logged] == [0, 1]
     for values, report in zip(given.logged, written):
         assert values["numerics/gradient_to_noise"] == report.gradient_to_noise
-        figures = {(t.layer, str(t.kind), t.recipe): t.sqnr_db for t in report.tensors}
+        figures = {(t.layer, t.kind, t.recipe): t.sqnr_db for t in report.tensors}
         assert values["sqnr_db/first.2/w"] == figures["first.2", "w", "fp8"]
         assert all(isinstance(value, (int, float)) for value in values.values())
 
@@ -108,17 +105,16 @@ def test_a_place_that_cannot_be_written_is_refused_at_once(kind, tmp_path):
             kind(path)
 
 
-class Broken:
-    calls = 0
-
-    def write(self, report):
-        self.calls += 1
-        raise OSError("no space left on device")
-
-    def close(self): ...
-
-
 def test_a_writer_that_fails_warns_once_and_is_left_out(tmp_path):
+    class Broken:
+        calls = 0
+
+        def write(self, report):
+            self.calls += 1
+            raise OSError("no space left on device")
+
+        def close(self): ...
+
     broken, path = Broken(), tmp_path / "numerics.csv"
     with pytest.warns(UserWarning) as caught:
         written = reports(broken, CSVWriter(path), steps=3)
@@ -146,12 +142,12 @@ def test_the_page_holds_what_the_reports_say_and_needs_nothing_else(tmp_path):
     assert data["trained"] == {"first.0": "fp8", "first.2": "fp8"} and data["recipes"] == ["fp8", "nvfp4"]
     assert data["layers"] == ["first.0", "first.2", "second.0", "second.2"]
     for row, tensor in zip(data["last"], found[-1].tensors, strict=True):
-        assert (row["layer"], row["kind"], row["recipe"]) == (tensor.layer, str(tensor.kind), tensor.recipe)
+        assert (row["layer"], row["kind"], row["recipe"]) == (tensor.layer, tensor.kind, tensor.recipe)
         assert row["sqnr_db"] == tensor.sqnr_db and row["histogram"] == {str(k): v for k, v in tensor.histogram.items()}
     for shown, report in zip(data["reports"], found):
         assert shown["ratio"][""] == report.gradient_to_noise
         for tensor in report.tensors:
-            curve = shown["sqnr"][tensor.layer][tensor.recipe][str(tensor.kind)]
+            curve = shown["sqnr"][tensor.layer][tensor.recipe][tensor.kind]
             assert curve == pytest.approx(tensor.sqnr_db, abs=1e-3)
     assert "/*" not in re.sub(r"<script.*</script>", "", page, flags=re.DOTALL)
     assert not re.findall(r"(?:src|@import|url\()", page)

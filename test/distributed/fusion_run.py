@@ -32,7 +32,7 @@ def llama(config: str, order: str):
     return model
 
 
-def steps(model, run=None, count: int = 2) -> tuple[list[torch.Tensor], int]:
+def steps(model, count: int = 2) -> tuple[list[torch.Tensor], int]:
     """(losses, gradients and weights after each of some steps, how much was quantized in their forward passes)."""
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, foreach=False)
     results, quantized = [], 0
@@ -40,55 +40,25 @@ def steps(model, run=None, count: int = 2) -> tuple[list[torch.Tensor], int]:
         generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
         ids = torch.randint(0, 64, (2, 17), generator=generator)
         with Counter() as counter:
-            loss = (model if run is None else run)(input_ids=ids, labels=ids, use_cache=False).loss
+            loss = model(input_ids=ids, labels=ids, use_cache=False).loss
         quantized += counter.quantized
         loss.backward()
         results += [loss.detach(), *(p.grad for p in model.parameters())]
         optimizer.step()
         optimizer.zero_grad()
-    return [*results, *(p.detach() for p in model.parameters())], quantized
+    local = [_compat.local_of(x) for x in (*results, *(p.detach() for p in model.parameters()))]
+    return [getattr(x, "hp", x) for x in local], quantized
 
 
-def compare(*runs) -> None:
-    local = [[_compat.local_of(x) for x in run] for run in runs]
-    assert_same(*([getattr(x, "hp", x) for x in run] for run in local))
-
-
-def shards(rank: int, config: str, order: str, inside: bool, mixed: bool) -> None:
-    """FSDP2 over layers, or over attention and MLPs in them too; the bits of a model that is not fused."""
-    mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if mixed else None
-    options = {"mesh": mesh} | ({"mp_policy": policy} if mixed else {})
-    results = []
-    for kind in (order, ""):
-        model = llama(config, kind)
-        for layer in model.model.layers:
-            for module in (layer.self_attn, layer.mlp) if inside else ():
-                fully_shard(module, **options)
-            fully_shard(layer, **options)
-        fully_shard(model, **options)
-        results.append(steps(model))
-        if kind:
-            assert {module.status for module in fusion_report(model).modules} == {"sharded"}
-    (fused, less), (plain, more) = results
-    compare(fused, plain)
-    # In two steps of two layers three inputs of attention and MLP.
-    assert more - less == 2 * 2 * 3, (more, less)
-
-
-def compiles(rank: int, config: str) -> None:
-    """Layers that are compiled one by one below FSDP2."""
-    mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
-    results = []
-    for kind in ("after", ""):
-        model = llama(config, kind)
-        torch._dynamo.reset()
-        for layer in model.model.layers:
+def shard(model, mesh, inside: bool = False, compiled: bool = False, **options) -> None:
+    """FSDP2 over layers, over attention and MLPs in them too, or over layers that are compiled one by one."""
+    for layer in model.model.layers:
+        if compiled:
             layer.compile(backend="aot_eager")
-            fully_shard(layer, mesh=mesh)
-        fully_shard(model, mesh=mesh)
-        results.append(steps(model)[0])
-    compare(*results)
+        for module in (layer.self_attn, layer.mlp) if inside else ():
+            fully_shard(module, mesh=mesh, **options)
+        fully_shard(layer, mesh=mesh, **options)
+    fully_shard(model, mesh=mesh, **options)
 
 
 # A plan of tensor parallelism, for attention and for MLPs.
@@ -96,39 +66,55 @@ _COLUMNS, _ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), ("o_pr
 PLAN = dict.fromkeys(_COLUMNS, ColwiseParallel()) | dict.fromkeys(_ROWS, RowwiseParallel())
 
 
-def splits(rank: int, config: str, order: str) -> None:
+def split(model, mesh) -> None:
     """A plan of tensor parallelism reaches layers as before; they hold DTensors, and share nothing."""
-    mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
-    results = []
-    for kind in (order, ""):
-        model = llama(config, kind)
-        for layer in model.model.layers:
-            for module in (layer.self_attn, layer.mlp):
-                parallelize_module(module, mesh, {n: style for n, style in PLAN.items() if hasattr(module, n)})
-        results.append(steps(model))
-        if kind:
-            reasons = {module.reason for module in fusion_report(model).modules}
-            assert reasons == {f"the weight of {name} is a shard" for name in ("q_proj", "gate_proj")}
-    (fused, one), (plain, other) = results
-    compare(fused, plain)
-    assert one == other
+    for layer in model.model.layers:
+        for module in (layer.self_attn, layer.mlp):
+            parallelize_module(module, mesh, {n: style for n, style in PLAN.items() if hasattr(module, n)})
 
 
-RUNS = {"shards": shards, "compiles": compiles, "splits": splits}
+MIXED = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)}
+# Way → (what shards the model, how often an input of attention or MLP is shared in two steps of two layers).
+WAYS = {
+    "layers": (shard, {}, 2 * 2 * 3),
+    "inside": (shard, {"inside": True}, 2 * 2 * 3),
+    "mixed": (shard, MIXED, 2 * 2 * 3),
+    "inside_mixed": (shard, {"inside": True, **MIXED}, 2 * 2 * 3),
+    "compiled": (shard, {"compiled": True}, None),
+    "tensor_parallel": (split, {}, 0),
+}
 NEEDS = ("transformers",)
-# (what is run, recipe, and whether it is fused before or after `quantize_`, modules inside layers too, mixed precision)
+# (way, recipe, whether it is fused before or after `quantize_`)
 CASES = {
     2: (
-        [("shards", "fp8", "before", True, True), ("compiles", "fp8"), ("splits", "nvfp4", "before")],
+        [("inside_mixed", "fp8", "before"), ("compiled", "fp8", "after"), ("tensor_parallel", "nvfp4", "before")],
         [
-            ("shards", "fp8", "after", False, False),
-            ("shards", "nvfp4", "after", True, False),
-            ("shards", "nvfp4", "before", False, True),
-            ("splits", "fp8", "after"),
+            ("layers", "fp8", "after"),
+            ("inside", "nvfp4", "after"),
+            ("mixed", "nvfp4", "before"),
+            ("tensor_parallel", "fp8", "after"),
         ],
     )
 }
 
 
 def start(rank: int, ranks: int):
-    return lambda name, *arguments: RUNS[name](rank, *arguments)
+    def run(way: str, config: str, order: str) -> None:
+        mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
+        shard_by, options, shared = WAYS[way]
+        results = []
+        for kind in (order, ""):
+            torch._dynamo.reset()
+            model = llama(config, kind)
+            shard_by(model, mesh, **options)
+            results.append(steps(model))
+            if kind and way == "tensor_parallel":
+                reasons = {module.reason for module in fusion_report(model).modules}
+                assert reasons == {f"the weight of {name} is a shard" for name in ("q_proj", "gate_proj")}
+            elif kind and way != "compiled":
+                assert {module.status for module in fusion_report(model).modules} == {"sharded"}
+        (fused, less), (plain, more) = results
+        assert_same(fused, plain)
+        assert shared is None or more - less == shared, (more, less)
+
+    return run

@@ -83,17 +83,6 @@ def drawn_bounds(weights: Weights, ranks: int, seed: int) -> list[list[int]]:
     return [[0, *c, w.numel()] for c, w in zip(cuts, weights.hp)]
 
 
-def flat_bounds(weights: Weights, ranks: int) -> list[list[int]]:
-    """ZeRO's split: one flat buffer of all weights, as many elements a rank, most weights on one rank alone."""
-    total = sum(w.numel() for w in weights.hp)
-    edges = [total * rank // ranks for rank in range(ranks + 1)]
-    bounds, begin = [], 0
-    for w in weights.hp:
-        bounds.append([min(max(edge - begin, 0), w.numel()) for edge in edges])
-        begin += w.numel()
-    return bounds
-
-
 def codes(w) -> torch.Tensor:
     return w.fmt.element.unpack(w.qdata.view(torch.uint8), w.shape[-1]).flatten()
 
@@ -105,10 +94,10 @@ def check_scales(weights: Weights) -> None:
             assert_bitwise_equal(got.global_scale, want.global_scale, f"global scale {i}")
 
 
-def check_whole(kind, group, rank, ranks, bounds_of) -> None:
+def check_whole(group, rank, ranks, kind) -> None:
     """The rank's elements are the whole's, all others untouched, scales the whole's; again after a step."""
     weights = Weights(kind)
-    bounds = bounds_of(weights, ranks)
+    bounds = drawn_bounds(weights, ranks, seed=ranks)
     for step in range(2):
         if step:
             weights.hp = [w * -3 for w in weights.hp]
@@ -124,7 +113,7 @@ def check_whole(kind, group, rank, ranks, bounds_of) -> None:
             assert_bitwise_equal(got[end:], before[i][end:], f"elements of weight {i} after its own")
 
 
-def check_shards(kind, group, rank, ranks) -> None:
+def check_shards(group, rank, ranks, kind) -> None:
     """Payload goes to shard buffers, with canaries beside them; gathered and merged they are the whole."""
     weights = Weights(kind)
     bounds = drawn_bounds(weights, ranks, seed=ranks)
@@ -214,7 +203,7 @@ def check_mismatch(group, rank, ranks, what: str) -> None:
     )
     with raises(ValueError, message):
         cast_master_weights(model, nothing, nothing, group)
-    check_whole("fp8", group, rank, ranks, flat_bounds)
+    check_whole(group, rank, ranks, "fp8")
 
 
 @contextlib.contextmanager
@@ -248,62 +237,59 @@ def check_stale_rank(group, rank, ranks) -> None:
         cast_master_weights_to_fp8(again, nothing, nothing, group)
 
 
+def check_default_group(group, rank, ranks) -> None:
+    check_whole(None, rank, ranks, "mixed")
+
+
 def check_outsider(group, rank, ranks) -> None:
-    message = f"cast_master_weights_to_fp8: rank {rank} is not in the group; call it on the group's ranks alone"
-    with raises(ValueError, message):
-        cast_master_weights_to_fp8([fp8(zeros(8, 8))], [None], [None], group)
+    """Called by all ranks; the last one is not in the group."""
+    if rank >= ranks:
+        message = f"cast_master_weights_to_fp8: rank {rank} is not in the group; call it only on the group's ranks"
+        with raises(ValueError, message):
+            cast_master_weights_to_fp8([fp8(zeros(8, 8))], [None], [None], group)
 
 
-CHECKS = {"nan": check_nan, "collectives": check_collectives, "missing": check_missing, "stale": check_stale_rank}
-_EACH = [f"{kind}-{how}" for kind in CASTS for how in ("drawn", "flat", "entries")]
+CHECKS = (
+    check_whole, check_shards, check_nan, check_collectives, check_mismatch, check_missing, check_stale_rank,
+    check_default_group, check_outsider,
+)  # fmt: skip
+BY_NAME = {check.__name__.removeprefix("check_"): check for check in CHECKS}
+# (check, ranks of its group, its arguments)
 _DEFAULT = [
-    "3-mixed-drawn",
-    "4-mixed-flat",
-    "4-nvfp4-drawn",
-    "2-fp8-entries",
-    "3-mixed-entries",
-    "3-nan",
+    ("whole", 3, "mixed"),
+    ("whole", 4, "nvfp4"),
+    ("shards", 2, "fp8"),
+    ("shards", 3, "mixed"),
+    ("nan", 3),
+    ("collectives", 2),
+    ("mismatch", 3, "shape"),
+    ("mismatch", 3, "length"),
+    ("default_group", 4),
+    ("missing", 3),
+    ("outsider", 2),
 ]
-_DEFAULT += ["2-collectives", "3-differ_in_shape", "3-differ_in_length", "4-default_group", "3-missing", "2-outsider"]
-_ALL = [f"{ranks}-{name}" for ranks in (1, 2, 3, 4) for name in (*_EACH, "nan", "collectives")]
-_ALL += [f"3-differ_in_{what}" for what in MISMATCHES]
-_SLOW = [name for name in _ALL if name not in _DEFAULT]
+_ALL = [(check, ranks, kind) for ranks in (1, 2, 3, 4) for check in ("whole", "shards") for kind in CASTS]
+_ALL += [(check, ranks) for ranks in (1, 2, 3, 4) for check in ("nan", "collectives")]
+_ALL += [("mismatch", 3, what) for what in MISMATCHES]
 # The one that leaves a group broken comes last.
-_SLOW.append("2-stale")
-CASES = {4: tuple([(name,) for name in tier] for tier in (_DEFAULT, _SLOW))}
+CASES = {4: (_DEFAULT, [*(case for case in _ALL if case not in _DEFAULT), ("stale_rank", 2)])}
 
 
-def ranks_of(case: str) -> int:
-    """How many ranks a case needs: that of an outsider has one more than the group."""
-    return int(case.split("-")[0]) + case.endswith("outsider")
+def ranks_of(name: str, size: int, *arguments) -> int:
+    """That of an outsider has one more than the group."""
+    return size + (name == "outsider")
 
 
-def on_gpus(case: str) -> bool:
+def on_gpus(name: str, *arguments) -> bool:
     """Not where ranks go separate ways: NCCL ends the process of one whose collective is never joined."""
-    return not case.endswith(("missing", "stale"))
+    return name not in ("missing", "stale_rank")
 
 
 def start(rank: int, ranks: int):
     groups = {size: dist.new_group(list(range(size))) for size in range(1, ranks + 1)}
     stale = dist.new_group([0, 1], timeout=datetime.timedelta(seconds=4)) if ranks > 1 else None
 
-    def run(case: str) -> None:
-        size, *words = case.split("-")
-        size, name = int(size), words[-1]
-        group = groups[size]
-        if name in ("drawn", "flat"):
-            bounds_of = flat_bounds if name == "flat" else lambda w, n: drawn_bounds(w, n, seed=n)
-            check_whole(words[0], group, rank, size, bounds_of)
-        elif name == "entries":
-            check_shards(words[0], group, rank, size)
-        elif name == "default_group":
-            check_whole("mixed", None, rank, size, flat_bounds)
-        elif name == "outsider":
-            if rank >= size:
-                check_outsider(group, rank, size)
-        elif name.startswith("differ_in_"):
-            check_mismatch(group, rank, size, name.removeprefix("differ_in_"))
-        else:
-            CHECKS[name](stale if name == "stale" else group, rank, size)
+    def run(name: str, size: int, *arguments) -> None:
+        BY_NAME[name](stale if name == "stale_rank" else groups[size], rank, size, *arguments)
 
     return run

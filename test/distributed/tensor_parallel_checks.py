@@ -63,7 +63,8 @@ def splits_on_the_grid(mesh, config, how, style, n, k, exact) -> None:
                 what = f"product {which}, operand {'ab'[side]}"
                 assert_bitwise_equal(mine[0], own(theirs[0], mesh, dim), what)
                 # Of scales that lie transposed the other dim is split; they are those of one-row blocks in FP8.
-                transposed = config.activation_format.transposed_scales and (side == 0 or which == 2)
+                fmt = config.grad_weight_format if (which, side) == (2, 1) else config.activation_format
+                transposed = fmt.transposed_scales and (side == 0 or which == 2)
                 scale_dim = dim if dim is None or not transposed else 1 - dim
                 assert_bitwise_equal(mine[1], own(theirs[1], mesh, scale_dim), f"{what}, scale")
                 assert (mine[2] is None) == (theirs[2] is None)

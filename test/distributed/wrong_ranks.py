@@ -24,84 +24,59 @@ from torchao_blockwise.nn import SwiGLUExperts
 # Over gloo: its collectives raise where a rank is missing, those of NCCL end the process.
 
 
-def _other_config(rank, config):
-    return blocks(replace(config, power_of_2_scales=rank == 1))
-
-
-def _other_shape(rank, config):
-    return blocks(config, hidden=151 if rank == 1 else 150)
-
-
 def _fewer_weights(rank, config):
     model = blocks(None)
     quantize_(model, config, filter_fn=lambda m, name: name.endswith((".up", ".down")) and (rank, name) != (1, "1.up"))
     return model
 
 
-def _no_weights(rank, config):
-    return blocks(None if rank == 1 else config)
-
-
-def _fails_early(rank, config):
+def _fails(rank):
     if rank == 1:
         raise FloatingPointError("rank 1 gives up")
-    return blocks(config)
 
 
-def _fails_later(rank, config):
-    return blocks(config)
-
-
-# Masters of quantized Parameters: the optimizer compares ranks.
-
-
-def _zero_other_shape(rank, config):
-    masters(net("fp8", False, make=lambda: Net(hidden=76 if rank else 75)), shard="zero1")
-
-
-def _zero_other_format(rank, config):
-    masters(net("nvfp4" if rank else "fp8", False), process_group=dist.group.WORLD)
-
-
-def _zero_other_lr(rank, config):
-    masters(net("fp8", False), lr=1e-2 * (rank + 1), shard="zero1")
-
-
-def _zero_other_frozen(rank, config):
+def _frozen_there(rank):
     model = net("fp8", False)
     model.mid.weight.requires_grad_(rank == 0)
-    masters(model, shard="zero1")
+    return model
 
 
-def _zero_fails(rank, config):
-    if rank == 1:
-        raise FloatingPointError("rank 1 gives up")
-    masters(net("fp8", False), shard="zero1")
-
-
-WRONG = (
-    _other_config, _other_shape, _fewer_weights, _fails_early, _fails_later, _no_weights, _zero_other_shape,
-    _zero_other_format, _zero_other_lr, _zero_other_frozen, _zero_fails,
-)  # fmt: skip
+# What ranks build, or do first, of a rank and a config; masters of quantized Parameters compare ranks themselves.
+WRONG = {
+    "other_config": lambda rank, config: blocks(replace(config, power_of_2_scales=rank == 1)),
+    "other_shape": lambda rank, config: blocks(config, hidden=151 if rank == 1 else 150),
+    "fewer_weights": _fewer_weights,
+    "fails_early": lambda rank, config: _fails(rank) or blocks(config),
+    "fails_later": lambda rank, config: blocks(config),
+    "no_weights": lambda rank, config: blocks(None if rank == 1 else config),
+    "zero_other_shape": lambda rank, config: masters(
+        net("fp8", False, make=lambda: Net(hidden=76 if rank else 75)), shard="zero1"
+    ),
+    "zero_other_format": lambda rank, config: masters(
+        net("nvfp4" if rank else "fp8", False), process_group=dist.group.WORLD
+    ),
+    "zero_other_lr": lambda rank, config: masters(net("fp8", False), lr=1e-2 * (rank + 1), shard="zero1"),
+    "zero_other_frozen": lambda rank, config: masters(_frozen_there(rank), shard="zero1"),
+    "zero_fails": lambda rank, config: _fails(rank) or masters(net("fp8", False), shard="zero1"),
+}
 
 
 def go_wrong(rank: int, ranks: int, port: int, file: str, timeout: float) -> None:
     """Rank 1 builds another model, or fails; leaves what the rank raised each time and after how many seconds."""
     left = {}
-    for build in WRONG:
-        join(rank, ranks, port, seconds=timeout, name=build.__name__)
+    for name, build in WRONG.items():
+        join(rank, ranks, port, seconds=timeout, name=name)
         start = time.monotonic()
         try:
             model = shard(build(rank, CONFIGS["fp8"]), DeviceMesh(device().type, list(range(ranks))))
             optimizer = adamw(model)
             train(model, optimizer, steps=1)
-            if rank == 1:
-                raise FloatingPointError("rank 1 gives up")
+            _fails(rank)
             train(model, optimizer, steps=1)
             message = "nothing"
         except Exception as e:
             message = f"{type(e).__name__}: {e}"
-        left[build.__name__[1:]] = (message, time.monotonic() - start)
+        left[name] = (message, time.monotonic() - start)
         torch.save(left, file)
         dist.destroy_process_group()
 

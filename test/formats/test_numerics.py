@@ -280,11 +280,6 @@ def test_fp8_nan_and_inf_stay_in_their_block(power_of_2_scales):
     assert decoded[3].isfinite().all()
 
 
-def test_fp8_reciprocal_of_amax_agrees_with_double_division():
-    for a in random_values(1, 500, seed=2)[0]:
-        assert f32(448) / a == f32(np.float64(448) / np.float64(a))
-
-
 NVFP4_TENSORS = {
     "zero": [0.0],
     "negative zero": [-0.0],
@@ -322,7 +317,7 @@ def test_nvfp4_block_scale_of_zero_saturates_and_keeps_signs():
 
 @pytest.mark.parametrize("seed", range(4))
 def test_nvfp4_block_scales_at_ties_of_e4m3(seed):
-    """Block amaxes with A · (S · fl(1/6)) at a midpoint or an ulp beside it: the order of the products shows."""
+    """Block amaxes with A · (S · fl(1/6)) at a midpoint or an ulp next to it: the order of the products shows."""
     g = f32(np.random.default_rng(seed).uniform(1, 9))
     factor = (f32(2688) / g) * (f32(1) / f32(6))
     ties = [f32(m) / factor for m in E4M3_MIDDLES[-60:]]

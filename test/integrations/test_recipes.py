@@ -1,8 +1,8 @@
-"""What frameworks share: names of recipes, packages that are wanted, scopes of callbacks."""
+"""Helpers that integrations share: names of recipes, required packages, scopes of callbacks."""
 
 from __future__ import annotations
 
-import subprocess
+import importlib
 import sys
 
 import pytest
@@ -27,12 +27,6 @@ def test_names_of_recipes():
         TypeError, match=r"got the class BlockwiseFP8TrainingConfig; write BlockwiseFP8TrainingConfig\(\)"
     ):
         recipes.training_config(BlockwiseFP8TrainingConfig)
-
-
-def test_the_filter_is_that_of_recommended_layers():
-    model = nn.ModuleList(mlp(features=(32, 32, 32)) for _ in range(7))
-    recipes.convert(model, NVFP4)
-    assert [hasattr(block[0].weight, "hp") for block in model] == [True] * 5 + [False] * 2
 
 
 ATTENTION = ["layers.0.attention", "layers.1.attention"]
@@ -83,7 +77,10 @@ def test_wrong_options(given, error, message):
         options.parse("fp4", given)
 
 
-def test_a_model_with_nothing_to_convert():
+def test_conversion_by_the_default_filter():
+    model = nn.ModuleList(mlp(features=(32, 32, 32)) for _ in range(7))
+    recipes.convert(model, NVFP4)
+    assert [hasattr(block[0].weight, "hp") for block in model] == [True] * 5 + [False] * 2
     with pytest.raises(ValueError, match="Embedding: no layer was converted"):
         recipes.convert(nn.Embedding(4, 4), FP8)
 
@@ -97,21 +94,15 @@ def test_packages_that_are_wanted():
 
 
 @pytest.mark.parametrize("name", ("transformers", "lightning"))
-def test_a_missing_package_is_named(name):
-    code = f"""
-import sys
-sys.modules[{name!r}] = None
-try:
-    import torchao_blockwise.integrations.{name}
-except ImportError as e:
-    print(e)
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert done.stdout.startswith(f"torchao_blockwise.integrations.{name} needs {name}>="), done.stderr
+def test_a_missing_package_is_named(name, monkeypatch):
+    monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.delitem(sys.modules, f"torchao_blockwise.integrations.{name}", raising=False)
+    with pytest.raises(ImportError, match=rf"^torchao_blockwise\.integrations\.{name} needs {name}>="):
+        importlib.import_module(f"torchao_blockwise.integrations.{name}")
 
 
 def test_a_rank_that_resumes_keeps_its_seed():
-    """What one rank has saved for all: each goes on by its own seed, at the same use."""
+    """Each rank continues from the state that one rank has saved, by its own seed, at the same use."""
     saved = recipe_state(mlp(NVFP4TrainingConfig(seed=1)))
     model = mlp(NVFP4TrainingConfig(seed=2))
     recipes.resume_recipe(model, {name: {**state, "use": 5} for name, state in saved.items()})

@@ -95,21 +95,3 @@ def test_references_must_be_converted_alike(method, cls, model_in, tmp_path):
     assert first({"quantization_config": config}) == 0.0
     if method == "DPO":
         assert first(None, ref_model=model_in(config)) == 0.0
-
-
-def test_lora_on_quantized_parameters(model_in, tmp_path):
-    peft = pytest.importorskip("peft")
-    data = datasets.Dataset.from_dict({"text": ["w1 w2 w3 w4 w5 w6"] * 8})
-    arguments = trl.SFTConfig(str(tmp_path), max_length=16, packing=False, **ARGUMENTS)
-    base = model_in(ours.NVFP4Config(master_weights=False))
-    frozen = {name: x.clone() for name, x in base.state_dict().items()}
-    tuned = trl.SFTTrainer(
-        base, arguments, train_dataset=data, processing_class=tokenizer(),
-        peft_config=peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"]),
-    )  # fmt: skip
-    tuned.train()
-    adapters = {name: x for name, x in tuned.model.named_parameters() if x.requires_grad}
-    assert adapters and all("lora" in name for name in adapters)
-    assert all(x.any() for name, x in adapters.items() if "lora_B" in name)
-    for name, x in tuned.model.unload().state_dict().items():
-        assert_bitwise_equal(x, frozen[name], name)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from gpu_steps import capture, check_captured_training
-from helpers import FP8, FULL, NVFP4
+from helpers import FP8, FP8_SQUARES, FULL, NVFP4
 from torch import nn
 from torchao.quantization import quantize_
 
@@ -36,7 +36,8 @@ class Experts(nn.Module):
 MODELS = {"linear": lambda: nn.Linear(DIM, DIM), "swiglu": lambda: SwiGLUMLP(DIM, 384), "experts": Experts}
 every_model = pytest.mark.parametrize("kind", MODELS)
 # Of the last one replays draw random bits, others each time.
-every_config = pytest.mark.parametrize("config", (FP8, NVFP4, FULL), ids=("fp8", "nvfp4", "nvfp4_full"))
+CONFIGS = {"fp8": FP8, "fp8_128x128": FP8_SQUARES, "nvfp4": NVFP4, "nvfp4_full": FULL}
+every_config = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 
 
 def make(kind: str, config) -> nn.Module:

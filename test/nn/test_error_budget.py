@@ -9,7 +9,7 @@ from rounding_noise import accumulation, assert_noise_is_expected, noise_ratio, 
 from torch import nn
 from torchao.quantization import quantize_
 
-from torchao_blockwise import _compat, ops
+from torchao_blockwise import ops
 from torchao_blockwise.formats import FP8_1X128
 
 # Tokens, N, K: ragged for 128 in each dim, and of the sizes that cuBLASLt takes.
@@ -38,7 +38,7 @@ CASES += [
 def why_never(backend: str, config) -> str | None:
     """Why products of a recipe cannot run on a backend by name, by what the backend needs; None if they must."""
     fp8, capability = config.activation_format is FP8_1X128, torch.cuda.get_device_capability()
-    if backend == "gluon" and not (fp8 and capability == (9, 0) and _compat.has_gluon()):
+    if backend == "gluon" and not (fp8 and capability == (9, 0)):
         return "Gluon kernels multiply FP8 on Hopper GPUs, by Triton 3.6 or newer"
     if backend == "cublas":
         cuda = tuple(map(int, (torch.version.cuda or "0.0").split(".")[:2]))
@@ -60,8 +60,8 @@ def products(config, device: str, shape, dtype) -> dict[str, list]:
     quantize_(layer, config)
     output, grad_input, grad_weight, _ = forward_backward(layer, x, dy)
 
-    def activation(t):
-        return rounded(t, config.activation_format, config.power_of_2_scales)
+    def activation(t, fmt=config.activation_format):
+        return rounded(t, fmt, config.power_of_2_scales)
 
     def weight(t):
         return rounded(t, config.weight_format, config.power_of_2_scales)
@@ -69,7 +69,7 @@ def products(config, device: str, shape, dtype) -> dict[str, list]:
     return {
         "output": ([(output, activation(x), weight(w))], bias),
         "grad_input": ([(grad_input, activation(dy), weight(w.mT))], None),
-        "grad_weight": ([(grad_weight, activation(dy.mT), activation(x.mT))], None),
+        "grad_weight": ([(grad_weight, activation(dy.mT), activation(x.mT, config.grad_weight_format))], None),
     }
 
 

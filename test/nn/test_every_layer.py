@@ -7,7 +7,7 @@ import weakref
 import pytest
 import torch
 from every_layer import CONFIGS, Run, every_model, make, tokens
-from helpers import FP8, NVFP4, both_formats, forward_backward, replace, weight_calls
+from helpers import FP8, FP8_SQUARES, NVFP4, both_formats, forward_backward, replace, weight_calls
 from shared_inputs import OPS, Counter, assert_same
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -23,6 +23,9 @@ VARIANTS = {
     "reference": {"backend": "reference"},
     "quantized_weight": {"master_weights": False},
 }
+formats_and_blocks = pytest.mark.parametrize(
+    "config", (FP8, FP8_SQUARES, NVFP4), ids=lambda config: config.grad_weight_format.name
+)
 
 
 def results(model, x, run=None):
@@ -34,11 +37,22 @@ def weights_of(model) -> dict[str, nn.Parameter]:
 
 
 @every_model
-@both_formats
+@formats_and_blocks
 @pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
 def test_options_do_not_change_bits(model, config, variant):
     x = tokens(model, 130)
     assert_same(results(make(model, replace(config, **variant)), x), results(make(model, config), x))
+
+
+@every_model
+def test_blocks_of_grad_weight_change_no_other_gradient(model):
+    x = tokens(model, 130)
+    layer, (out, grad_x, *grads) = make(model, FP8_SQUARES), results(make(model, FP8), x)
+    got, got_x, *got_grads = results(layer, x)
+    assert_same((got, got_x), (out, grad_x))
+    for (name, _), a, b in zip(layer.named_parameters(), got_grads, grads):
+        is_weight = name in weights_of(layer)
+        assert 0 < relative_error(a, b) < 0.1 if is_weight else torch.equal(a, b), name
 
 
 @every_model
@@ -121,7 +135,7 @@ def test_a_scope_of_unchanged_weights_changes_no_bits(model, config):
 
 
 @every_model
-@both_formats
+@formats_and_blocks
 def test_main_grad_takes_the_gradients_of_all_microbatches(model, config, device):
     """Added in fp32, in place; `.grad` stays None, and that of other parameters does not change."""
     layer, parts = make(model, config).to(device), [tokens(model).to(device) for _ in range(2)]
@@ -140,7 +154,7 @@ def test_main_grad_takes_the_gradients_of_all_microbatches(model, config, device
 
 
 @every_model
-@both_formats
+@formats_and_blocks
 @pytest.mark.parametrize("how", ("non_reentrant", "reentrant", "compiled"))
 @pytest.mark.parametrize("save", ("quantized", "high_precision"))
 def test_checkpointing(model, config, how, save):

@@ -9,7 +9,7 @@ from helpers import FP8, both_formats, mlp, weight
 
 from torchao_blockwise import linear
 from torchao_blockwise.nn import grouped_linear
-from torchao_blockwise.nn.observation import observe
+from torchao_blockwise.nn.activations import observe
 from torchao_blockwise.testing import assert_bitwise_equal
 
 pytestmark = pytest.mark.usefixtures("no_interpreter")

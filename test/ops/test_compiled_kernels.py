@@ -7,6 +7,7 @@ there and runs its PTX in an emulator; see ptx_emulator.py for what that cannot 
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import os
 import subprocess
@@ -20,6 +21,20 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 pytest.importorskip("triton")
 
+from torchao_blockwise.formats import (
+    FP8_1X128,
+    FP8_128X128,
+    NVFP4_1X16,
+    NVFP4_16X16,
+    CastOptions,
+    Groups,
+    Operand,
+)
+from torchao_blockwise.ops.fused import Norm
+from torchao_blockwise.ops.fused import reference as fused_reference
+from torchao_blockwise.ops.quantization import reference
+from torchao_blockwise.testing import assert_bitwise_equal, random_tensor
+
 # The emulator takes minutes.
 pytestmark = pytest.mark.slow
 TARGET = 90
@@ -30,8 +45,6 @@ GLUON_SHAPES = ((128, 128), (147, 272))
 
 def special_input(rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
     """Values of many sizes; blocks of zeros and of subnormals, -0, Inf, NaN, all in blocks of their own or not."""
-    from torchao_blockwise.testing import random_tensor
-
     x = random_tensor(rows, columns, dtype=dtype, seed=rows)
     x[3], x[:, 7] = -0.0, 0.0
     x[4], x[:, 9] = torch.finfo(dtype).smallest_normal / 4, -torch.finfo(dtype).smallest_normal / 8
@@ -42,72 +55,48 @@ def special_input(rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
 
 def _cases() -> dict:
     """{label: call that gives (what kernels computed, what the reference computes), each operands, or None}."""
+    return _triton_cases() | _gluon_cases()
 
-    from torchao_blockwise import _compat
-    from torchao_blockwise.formats import (
-        FP8_1X128,
-        FP8_128X128,
-        NVFP4_1X16,
-        NVFP4_16X16,
-        CastOptions,
-        Groups,
-        Operand,
-    )
+
+def _amax_of(x, fmt, ends=None):
+    return reference.tensor_amax_bits(x, ends, False) if fmt.has_global_scale else None
+
+
+def _triton_cases() -> dict:
     from torchao_blockwise.ops.fused import kernels_triton as swiglu
-    from torchao_blockwise.ops.fused import reference as fused_reference
     from torchao_blockwise.ops.quantization import kernels_triton as quantize
-    from torchao_blockwise.ops.quantization import reference
     from torchao_blockwise.ops.transposition import kernels_triton as transpose
     from torchao_blockwise.ops.transposition import reference as transpose_by_reference
-    from torchao_blockwise.testing import random_tensor
 
     cases = {}
 
-    def amax_of(x, fmt, ends=None):
-        return reference.tensor_amax_bits(x, ends, False) if fmt.has_global_scale else None
-
-    def quantize_case(fmt, shape, dtype, rowwise, columnwise, power_of_2=False, square=""):
-        x = special_input(*shape, dtype)
+    def quantize_case(fmt, shape, dtype, rowwise, columnwise, power_of_2=False, ends=None, square=""):
+        x, groups = special_input(*shape, dtype), None
         if fmt.has_global_scale:
             x = x.nan_to_num(1.0, 1.0, -1.0)
-        amax = amax_of(x, fmt)
+        if ends is not None:
+            x[max(ends) :] = float("nan")
+            ends = torch.tensor(ends, dtype=torch.int32)
+            groups = Groups(ends)
         options = CastOptions(fmt, rowwise, columnwise, power_of_2, padded=True, columnwise_format_name=square)
-
-        def run():
-            return quantize.quantize(x, amax, options), reference.quantize(x, amax, options)
-
+        of = _amax_of(x, fmt, ends), options, groups
         copies = "+".join(["rowwise"] * rowwise + ["columnwise"] * columnwise)
-        name = f"quantize {fmt.name} {shape[0]}x{shape[1]} {str(dtype)[6:]} {copies}"
-        cases[name + " power_of_2" * power_of_2 + f" {square}" * bool(square)] = run
-
-    def grouped_case(fmt, shape, ends, square=""):
-        x = special_input(*shape, torch.bfloat16)
-        if fmt.has_global_scale:
-            x = x.nan_to_num(1.0, 1.0, -1.0)
-        x[max(ends) :] = float("nan")
-        ends = torch.tensor(ends, dtype=torch.int32)
-        options = CastOptions(fmt, columnwise=True, columnwise_format_name=square)
-        of = amax_of(x, fmt, ends), options, Groups(ends)
-
-        def run():
-            return quantize.quantize(x, *of), reference.quantize(x, *of)
-
-        cases[f"grouped {fmt.name} {shape[0]}x{shape[1]} E{len(ends)}" + f" {square}" * bool(square)] = run
+        name = f"quantize {fmt.name} {shape[0]}x{shape[1]} {str(dtype)[6:]} {copies}" + " power_of_2" * power_of_2
+        name += f" {square}" * bool(square) + ("" if ends is None else f" E{len(ends)}")
+        cases[name] = lambda: (quantize.quantize(x, *of), reference.quantize(x, *of))
 
     def swiglu_case(tokens, width, ends):
         dh, gate, up = (special_input(tokens, width, torch.bfloat16) for _ in range(3))
-        ends = torch.tensor(ends, dtype=torch.int32)
+        groups, options = Groups(torch.tensor(ends, dtype=torch.int32)), CastOptions(FP8_1X128, columnwise=True)
 
         def run():
-            got, expected, options = [], [], CastOptions(FP8_1X128, columnwise=True)
             h, gradients = fused_reference.swiglu(gate, up), fused_reference.swiglu_backward(dh, gate, up)
-            for y, inputs, launch in (
-                (h, (gate, up), swiglu.swiglu_quantize),
-                (torch.cat(gradients, 1), (dh, gate, up), swiglu.swiglu_backward_quantize),
-            ):
-                got += launch(*inputs, options, Groups(ends))
-                expected += reference.quantize(y, None, options, Groups(ends))
-            return got, expected
+            got = [
+                *swiglu.swiglu_quantize(gate, up, options, groups),
+                *swiglu.swiglu_backward_quantize(dh, gate, up, options, groups),
+            ]
+            values = h, torch.cat(gradients, 1)
+            return got, [copy for y in values for copy in reference.quantize(y, None, options, groups)]
 
         cases[f"swiglu {tokens}x{width} E{len(ends)}"] = run
 
@@ -123,115 +112,91 @@ def _cases() -> dict:
                 transpose._QUADS_TILES = {0: tile}
             return [transpose.transpose(x, shape[-1])], [transpose_by_reference(x, shape[-1])]
 
-        name = f"transpose {fmt.name} {'x'.join(map(str, shape))}"
-        cases[name + (f" tile {tile[0]}x{tile[1]}" if tile else "")] = run
+        cases[f"transpose {fmt.name} {'x'.join(map(str, shape))} {tile or ''}"] = run
 
-    def gluon_case(shape, dtype, warps, power_of_2=False, stride=None, square=""):
-        from torchao_blockwise.ops.device import gluon_tiles
-        from torchao_blockwise.ops.quantization import kernels_gluon as gluon
-
-        x = special_input(shape[0], stride or shape[1], dtype)[:, : shape[1]]
-        ends = torch.tensor([0, 37, 36, len(x) - 23], dtype=torch.int32)
-
-        def run(rowwise, in_groups):
-            tokens, groups = x, None
-            options = CastOptions(FP8_1X128, rowwise, True, power_of_2, padded=True, columnwise_format_name=square)
-            if in_groups:
-                tokens, groups = x[:-3], Groups(ends)
-            assert gluon_tiles.why_not_this(tokens) is None
-            gluon.BOTH, gluon.COLUMNWISE = (128, warps), (64, warps)
-            copies = gluon.quantize(tokens, None, options, groups)
-            return copies, reference.quantize(tokens, None, options, groups)
-
-        for rowwise, in_groups in ((True, False), (True, True), (False, False), (False, True)):
-            name = f"one read {shape[0]}x{shape[1]} {str(dtype)[6:]} {warps} warps" + " columnwise" * (not rowwise)
-            name += (
-                " power_of_2" * power_of_2
-                + " strided" * bool(stride)
-                + " grouped" * in_groups
-                + f" {square}" * bool(square)
-            )
-            cases[name] = functools.partial(run, rowwise, in_groups)
-
-    def fused_gluon_cases(rows, width, dtype, parts, warps, power_of_2=False, square=""):
-        """A norm and SwiGLU, and the same in groups; of halves of wider rows, whose gradients are side by side."""
-        from torchao_blockwise.ops.device import gluon_tiles
-        from torchao_blockwise.ops.fused import Norm
-        from torchao_blockwise.ops.fused import kernels_gluon as fused
-
-        dh, gate, up = (special_input(rows, width, dtype) / scale for scale in (1, 8, 16))
-        gate, up = torch.cat([gate, up], 1).chunk(2, 1)
-        ends = torch.tensor([0, 37, 36, rows - 23], dtype=torch.int32)
-
-        def compared(y, options, ends, copies):
-            assert gluon_tiles.why_not_this(y) is None
-            return copies, reference.quantize(y, None, options, None if ends is None else Groups(ends))
-
-        def options_of(rowwise):
-            return CastOptions(FP8_1X128, rowwise, True, power_of_2, padded=True, columnwise_format_name=square)
-
-        def swiglu_run(launch, inputs, y, rowwise, ends):
-            fused.FORWARD = fused.BACKWARD = parts, warps
-            options = options_of(rowwise)
-            return compared(y, options, ends, launch(*inputs, options, None if ends is None else Groups(ends)))
-
-        def norm_run(layer, rowwise):
-            fused.NORM = parts, warps
-            mean, rstd = fused_reference.norm_statistics(dh, layer, 1e-5)
-            weight, bias = random_tensor(1, width, dtype=dtype)[0], random_tensor(1, width, seed=1)[0]
-            of, options = Norm(dh, weight / 16, bias / 16 if layer else None, mean, rstd, dtype), options_of(rowwise)
-            return compared(fused_reference.normalize(of), options, None, fused.norm_quantize(of, options))
-
-        h, gradients = fused_reference.swiglu(gate, up), fused_reference.swiglu_backward(dh, gate, up)
-        for rowwise in (True, False):
-            label = f"{rows}x{width} {str(dtype)[6:]} {parts} parts {warps} warps" + " columnwise" * (not rowwise)
-            label += f" {square}" * bool(square)
-            for groups in (None, ends):
-                name = label + " grouped" * (groups is not None)
-                for direction, launch, inputs, y in (
-                    ("swiglu", fused.swiglu_quantize, (gate, up), h),
-                    ("swiglu backward", fused.swiglu_backward_quantize, (dh, gate, up), torch.cat(gradients, 1)),
-                ):
-                    run = functools.partial(swiglu_run, launch, inputs, y, rowwise, groups)
-                    cases[f"{direction} in Gluon {name}"] = run
-            for layer in (False, True):
-                cases[f"{'layer' if layer else 'rms'} norm in Gluon {label}"] = functools.partial(
-                    norm_run, layer, rowwise
-                )
-
+    bf16 = torch.bfloat16
     for shape in SHAPES:
-        for fmt, rowwise, columnwise in (
-            (FP8_1X128, True, False),
-            (FP8_1X128, False, True),
-            (FP8_128X128, True, True),
-            (NVFP4_1X16, True, True),
-            (NVFP4_16X16, True, True),
-        ):
-            quantize_case(fmt, shape, torch.bfloat16, rowwise, columnwise)
+        quantize_case(FP8_1X128, shape, bf16, True, False)
+        quantize_case(FP8_1X128, shape, bf16, False, True)
+        for fmt in (FP8_128X128, NVFP4_1X16, NVFP4_16X16):
+            quantize_case(fmt, shape, bf16, True, True)
         for fmt in (FP8_128X128, NVFP4_16X16):
             transpose_case(fmt, *shape)
     for tile in transpose._QUADS_TILES.values():
         transpose_case(FP8_128X128, 2, 272, 144, tile=tile)
     for fmt in (FP8_1X128, NVFP4_1X16):
-        grouped_case(fmt, (150, 80), [0, 37, 36, 130])
-        grouped_case(fmt, (37, 150), [i // 2 for i in range(1, 41)])
+        quantize_case(fmt, (150, 80), bf16, True, True, ends=[0, 37, 36, 130])
+        quantize_case(fmt, (37, 150), bf16, True, True, ends=[i // 2 for i in range(1, 41)])
     swiglu_case(70, 80, [0, 37, 36, 60])
     for dtype in (torch.float16, torch.float32):
         quantize_case(FP8_1X128, (48, 144), dtype, True, True)
-    quantize_case(FP8_1X128, (48, 144), torch.bfloat16, True, True, True)
-    quantize_case(FP8_1X128, (150, 144), torch.bfloat16, True, True, square=FP8_128X128.name)
-    grouped_case(FP8_1X128, (150, 80), [0, 37, 36, 130], FP8_128X128.name)
-    if _compat.has_gluon():
-        for shape in GLUON_SHAPES:
-            for warps in (4, 8):
-                gluon_case(shape, torch.bfloat16, warps)
-        gluon_case(GLUON_SHAPES[1], torch.float16, 16, True, 304)
-        gluon_case(GLUON_SHAPES[1], torch.bfloat16, 4, square=FP8_128X128.name)
-        # Gradients whose blocks are of one half, and of both.
-        fused_gluon_cases(147, 128, torch.bfloat16, 2, 16)
-        fused_gluon_cases(147, 208, torch.float16, 1, 8, power_of_2=True)
-        fused_gluon_cases(37, 304, torch.bfloat16, 2, 8)
-        fused_gluon_cases(147, 144, torch.float16, 2, 8, square=FP8_128X128.name)
+    quantize_case(FP8_1X128, (48, 144), bf16, True, True, True)
+    quantize_case(FP8_1X128, (150, 144), bf16, True, True, square=FP8_128X128.name)
+    quantize_case(FP8_1X128, (150, 80), bf16, True, True, ends=[0, 37, 36, 130], square=FP8_128X128.name)
+    return cases
+
+
+def _gluon_cases() -> dict:
+    from torchao_blockwise.ops.device import gluon_tiles
+    from torchao_blockwise.ops.fused import kernels_gluon as fused
+    from torchao_blockwise.ops.quantization import kernels_gluon as gluon
+
+    cases = {}
+
+    def add(label, y, launch, tiles, power_of_2=False, square="", grouped=True):
+        """What `launch(options, groups)` makes of tokens, and of those in groups, with tiles: {constant: value}.
+
+        y: the matrix that it quantizes.
+        """
+        ends = Groups(torch.tensor([0, 37, 36, len(y) - 23], dtype=torch.int32))
+        assert gluon_tiles.why_not_this(y) is None
+
+        def run(rowwise, groups):
+            for (module, constant), value in tiles.items():
+                setattr(module, constant, value)
+            options = CastOptions(FP8_1X128, rowwise, True, power_of_2, padded=True, columnwise_format_name=square)
+            return launch(options, groups), reference.quantize(y, None, options, groups)
+
+        for rowwise, groups in itertools.product((True, False), (None, ends) if grouped else (None,)):
+            name = f"{label} in Gluon {square}" + " columnwise" * (not rowwise) + " grouped" * (groups is not None)
+            cases[name] = functools.partial(run, rowwise, groups)
+
+    def quantize_cases(shape, dtype, warps, power_of_2=False, stride=None, square=""):
+        x = special_input(shape[0], stride or shape[1], dtype)[:, : shape[1]]
+        tiles = {(gluon, "BOTH"): (128, warps), (gluon, "COLUMNWISE"): (64, warps)}
+        label = f"one read {shape[0]}x{shape[1]} {str(dtype)[6:]} {warps} warps"
+        add(label, x, lambda options, groups: gluon.quantize(x, None, options, groups), tiles, power_of_2, square)
+
+    def fused_cases(rows, width, dtype, parts, warps, power_of_2=False, square=""):
+        """A norm and SwiGLU, and the same in groups; of halves of wider rows, whose gradients are side by side."""
+        dh, gate, up = (special_input(rows, width, dtype) / scale for scale in (1, 8, 16))
+        gate, up = torch.cat([gate, up], 1).chunk(2, 1)
+        label = f"{rows}x{width} {str(dtype)[6:]} {parts} parts {warps} warps"
+        tiles = {(fused, name): (parts, warps) for name in ("FORWARD", "BACKWARD", "NORM")}
+        h, gradients = fused_reference.swiglu(gate, up), fused_reference.swiglu_backward(dh, gate, up)
+        for name, launch, inputs, y in (
+            ("swiglu", fused.swiglu_quantize, (gate, up), h),
+            ("swiglu backward", fused.swiglu_backward_quantize, (dh, gate, up), torch.cat(gradients, 1)),
+        ):
+            add(f"{name} {label}", y, functools.partial(launch, *inputs), tiles, power_of_2, square)
+        weight, bias = random_tensor(1, width, dtype=dtype)[0] / 16, random_tensor(1, width, seed=1)[0] / 16
+        for layer in (False, True):
+            mean, rstd = fused_reference.norm_statistics(dh, layer, 1e-5)
+            norm = Norm(dh, weight, bias if layer else None, mean, rstd, dtype)
+            add(
+                f"{'layer' if layer else 'rms'} norm {label}", fused_reference.normalize(norm),
+                lambda options, groups, norm=norm: fused.norm_quantize(norm, options), tiles, power_of_2, square, False,
+            )  # fmt: skip
+
+    for shape, warps in itertools.product(GLUON_SHAPES, (4, 8)):
+        quantize_cases(shape, torch.bfloat16, warps)
+    quantize_cases(GLUON_SHAPES[1], torch.float16, 16, True, 304)
+    quantize_cases((144, 272), torch.bfloat16, 4, square=FP8_128X128.name)
+    # Gradients whose blocks are of one half, and of both.
+    fused_cases(147, 128, torch.bfloat16, 2, 16)
+    fused_cases(147, 208, torch.float16, 1, 8, power_of_2=True)
+    fused_cases(37, 304, torch.bfloat16, 2, 8)
+    fused_cases(147, 144, torch.float16, 2, 8, square=FP8_128X128.name)
     return cases
 
 
@@ -275,8 +240,6 @@ def _memory_of(x: torch.Tensor):
 
 
 def _differences(got, expected) -> list[str]:
-    from torchao_blockwise.testing import assert_bitwise_equal
-
     differences = []
     for i, (a, b) in enumerate(zip(got, expected, strict=True)):
         if a is None or b is None:

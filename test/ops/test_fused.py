@@ -26,6 +26,7 @@ shapes = pytest.mark.parametrize("shape", SHAPES, ids=shape_id)
 backends = pytest.mark.parametrize("backend", ("reference", "triton"))
 COPIES = {"rowwise": (True, False), "columnwise": (False, True), "both": (True, True)}
 ROWWISE, BOTH = CastOptions(FP8_1X128), CastOptions(FP8_1X128, columnwise=True)
+SQUARES = CastOptions(FP8_1X128, columnwise=True, columnwise_format_name="fp8_128x128")
 EPS, ULP = 1e-5, torch.finfo(torch.float32).eps
 
 try:
@@ -271,7 +272,7 @@ def test_swiglu_agrees_with_pytorch(dtype, backend, device):
 def test_shapes(shape, activation, backend, device):
     inputs = activation.inputs(*(t / 16 for t in tensors(*shape, device=device)))
     assert_bitwise_equal(activation.values(*inputs, backend=backend), activation.by_hand(*inputs))
-    for options in (ROWWISE, BOTH, BOTH._replace(padded=True)):
+    for options in (ROWWISE, BOTH, BOTH._replace(padded=True), SQUARES):
         assert_quantized(activation, inputs, options, backend)
 
 

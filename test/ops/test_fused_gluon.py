@@ -5,22 +5,23 @@ Which tensors they take: test_quantize_gluon.py. Their bits without a GPU: test_
 
 from __future__ import annotations
 
+from types import MappingProxyType
+
 import pytest
 import torch
 from grouped_copies import assert_copies_equal
 
-from torchao_blockwise import _compat, ops
+from torchao_blockwise import ops
 from torchao_blockwise.formats import FP8_1X128, CastOptions
 from torchao_blockwise.testing import random_tensor, shape_id
 
 pytest.importorskip("triton")
-if not _compat.has_gluon():
-    pytest.skip("needs Gluon of Triton 3.6 or newer", allow_module_level=True)
 
 from torchao_blockwise.ops.device import gluon_tiles
 from torchao_blockwise.ops.fused import kernels_gluon
 
 EPS = 1e-5
+SQUARES = MappingProxyType({"columnwise_format_name": "fp8_128x128"})
 OPS = ("norm_quantize", "swiglu_quantize", "swiglu_backward_quantize")
 rowwise_too = pytest.mark.parametrize("rowwise", (True, False), ids=("both", "columnwise"))
 dtypes = pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=lambda dtype: str(dtype)[6:])
@@ -177,12 +178,6 @@ def test_is_not_taken_for_others(op, change, options, taken, device):
     assert_not_taken(taken, op, *change(*inputs_of(33, 48, device=device)), **options)
 
 
-@pytest.mark.parametrize("op", OPS)
-def test_is_not_taken_where_triton_has_no_gluon(op, taken, machine, device):
-    machine.has_gluon(False)
-    assert_not_taken(taken, op, *inputs_of(33, 48, device=device))
-
-
 # --- on a GPU ---------------------------------------------------------------------------------------------------------
 
 gpu_shapes = pytest.mark.parametrize(
@@ -221,6 +216,7 @@ def test_swiglu_has_the_bits_of_the_reference(op, shape, dtype, rowwise, launche
     M = shape[0]
     ends = torch.tensor([0, M // 3, M // 4, M - M // 8], dtype=torch.int32, device="cuda")
     cases = {"padded": False}, {"padded": True}, {"padded": True, "power_of_2_scales": True}, {"groups": ends}
+    cases += SQUARES, {"groups": ends, **SQUARES}
     for options in cases:
         got, expected = (
             call(op, *inputs, rowwise=rowwise, **options, backend=backend) for backend in ("auto", "reference")
@@ -254,6 +250,7 @@ def test_norms_have_the_bits_of_the_reference(shape, dtype, kind, weight, bias, 
     )
     plain, padded = (CastOptions(FP8_1X128, rowwise, True, padded=padded) for padded in (False, True))
     cases = (plain, dtype), (padded, dtype), (padded._replace(power_of_2_scales=True), dtype), (plain, torch.float16)
+    cases += ((padded._replace(**SQUARES), dtype),)
     for options, out in cases:
         got, expected = (
             ops.norm_quantize(ops.Norm(x, weight, bias, *statistics, out), options, backend=backend)

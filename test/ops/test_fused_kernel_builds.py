@@ -1,7 +1,5 @@
 """Kernels that quantize what they compute, built for the GPUs they are for, by kernel_builds.py: no GPU."""
 
-import functools
-
 import pytest
 
 pytest.importorskip("triton")
@@ -21,7 +19,6 @@ def cases(target: int):
     """(label, call of a launcher) for every variant of every kernel."""
     import torch
 
-    from torchao_blockwise import _compat
     from torchao_blockwise.formats import FP8_1X128, CastOptions, Groups
     from torchao_blockwise.ops.fused import Norm, kernels_triton
     from torchao_blockwise.ops.groups.tables.layout import FIELDS, layout_of
@@ -93,8 +90,6 @@ def cases(target: int):
         yield from norm(by, "rms", m, 1024, ROWWISE)
         yield from swiglu(by, m, 1024, ROWWISE)
 
-    if not _compat.has_gluon():
-        return
     from torchao_blockwise.ops.fused import kernels_gluon as by
 
     for copies in (COLUMNWISE, BOTH):
@@ -123,16 +118,6 @@ OPS = ("norm_quantize", "swiglu_quantize", "swiglu_backward_quantize")
 ops = pytest.mark.parametrize("op", OPS)
 
 
-@functools.cache
-def _has_gluon() -> bool:
-    from torchao_blockwise import _compat
-
-    return _compat.has_gluon()
-
-
-needs_gluon = pytest.mark.skipif(not _has_gluon(), reason="needs Gluon of Triton 3.6 or newer")
-
-
 def rows_of(builds, target, *ops):
     return [row for op in ops for row in kernel_builds.of(builds[target], op)]
 
@@ -152,7 +137,6 @@ def test_payload_is_stored_16_bytes_at_a_time(builds, target):
             assert "st.global.b8" not in row["instructions"], row["label"]
 
 
-@needs_gluon
 @targets
 @ops
 def test_only_scales_are_stored_by_less_than_16_bytes_in_gluon(builds, target, op):
@@ -175,7 +159,6 @@ def test_token_counts_make_two_builds(builds, target, op):
     assert len({row["build"] for row in rows}) == 2
 
 
-@needs_gluon
 @targets
 @ops
 def test_token_counts_make_one_build_in_gluon(builds, target, op):

@@ -5,8 +5,6 @@ import re
 
 import pytest
 
-from torchao_blockwise import _compat
-
 pytest.importorskip("triton")
 
 import kernel_builds
@@ -118,7 +116,7 @@ def cases(target: int):
         ends = torch.zeros(groups, dtype=torch.int32)
         yield f"tables {fmt.name} {m} E{groups}", lambda ends=ends, m=m, fmt=fmt: group_tables(ends, m, fmt)
     yield from _triton_cases(target)
-    if target == 90 and _compat.has_gluon():
+    if target == 90:
         yield from _gluon_cases()
     square, rows = (NVFP4_1X16, NVFP4_16X16), (NVFP4_1X16, NVFP4_1X16)
     for pair, along, m in ((square, "", 16), (square, "", 512), (square, "m", 512), (rows, "k", 512)):
@@ -134,7 +132,6 @@ def cases(target: int):
 targets = pytest.mark.parametrize("target", TARGETS)
 GLUON_KINDS = ("square", "one_row", "m", "k", "square_k", "decoded_m", "decoded_k")
 gluon_kinds = pytest.mark.parametrize("kind", GLUON_KINDS)
-needs_gluon = pytest.mark.skipif(not _compat.has_gluon(), reason="needs Gluon of Triton 3.6 or newer")
 
 
 @targets
@@ -173,7 +170,7 @@ def test_fp8_payload_is_copied_16_bytes_at_a_time(builds, target, along):
             assert target == 100 or "cp.async.ca" not in row["instructions"], row["label"]
 
 
-# (kind, shapes that differ in token counts)
+# Shapes that differ in token counts, by where tokens are counted.
 SAME_BUILD = {
     "plain": [*(f"{m}x512x1024" for m in (512, 528, 531)), "528x512x1000", "528x512x1003"],
     "m": [f"{m}x512x1024" for m in (4096, 4112, 4099)],
@@ -182,19 +179,14 @@ SAME_BUILD = {
 
 
 @targets
-@pytest.mark.parametrize("along", SAME_BUILD)
-@pytest.mark.parametrize("pair", ("fp8_1x128·fp8_1x128", "nvfp4_1x16·nvfp4_1x16"))
-def test_token_counts_do_not_recompile(builds, target, along, pair):
-    rows = [kernel_builds.of(builds[target], "triton", along, pair, shape)[0] for shape in SAME_BUILD[along]]
-    assert len({row["build"] for row in rows}) == 1
-
-
-@targets
-@pytest.mark.parametrize("fmt", ("fp8_1x128", "nvfp4_1x16"))
-@pytest.mark.parametrize("groups", (1, 8, 300))
-def test_tables_of_any_number_of_tokens_are_one_build(builds, target, groups, fmt):
-    rows = kernel_builds.of(builds[target], "tables", fmt, f"E{groups}")
-    assert len(rows) == 4 and len({row["build"] for row in rows}) == 1
+@pytest.mark.parametrize("name", ("fp8_1x128", "nvfp4_1x16"))
+def test_token_counts_do_not_recompile(builds, target, name):
+    for along, shapes in SAME_BUILD.items():
+        rows = [kernel_builds.of(builds[target], "triton", along, f"{name}·{name}", shape)[0] for shape in shapes]
+        assert len({row["build"] for row in rows}) == 1, along
+    for groups in (1, 8, 300):
+        rows = kernel_builds.of(builds[target], "tables", name, f"E{groups}")
+        assert len(rows) == 4 and len({row["build"] for row in rows}) == 1, groups
 
 
 # --- Gluon ------------------------------------------------------------------------------------------------------------
@@ -205,7 +197,6 @@ def by_gluon(builds, kind, *words):
     return [row for row in rows if row["kernel"] == "matmul_kernel"]
 
 
-@needs_gluon
 @gluon_kinds
 def test_gluon_runs_on_tensor_cores_and_fits_in_shared_memory(builds, kind):
     element = r"bf16\.bf16" if kind.startswith("decoded") else r"e4m3\.e4m3"
@@ -214,7 +205,6 @@ def test_gluon_runs_on_tensor_cores_and_fits_in_shared_memory(builds, kind):
         assert row["SHARED"] <= 227 * 1024, row["label"]
 
 
-@needs_gluon
 @pytest.mark.parametrize("kind", GLUON_KINDS[2:])
 def test_each_partition_loads_the_entry_of_each_tile(builds, kind):
     """Triton 3.6 and 3.7 lost the producer's loads from a `for`: its tiles were all the first, and the kernel hung."""
@@ -223,43 +213,35 @@ def test_each_partition_loads_the_entry_of_each_tile(builds, kind):
         assert len(loads) >= 2 and min(loads) >= {"m": 4, "k": 2}[kind[-1]], row["label"]
 
 
-@needs_gluon
 @gluon_kinds
 def test_token_counts_do_not_rebuild_gluon(builds, kind):
-    along = "plain" if kind in ("square", "one_row") else kind[-1]
-    shapes = {
-        "plain": ("512x512x1024", "528x512x1024", "531x512x1003"),
-        "m": [f"{m}x512x1024" for m in (1024, 1040, 1043)],
-        "k": [f"512x1024x{m}" for m in (1024, 1040, 1043)],
-    }[along]
+    is_plain = kind in ("square", "one_row")
+    if is_plain:
+        shapes = ["512x512x1024", "528x512x1024", "531x512x1003"]
+    else:
+        shapes = [f"{m}x512x1024" if kind[-1] == "m" else f"512x1024x{m}" for m in (1024, 1040, 1043)]
     for tile in {row["label"].split()[1] for row in by_gluon(builds, kind)}:
         rows = [row for shape in shapes for row in kernel_builds.of(builds[90], f"gluon_{kind}", tile, shape)]
         rows = [row for row in rows if not re.search("dtype|bias|scaled", row["label"])]
         # With groups the schedule is another kernel.
         kernels = {row["kernel"] for row in rows} - {"_decode_kernel"}
-        assert len({row["build"] for row in rows if row["kernel"] in kernels}) == len(kernels)
-        assert len(kernels) == (1 if along == "plain" else 2)
+        assert len({row["build"] for row in rows if row["kernel"] in kernels}) == len(kernels) == 2 - is_plain
 
 
 # --- NVFP4 on Blackwell -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("which", ("16", "512", "m", "k"))
-def test_gemms_are_fp4_instructions_and_no_others(builds, which):
+def test_gemms_are_fp4_instructions_and_scales_move_16_bytes_at_a_time(builds):
     """UTCOMMA multiplies e2m1 with block scales; UTCQMMA would be 8 bits, UTCHMMA 16."""
-    (row,) = kernel_builds.of(builds[100], "blackwell", "gemm", which)
-    assert {name.split(".")[0] for name in row["sass"] if "MMA" in name} == {"UTCOMMA"}
-
-
-@pytest.mark.parametrize("which", ("nvfp4_1x16", "nvfp4_16x16"))
-def test_scales_are_moved_16_bytes_at_a_time_by_one_build(builds, which):
-    aligned, ragged, odd = kernel_builds.of(builds[100], "blackwell", "swizzle", which)
-    assert aligned["build"] == ragged["build"] != odd["build"]
-    assert {"LDG.E.128", "STG.E.128"} <= aligned["sass"].keys() and "LDG.E.U8" not in aligned["sass"]
-    assert "STG.E.128" in odd["sass"]
-
-
-def test_scales_of_groups_and_zeros_are_moved_16_bytes_at_a_time(builds):
-    of_groups, zeros = (kernel_builds.of(builds[100], "blackwell", word)[0] for word in ("groups", "zeros"))
+    rows = builds[100]
+    for which in ("16", "512", "m", "k"):
+        (row,) = kernel_builds.of(rows, "blackwell", "gemm", which)
+        assert {name.split(".")[0] for name in row["sass"] if "MMA" in name} == {"UTCOMMA"}
+    for which in ("nvfp4_1x16", "nvfp4_16x16"):
+        aligned, ragged, odd = kernel_builds.of(rows, "blackwell", "swizzle", which)
+        assert aligned["build"] == ragged["build"] != odd["build"]
+        assert {"LDG.E.128", "STG.E.128"} <= aligned["sass"].keys() and "LDG.E.U8" not in aligned["sass"]
+        assert "STG.E.128" in odd["sass"]
+    of_groups, zeros = (kernel_builds.of(rows, "blackwell", word)[0] for word in ("groups", "zeros"))
     assert {"LDG.E.128", "STG.E.128"} <= of_groups["sass"].keys()
     assert "STG.E.128" in zeros["sass"]

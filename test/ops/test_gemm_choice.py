@@ -15,7 +15,7 @@ from torchao_blockwise.formats import FP8_1X128, FP8_128X128, NVFP4_1X16, NVFP4_
 from torchao_blockwise.ops import Backend, backend, registry
 from torchao_blockwise.ops.backend import choose
 from torchao_blockwise.ops.gemm import cutlass
-from torchao_blockwise.ops.gemm.grouped import add_grouped_matmul_op, grouped_matmul_op
+from torchao_blockwise.ops.gemm.grouped import grouped_matmul_op
 
 PLAIN = sys.modules["torchao_blockwise.ops.gemm.plain"]
 GPU = torch.device("cuda:0")
@@ -30,7 +30,6 @@ def gpu(machine):
     machine.has_gpu_of((9, 0))
     machine.has_cuda("13.0")
     machine.has_triton()
-    machine.has_gluon()
     machine.without_interpreter()
     machine.warns_anew()
     machine.patch.setattr(deep_gemm_library, "why_absent", lambda: "not installed")
@@ -77,7 +76,7 @@ CHOSEN = [
 ROWS, TOKENS = ("m", (2048, 4096), (8, 2048, 4096)), ("k", (2048, 4096), (2048, 4096))
 CHOSEN_FOR_GROUPS = [
     ((9, 0), *ROWS, SQUARE, "gluon"),
-    ((9, 0), *TOKENS, ONE_ROW, "gluon"),
+    *(((9, 0), *TOKENS, pair, "gluon") for pair in (ONE_ROW, SQUARE)),
     *(((9, 0), "m", (tokens, 2048), (128, 1536, 2048), NVFP4, "triton") for tokens in (1, 16384)),
     *(((9, 0), "m", (tokens, 2048), (128, 1536, 2048), NVFP4, "gluon") for tokens in (32768, 2**20)),
     *(((9, 0), "k", (64, tokens), (2048, tokens), NVFP4_ROWS, "triton") for tokens in (64, 65536)),
@@ -139,42 +138,42 @@ def test_what_adds_to_a_sum_is_chosen_like_a_product_of_float32(capability, pair
 def test_what_cannot_run_is_left_for_the_next_with_a_warning(gpu):
     with pytest.warns(UserWarning, match="auto uses gluon instead of cublas: out_dtype must be"):
         assert choice(2048, 7168, 4096, ONE_ROW, torch.float16) is Backend.GLUON
-    gpu.has_gluon(False)
-    with pytest.warns(UserWarning, match="auto uses cublas instead of gluon: they need Gluon"):
+    gpu.patch.setattr(backend, "interpreting", lambda: True)
+    with pytest.warns(UserWarning, match="auto uses cublas instead of gluon: Triton's interpreter"):
         assert choice(4096, 2048, 7168) is Backend.CUBLAS
-    with pytest.warns(UserWarning, match="auto uses triton instead of gluon: they need Gluon"):
+    with pytest.warns(UserWarning, match="auto uses triton instead of gluon: Triton's interpreter"):
         assert choice(4096, 2040, 7168) is Backend.TRITON
 
 
 @pytest.mark.parametrize(
-    ("rows", "formats", "wrong"), ((ROWS, (SQUARE, NVFP4), ONE_ROW), (TOKENS, (ONE_ROW, NVFP4_ROWS), SQUARE)), ids="mk"
+    ("rows", "formats", "wrong"),
+    ((ROWS, (SQUARE, NVFP4), ONE_ROW), (TOKENS, (SQUARE, ONE_ROW, NVFP4_ROWS), SQUARE[::-1])),
+    ids="mk",
 )
 def test_why_not_gluon(rows, formats, wrong, gpu):
     along, a_shape, b_shape = rows
     multiplied, got = (" · ".join(fmt.name for fmt in pair) for pair in (formats[0], wrong))
-    with pytest.raises(ValueError, match=f"gluon cannot run: the kernels multiply {multiplied} or .*, got {got}"):
-        grouped_choice(*rows, wrong, Backend.GLUON)
-    for pair in formats:
-        for shapes in (((0, 4096), b_shape), (a_shape, (*b_shape[:-2], 0, 4096))):
-            payloads = [list(fmt.qdata_shape(*shape)) for fmt, shape in zip(pair, shapes)]
-            match = re.escape("the copy engine has no empty tensors, got payloads of shape {} and {}".format(*payloads))
-            with pytest.raises(ValueError, match=match):
-                grouped_choice(along, *shapes, pair, Backend.GLUON)
+    empty = [
+        (pair, *shapes) for pair in formats for shapes in (((0, 4096), b_shape), (a_shape, (*b_shape[:-2], 0, 4096)))
+    ]
+
+    def refused(message, shapes=(a_shape, b_shape), pair=formats[0]):
+        with pytest.raises(ValueError, match=f"gluon cannot run: {message}"):
+            grouped_choice(along, *shapes, pair, Backend.GLUON)
+
+    refused(f"the kernels multiply {multiplied} or .*, got {got}", pair=wrong)
+    for pair, *shapes in empty:
+        payloads = [list(fmt.qdata_shape(*shape)) for fmt, shape in zip(pair, shapes)]
+        refused(
+            re.escape("the copy engine has no empty tensors, got payloads of shape {} and {}".format(*payloads)),
+            shapes,
+            pair,
+        )
     gpu.patch.setattr(backend, "interpreting", lambda: True)
-    with pytest.raises(ValueError, match="Triton's interpreter does not know Gluon"):
-        grouped_choice(*rows, formats[0], Backend.GLUON)
+    refused("Triton's interpreter does not know Gluon")
     gpu.without_interpreter()
-    gpu.has_gluon(False)
-    with pytest.raises(ValueError, match="they need Gluon"):
-        grouped_choice(*rows, formats[0], Backend.GLUON)
-
-
-def test_what_adds_to_a_sum_is_computed_by_the_same_rows():
-    for op, adding in ((PLAIN.matmul_op, PLAIN.add_matmul_op), (grouped_matmul_op, add_grouped_matmul_op)):
-        assert [row.backend for row in adding.table] == [row.backend for row in op.table]
-        for row, added in zip(op.table, adding.table):
-            assert callable(row.run) == callable(added.run)
-            assert callable(row.run) or added.run == f"{row.run.partition(':')[0]}:add_matmul"
+    gpu.has_triton(False)
+    refused("triton is not installed")
 
 
 @pytest.mark.skipif(not backend.interpreting(), reason="CPU tensors need Triton's interpreter")

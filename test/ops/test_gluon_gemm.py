@@ -1,4 +1,4 @@
-"""The Hopper kernel of plain and grouped GEMMs, simulated on any machine; and the choice of its build."""
+"""The Hopper kernel of plain and grouped GEMMs, simulated on any machine and as it is; the choice of its build."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from gluon_gemm import (
     simulate,
     tables,
 )
+from gpu_steps import capture
 from grouped_products import Case, assert_adds, assert_close_to_each_group, with_nan
 from product_budgets import accumulation_unit, assert_within_budget
 
@@ -166,14 +167,22 @@ def test_any_order_of_the_partitions_gives_the_same_bits(simulated, programs, se
     assert torch.equal(product(of, torch.bfloat16), wanted)
 
 
+MALFORMED = [(200, 100, 300), (-5, 130, 131), (60, 2**31 - 1, 0), (-(2**31), -1, -7)]
+
+
+def malformed(kind: str, ends: tuple[int, ...], device: str = "cpu"):
+    """(the ends, the case of the ends clamped)."""
+    ends, tokens = torch.tensor(ends, dtype=torch.int32), 300
+    sizes = clamped_ends(ends, tokens).diff(prepend=ends.new_zeros(1)).tolist()
+    return ends.to(device), case(kind, (tuple(sizes), tokens - sum(sizes)), 130, 257, device)
+
+
 @grouped_kinds
-@pytest.mark.parametrize("ends", [(200, 100, 300), (-5, 130, 131), (60, 2**31 - 1, 0), (-(2**31), -1, -7)], ids=str)
+@pytest.mark.parametrize("ends", MALFORMED, ids=str)
 def test_malformed_ends_reach_no_other_memory(simulated, ends, kind):
     """As a GPU takes them, which does not look at their values; the simulator refuses what lies outside of tensors."""
-    malformed, tokens = torch.tensor(ends, dtype=torch.int32), 300
-    sizes = clamped_ends(malformed, tokens).diff(prepend=malformed.new_zeros(1)).tolist()
-    of = case(kind, (tuple(sizes), tokens - sum(sizes)), 130, 257)
-    out = product(of, build="64x64", ends=malformed)
+    ends, of = malformed(kind, ends)
+    out = product(of, build="64x64", ends=ends)
     assert torch.equal(out, product(of, build="64x64"))
     assert_close_to_each_group(of, out, "gluon")
 
@@ -236,3 +245,95 @@ def test_choice_of_build():
     assert tile(2048, 7168, 1024, along="k", groups=32) == 256
     assert tile(4096, 2048, 7168, along="m", groups=256) == 128
     assert choose_build(1, 64, 1280, 128, 132, "m", 8) == BUILDS["64x64"]
+
+
+# --- on a Hopper GPU --------------------------------------------------------------------------------------------------
+
+GPU_SHAPES = [*SHAPES, (4097, 576, 2048), (64, 4096, 7168), (2048, 1408, 4097), (300, 10944, 512)]
+GPU_ROUTINGS = {
+    **ROUTINGS,
+    "mixed": ((1000, 0, 3, 517, 2048, 128, 64, 1), 300),
+    "90_experts": ((1, 0, 130) * 30, 5),
+}
+GPU_CASES = {f"{kind}-{m}x{n}x{k}": (kind, ((m,), 0), n, k) for kind in ("square", "one_row") for m, n, k in GPU_SHAPES}
+GPU_CASES |= {
+    f"{kind}-{name}-{n}x{k}": (kind, routing, n, k)
+    for kind in GROUPED
+    for name, routing in GPU_ROUTINGS.items()
+    for n, k in ((256, 512), (131, 257), (576, 1104))
+}
+gpu_cases = pytest.mark.parametrize(("kind", "routing", "n", "k"), GPU_CASES.values(), ids=GPU_CASES)
+
+
+@pytest.fixture
+def hopper():
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a Hopper GPU")
+
+
+def on_gpu(kind: str, routing: tuple, n: int, k: int) -> Case:
+    """Operands, after memory was filled with NaN: what the kernel leaves out shows as what was there before."""
+    of = case(kind, (tuple(routing[0]), routing[1]), n, k, "cuda")
+    torch.full((len(of.sizes) * n * k + of.tokens * n,), float("nan"), device="cuda")
+    return of
+
+
+def assert_right(of: Case, out: torch.Tensor) -> None:
+    assert_close_to_each_group(of, out, "gluon")
+    if of.along == "m":
+        assert not out[of.ends[-1] :].float().view(torch.int32).any()
+
+
+@pytest.mark.gpu
+@gpu_cases
+@pytest.mark.parametrize("build", BUILDS)
+def test_product_and_sum_on_the_gpu(hopper, kind, routing, n, k, build):
+    if build not in builds_of(kind):
+        pytest.skip("groups take no splits")
+    of = on_gpu(kind, routing, n, k)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        right = product(of, dtype, build)
+        assert_right(of, right)
+    if kind in ADDING:
+        start = 100 * torch.randn_like(right)
+        out = start.clone()
+        add_product(out, of, build)
+        full = [g for g, size in enumerate(of.sizes) if size] if of.along else slice(None)
+        empty = [g for g, size in enumerate(of.sizes) if not size] if of.along else []
+        assert torch.equal(out[empty], start[empty])
+        # Where the sum is small, by rounding of what it is the sum of: a unit in the last place of `start`.
+        rounding = 2.0**-23 * start.abs().max().item()
+        torch.testing.assert_close(out[full], start[full] + right[full], rtol=2.0**-20, atol=rounding)
+
+
+@pytest.mark.gpu
+@gpu_cases
+def test_backend_by_name_repeats_its_bits(hopper, kind, routing, n, k):
+    of, bias = on_gpu(kind, routing, n, k), torch.randn(n, device="cuda")
+    out, again = (of.run(torch.bfloat16, backend="gluon") for _ in range(2))
+    assert torch.equal(out, again)
+    assert_right(of, out)
+    if not of.along:
+        out = of.run(torch.bfloat16, backend="gluon", bias=bias)
+        assert_within_budget(out, of.a, of.b, k, accumulation_unit("gluon", of.a.format, "cuda"), bias)
+
+
+@pytest.mark.gpu
+@grouped_kinds
+@pytest.mark.parametrize("ends", MALFORMED, ids=str)
+def test_malformed_ends_on_the_gpu(hopper, ends, kind):
+    """Run this one under compute-sanitizer too."""
+    ends, of = malformed(kind, ends, "cuda")
+    assert_right(of, product(of, build=None, ends=ends))
+
+
+@pytest.mark.gpu
+def test_a_captured_product_follows_the_ends(hopper):
+    """Another routing in the same memory: a replay reads the ends again, without a host sync."""
+    # Without NaN in the rows of no group, for they come into one.
+    of = Case("m", KINDS["m"][1], ((33, 0, 129), 100), "cuda", 136, 256)
+    graph, out = capture(lambda: product(of, build=None))
+    of.ends.copy_(torch.tensor([100, 120, 121]))
+    of.sizes = [100, 20, 1]
+    graph.replay()
+    assert_right(of, out)

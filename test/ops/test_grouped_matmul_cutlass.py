@@ -46,18 +46,13 @@ def test_operands_are_handed_over_as_documented(kernels, pair, routing):
     assert_close_to_each_group(case, product(case), "reference")
 
 
-def test_ends_lead_out_of_no_memory(kernels, machine):
+def test_wild_ends_and_payload_that_lies_anywhere(kernels, machine):
     machine.reads_no_group_ends()
     case = Case("m", NVFP4_PAIRS[0], ([0, 40, 0, 60], 20), "cpu", N, K)
-    ends = torch.tensor([-5, 40, 30, 100], dtype=torch.int32)
-    assert torch.equal(product(case, ends), product(case))
-
-
-def test_payload_that_lies_anywhere_is_copied(kernels):
-    case = Case("m", NVFP4_PAIRS[0], ([50, 30], 0), "cpu", N, K)
-    wide = torch.zeros(80, K // 2 + 5, dtype=torch.uint8)
+    wide = torch.zeros(120, K // 2 + 5, dtype=torch.uint8)
     wide[:, 3 : K // 2 + 3] = case.a.qdata
-    assert torch.equal(product(case, qdata=wide[:, 3 : K // 2 + 3]), product(case))
+    ends = torch.tensor([-5, 40, 30, 100], dtype=torch.int32)
+    assert torch.equal(product(case, ends, qdata=wide[:, 3 : K // 2 + 3]), product(case))
 
 
 def test_each_expert_may_have_its_tensor_scale(kernels):
@@ -125,19 +120,12 @@ def test_what_it_admits_and_why_not_the_rest(reason, case, machine):
 # --- PyTorch's builds -------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def asked():
-    """Nothing is remembered of what PyTorch was asked."""
+def test_a_build_is_asked_for_no_rows(monkeypatch, request):
+    """This build's CPU has no such kernels: it says so itself."""
     cutlass._why_not_built.cache_clear()
-    yield
-    cutlass._why_not_built.cache_clear()
-
-
-def test_a_build_without_the_kernels_is_a_reason(asked, monkeypatch):
-    """This build's CPU has none: it says so itself."""
+    request.addfinalizer(cutlass._why_not_built.cache_clear)
     reason = cutlass._why_not_built(torch.device("cpu"))
     assert reason is not None and reason.startswith(f"PyTorch {torch.__version__} has none: ")
-
-
-def test_a_build_with_the_kernels_is_asked_for_no_rows(asked, kernels):
+    cutlass._why_not_built.cache_clear()
+    request.getfixturevalue("kernels")
     assert cutlass._why_not_built(torch.device("cpu")) is None

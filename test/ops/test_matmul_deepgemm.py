@@ -20,7 +20,7 @@ from torchao_blockwise import ops
 from torchao_blockwise._compat import deep_gemm_library as library
 from torchao_blockwise.formats import FP8_1X128, FP8_128X128, NVFP4_1X16, NVFP4_16X16, Operand
 from torchao_blockwise.ops.gemm import deepgemm
-from torchao_blockwise.testing import random_tensor, relative_error, shape_id
+from torchao_blockwise.testing import random_tensor, relative_error
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU"))]
@@ -72,23 +72,18 @@ def multiply(a, b, out_dtype=torch.bfloat16, **options):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("shape", SHAPES, ids=shape_id)
-def test_the_product(shape, device, installed):
-    a, b = operands(*shape, device)
-    got = multiply(a, b)
-    assert got.dtype == torch.bfloat16 and got.shape == shape[:2]
-    assert relative_error(got, multiply(a, b, torch.float32, backend="reference")) < 2**-8
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_payload_off_16_bytes_and_scales_of_some_rows(device, installed):
-    a, b = operands(24, 32, 48, device)
-    want = multiply(a, b)
+def test_the_product(device, installed):
+    for shape in SHAPES:
+        a, b = operands(*shape, device)
+        got = multiply(a, b)
+        assert got.dtype == torch.bfloat16 and got.shape == shape[:2]
+        assert relative_error(got, multiply(a, b, torch.float32, backend="reference")) < 2**-8
+    # Payload off 16 bytes, and scales of some rows.
     moved = torch.empty(a.qdata.numel() + 1, dtype=torch.uint8, device=device)[1:].view(a.qdata.shape)
     moved.copy_(a.qdata.view(torch.uint8))
-    assert torch.equal(multiply(Operand(moved.view(a.qdata.dtype), *a[1:]), b), want)
-    some = Operand(a.qdata[:22], a.scale[:, :22], None, a.format_name)
-    assert relative_error(multiply(some, b), want[:22]) < 2**-8
+    assert torch.equal(multiply(a._replace(qdata=moved.view(a.qdata.dtype)), b), got)
+    some = a._replace(qdata=a.qdata[:22], scale=a.scale[:, :22])
+    assert relative_error(multiply(some, b), got[:22]) < 2**-8
 
 
 @pytest.mark.parametrize("bad", (float("nan"), float("inf")))
@@ -145,7 +140,7 @@ def test_auto_takes_it_where_products_are_large(installed, monkeypatch):
 
 
 @pytest.fixture
-def machine_with(monkeypatch, tmp_path):
+def library_with(monkeypatch, tmp_path):
     """(version or None, exit status and stderr of the trial, whether there is nvcc) -> commands that are tried."""
 
     def pretend(version="0.1.4", returncode=0, stderr="", nvcc=True) -> list:
@@ -181,8 +176,8 @@ def machine_with(monkeypatch, tmp_path):
     forget()
 
 
-def test_what_works_is_imported_after_one_trial(machine_with, monkeypatch):
-    tried = machine_with()
+def test_what_works_is_imported_after_one_trial(library_with, monkeypatch):
+    tried = library_with()
     module = types.SimpleNamespace(get_num_sms=lambda: 132, fp8_gemm_nt=product)
     monkeypatch.setitem(sys.modules, "deep_gemm", module)
     assert library.product_on(1) is library.product_on(1) is product
@@ -190,17 +185,18 @@ def test_what_works_is_imported_after_one_trial(machine_with, monkeypatch):
     assert library.product_on(0) == "its kernels are on the device that the process used first, cuda:1, got cuda:0"
 
 
-@pytest.mark.parametrize(
-    ("broken", "reason", "tries"),
-    (
-        ({"nvcc": False}, r"it builds kernels with nvcc, and .*/bin/nvcc does not exist; set CUDA_HOME", 0),
-        ({"returncode": 1, "stderr": "Traceback\nOSError: libcudart.so.13\n"}, "OSError: libcudart.so.13$", 1),
-        ({"returncode": -11}, "exit status -11$", 1),
+BROKEN = {
+    "no compiler": ({"nvcc": False}, r"it builds kernels with nvcc, and .*/bin/nvcc does not exist; set CUDA_HOME", 0),
+    "import fails": (
+        {"returncode": 1, "stderr": "Traceback\nOSError: libcudart.so.13\n"}, "OSError: libcudart.so.13$", 1
     ),
-    ids=("no compiler", "import fails", "process dies"),
-)
-def test_what_is_installed_and_broken_is_warned_about_once(broken, reason, tries, machine_with):
-    tried = machine_with(**broken)
+    "process dies": ({"returncode": -11}, "exit status -11$", 1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("broken", "reason", "tries"), BROKEN.values(), ids=BROKEN)
+def test_what_is_installed_and_broken_is_warned_about_once(broken, reason, tries, library_with):
+    tried = library_with(**broken)
     with pytest.warns(UserWarning, match=f"DeepGEMM is installed but cannot be used: .*{reason}"):
         said = library.product_on(0)
     with warnings.catch_warnings():
@@ -209,19 +205,17 @@ def test_what_is_installed_and_broken_is_warned_about_once(broken, reason, tries
     assert len(tried) == tries
 
 
-@pytest.mark.parametrize(
-    ("version", "reason"),
-    (
-        (None, r"deep_gemm is not installed \(pip install torchao_blockwise\[deep_gemm\]\)"),
-        ("another", "must be of sgl-deep-gemm 0.1.4 or newer and below 0.2.0, got another package"),
-        ("0.1.3", "got 0.1.3"),
-        ("0.2.0", "got 0.2.0"),
-    ),
-)
-def test_what_is_not_the_package_is_not_tried(version, reason, machine_with):
-    tried = machine_with(version)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert library.product_on(0) == library.why_absent()
-    assert not tried
-    assert re.search(reason, library.why_absent())
+NOT_THE_PACKAGE = {
+    None: r"deep_gemm is not installed \(pip install torchao_blockwise\[deep_gemm\]\)",
+    "another": "must be of sgl-deep-gemm 0.1.4 or newer and below 0.2.0, got another package",
+    "0.1.3": "got 0.1.3",
+    "0.2.0": "got 0.2.0",
+}
+
+
+@pytest.mark.parametrize(("version", "reason"), NOT_THE_PACKAGE.items())
+@pytest.mark.filterwarnings("error")
+def test_what_is_not_the_package_is_not_tried(version, reason, library_with):
+    tried = library_with(version)
+    assert library.product_on(0) == library.why_absent()
+    assert not tried and re.search(reason, library.why_absent())

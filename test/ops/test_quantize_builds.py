@@ -19,7 +19,6 @@ def cases(target: int):
     """(label, call of a launcher) for every variant of every kernel, and for those of groups the one without."""
     import torch
 
-    from torchao_blockwise import _compat
     from torchao_blockwise.formats import FP8_1X128, NVFP4_1X16, CastOptions, Groups, Place, hadamard_number
     from torchao_blockwise.ops.fused import kernels_triton as swiglu
     from torchao_blockwise.ops.quantization import kernels_amax, kernels_chunks
@@ -84,7 +83,7 @@ def cases(target: int):
         CastOptions(FP8_1X128, True, True, columnwise_format_name="fp8_128x128"),
     )
     yield "quantize squares 512x1024 E8", functools.partial(quantize.quantize, x, None, options, groups_of(8))
-    for m in (512, 531) if _compat.has_gluon() else ():
+    for m in (512, 531):
         for warps in (4, 8, 16):
             x = torch.zeros(m, 1024, dtype=bf16)
             yield f"one_read E8 {m}x1024 bfloat16 {warps} warps", functools.partial(one_read, x, warps)

@@ -6,18 +6,17 @@ Its bits without a GPU: test_compiled_kernels.py.
 from __future__ import annotations
 
 import functools
+import itertools
 
 import pytest
 import torch
 from grouped_copies import assert_copies_equal
 
-from torchao_blockwise import _compat, ops
-from torchao_blockwise.formats import FP8_1X128
+from torchao_blockwise import ops
+from torchao_blockwise.formats import FP8_1X128, FP8_128X128
 from torchao_blockwise.testing import random_tensor, shape_id, with_special_values
 
 pytest.importorskip("triton")
-if not _compat.has_gluon():
-    pytest.skip("needs Gluon of Triton 3.6 or newer", allow_module_level=True)
 
 from torchao_blockwise.ops.device import gluon_tiles
 from torchao_blockwise.ops.quantization import kernels_gluon as gluon
@@ -153,6 +152,15 @@ def test_is_taken_for_tokens_in_groups(taken, device):
     assert taken == []
 
 
+@pytest.mark.parametrize("rowwise", (True, False), ids=("both", "columnwise"))
+def test_square_blocks_are_tiles(rowwise, taken, device):
+    x = bf16(33, 144, device=device)
+    copies = ops.quantize(x, FP8_1X128, rowwise=rowwise, columnwise=FP8_128X128, padded=True)
+    launch = taken.pop()
+    assert settled(launch) == (2, 33, 144, 64, 144, False, *gluon.BOTH) and launch.options["SQUARE"]
+    assert copies.columnwise.format is FP8_128X128 and copies.columnwise.scale.shape == (2, 1)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("power_of_2_scales", (False, True), ids=("any scale", "power of 2"))
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=lambda dtype: str(dtype)[6:])
@@ -167,6 +175,7 @@ def test_bits_on_a_gpu(shape, warps, dtype, power_of_2_scales, monkeypatch):
         pytest.skip(reason)
     monkeypatch.setattr(gluon, "BOTH", (128, warps))
     monkeypatch.setattr(gluon, "COLUMNWISE", (64, warps))
-    quantize = functools.partial(ops.quantize, x, FP8_1X128, columnwise=True, power_of_2_scales=power_of_2_scales)
-    for rowwise in (True, False):
-        assert_copies_equal(quantize(rowwise=rowwise, backend="gluon"), quantize(rowwise=rowwise, backend="reference"))
+    quantize = functools.partial(ops.quantize, x, FP8_1X128, power_of_2_scales=power_of_2_scales)
+    for rowwise, columnwise in itertools.product((True, False), (True, FP8_128X128)):
+        copies = {"rowwise": rowwise, "columnwise": columnwise}
+        assert_copies_equal(quantize(**copies, backend="gluon"), quantize(**copies, backend="reference"))

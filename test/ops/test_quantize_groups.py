@@ -171,6 +171,16 @@ def test_swiglu_is_quantized_in_groups(name, width, copies, fmt, backend, guarde
     assert_each_group_is_alone(ops.swiglu_backward_quantize(dh, gate, up, options, **of), merged, ends, fmt)
 
 
+@backends
+def test_swiglu_is_quantized_in_square_blocks_of_groups(backend, guarded, device):
+    ends, tokens = GROUPS["tail"]
+    gate, up = (tokens_of(ends, tokens, 96, device=device) / 64).chunk(2, 1)
+    options = CastOptions(FP8_1X128, columnwise=True, columnwise_format_name=FP8_128X128.name)
+    got = ops.swiglu_quantize(gate, up, options, groups=int32(ends, device), backend=backend)
+    assert got.columnwise.format is FP8_128X128
+    assert_each_group_is_alone(got, ops.swiglu(gate, up, backend="reference"), ends, FP8_1X128)
+
+
 # --- as they are called -----------------------------------------------------------------------------------------------
 
 MALFORMED = {

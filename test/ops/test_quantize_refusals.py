@@ -26,6 +26,7 @@ CALLS = [
     (X, FP8_1X128, {"rowwise": False}),
     (X, NVFP4_1X16, {"power_of_2_scales": True}),
     (X, FP8_1X128, {"scale_per_group": True}),
+    (X, FP8_128X128, {"columnwise": FP8_1X128}),
     # Amaxes that are given.
     (X, FP8_1X128, {"tensor_amax": ONE}),
     (X, NVFP4_1X16, {"tensor_amax": TWO}),
@@ -75,6 +76,7 @@ ValueError no block format 'fp8'; the formats are fp8_1x128, fp8_128x128, nvfp4_
 ValueError quantize: nothing to compute; ask for rowwise, columnwise or both
 ValueError quantize: nvfp4_1x16 has no power_of_2_scales; its block scales are torch.float8_e4m3fn
 ValueError quantize: scale_per_group is for tensor scales, which fp8_1x128 has not; leave it out
+ValueError quantize: only fp8_1x128 has a columnwise copy of another format, fp8_128x128, got fp8_128x128 and fp8_1x128; call it once for each format
 ValueError quantize: fp8_1x128 has no tensor scale; leave tensor_amax out
 ValueError quantize: tensor_amax must be a float32 scalar, got torch.float32 of shape [2]
 ValueError quantize: tensor_amax must be a float32 scalar, got torch.bfloat16 of shape []

@@ -20,7 +20,6 @@ from torchao_blockwise.formats import (
     FP8_1X128,
     FP8_128X128,
     NVFP4_1X16,
-    BlockFormat,
     CastOptions,
     Copies,
     Groups,
@@ -71,7 +70,7 @@ def test_values_and_schema_must_agree(takes, define):
 
 
 def test_formats_and_backends_that_do_not_exist(define):
-    op = define("str fmt, str products_by, str backend", takes=(BlockFormat, Backend))
+    op = define("str fmt, str products_by, str backend")
     for values, message in (
         (("fp7", "triton", "auto"), "no block format 'fp7'"),
         ((NVFP4_1X16.name, "tritn", "auto"), "no backend 'tritn'"),
@@ -93,8 +92,8 @@ VALUES = {
     "float": ("float x", None, 0.1),
     "str": ("str x", None, "some words"),
     "dtype": ("ScalarType x", None, torch.bfloat16),
-    "format": ("str x", BlockFormat, NVFP4_1X16),
-    "another backend": ("str products_by", Backend, Backend.CUBLAS),
+    "format": ("str fmt", None, NVFP4_1X16),
+    "another backend": ("str products_by", None, Backend.CUBLAS),
     "operand": (operand("x"), Operand, OPERAND),
     "operand with a global scale": (operand("x"), Operand, WITH_GLOBAL),
     "no operand": (operand("x", "Tensor?"), Operand, None),
@@ -143,7 +142,7 @@ def test_values_arrive_whole(arguments, kind, value, define, monkeypatch):
 
 def test_only_the_last_argument_chooses(define):
     seen = []
-    op = define("Tensor x, str products_by", run=lambda x, products_by: seen.append(products_by), takes=(None, Backend))
+    op = define("Tensor x, str products_by", run=lambda x, products_by: seen.append(products_by))
     op(X, Backend.CUBLAS)
     assert seen == [Backend.CUBLAS]
 

@@ -2,70 +2,17 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
-
 import pytest
 import torch
 import torch.nn.functional as F
 from expecttest import assert_expected_inline
-from helpers import FP8, NVFP4, every_recipe, master, mlp, saved_and_loaded, weight
+from helpers import FP8, NVFP4, every_recipe, master, mlp, weight
 from torch import nn
 
 from torchao_blockwise import BlockwiseFP8Tensor, MasterWeightTensor, weights_unchanged
 from torchao_blockwise.testing import assert_bitwise_equal
 
 pytestmark = pytest.mark.usefixtures("no_interpreter")
-
-OPTIMIZERS = {
-    "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
-    "sgd_momentum_foreach": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, foreach=True),
-    "sgd_fused": lambda p: torch.optim.SGD(p, lr=0.1, fused=True),
-    "adamw": lambda p: torch.optim.AdamW(p, lr=0.1, foreach=False),
-    "adamw_foreach": lambda p: torch.optim.AdamW(p, lr=0.1, foreach=True, amsgrad=True),
-    "adamw_fused": lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),
-    "adafactor": lambda p: torch.optim.Adafactor(p, lr=0.1),
-    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.1, momentum=0.5),
-    "lbfgs": lambda p: torch.optim.LBFGS(p, lr=0.1, max_iter=2),
-}
-
-
-def step(optimizer, parameter, grad) -> None:
-    def closure():
-        parameter.grad = grad.clone()
-        return torch.zeros(())
-
-    closure()
-    optimizer.step(closure) if isinstance(optimizer, torch.optim.LBFGS) else optimizer.step()
-
-
-@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
-@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
-def test_optimizers_step_as_on_a_plain_parameter(make, dtype):
-    plain, ours = nn.Parameter(weight(40, 24, dtype=dtype)), master(40, 24, dtype=dtype)
-    optimizers = make([plain]), make([ours])
-    for seed in range(3):
-        grad, before = weight(40, 24, dtype=dtype, seed=seed + 9), ours.hp.clone()
-        for optimizer, parameter in zip(optimizers, (plain, ours)):
-            step(optimizer, parameter, grad)
-        assert_bitwise_equal(ours.hp, plain.data, f"step {seed}")
-        # PyTorch's fused SGD for CPUs leaves bf16 parameters as they are.
-        assert dtype is torch.bfloat16 or not torch.equal(ours.hp, before)
-    states = [s for s in optimizers[1].state[ours].values() if isinstance(s, torch.Tensor)]
-    assert not any(isinstance(s, MasterWeightTensor) for s in states)
-
-
-def test_optimizer_state_dicts_load_across():
-    plain, ours = nn.Parameter(weight(40, 24)), master(40, 24)
-    a, b = OPTIMIZERS["adamw"]([plain]), OPTIMIZERS["adamw"]([ours])
-    step(a, plain, weight(40, 24, seed=1))
-    with torch.no_grad():
-        ours.copy_(plain)
-    b.load_state_dict(saved_and_loaded(a.state_dict()))
-    for optimizer, parameter in ((a, plain), (b, ours)):
-        step(optimizer, parameter, weight(40, 24, seed=2))
-    assert_bitwise_equal(ours.hp, plain.data)
-
 
 INITS = {
     "kaiming_uniform_": lambda w: nn.init.kaiming_uniform_(w, a=5**0.5),
@@ -93,45 +40,16 @@ def test_grads_are_plain_tensors_of_the_weights_dtype(config, dtype):
     assert type(weight.grad) is torch.Tensor and weight.grad.dtype == dtype and weight.grad.shape == weight.shape
 
 
-def test_values_are_shared_not_copied():
+def test_what_it_holds():
     hp = weight(40, 24)
-    assert MasterWeightTensor(hp, FP8).hp is hp
-    assert MasterWeightTensor(nn.Parameter(hp), FP8).hp.requires_grad is False
-
-
-@pytest.mark.parametrize(
-    ("hp", "config", "message"),
-    [
+    assert MasterWeightTensor(hp, FP8).hp is hp and MasterWeightTensor(nn.Parameter(hp), FP8).hp.requires_grad is False
+    for wrong, config, message in (
         (torch.zeros(2, 2, dtype=torch.int32), FP8, "hp must be bfloat16, float16 or float32, got torch.int32"),
-        (torch.zeros(2, 2, dtype=torch.float64), FP8, "got torch.float64"),
-        (torch.zeros(2, 2), None, "config must be a TrainingConfig, got NoneType"),
-    ],
-    ids=("int", "f64", "no_config"),
-)
-def test_wrong_arguments(hp, config, message):
-    with pytest.raises(TypeError, match=message):
-        MasterWeightTensor(hp, config)
-
-
-COPIES = {
-    "deepcopy": copy.deepcopy,
-    "pickle": lambda x: pickle.loads(pickle.dumps(x)),
-    "torch_save": saved_and_loaded,
-}
-every_copy = pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
-
-
-@every_copy
-def test_copies_know_no_layer_and_no_source(copied):
-    """A cast whose GEMMs read the weight is saved as what it is, and so is a weight of a converted model."""
-    parameter = mlp(FP8)[0].weight
-    linked = parameter.bfloat16().detach()
-    assert parameter.layer == "0.weight" and linked.source[0] is parameter.hp
-    other = copied(linked)
-    assert other.source[0] is other.hp
-    assert_bitwise_equal(other.hp, parameter.hp.bfloat16())
-    if copied is not copy.deepcopy:
-        assert copied(parameter).layer == ""
+        (BlockwiseFP8Tensor.from_hp(hp), FP8, "hp must be a strided tensor of values, got a BlockwiseFP8Tensor"),
+        (hp, None, "config must be a TrainingConfig, got NoneType"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            MasterWeightTensor(wrong, config)
 
 
 def test_moves_keep_the_type():
@@ -170,11 +88,6 @@ def test_a_shape_is_changed_in_place_as_a_plain_ones(reshape, context):
             assert ours.shape == ours.hp.shape == (40, 24) and torch.equal(ours.hp, plain)
 
 
-def test_numbers_are_formatted_as_plain_ones():
-    weight = master(40, 24)
-    assert f"{weight[3, 2]:.4f}" == f"{weight.hp[3, 2]:.4f}" and f"{weight}" == repr(weight)
-
-
 VIEWS = {
     "view": lambda w: w.view(2, 20, 24), "slice": lambda w: w[1:, ::2], "T": lambda w: w.T, "select": lambda w: w[0],
     "split_sizes": lambda w: w.split([1, 39])[1], "chunk": lambda w: w.chunk(3)[2], "unbind": lambda w: w.unbind(0)[3],
@@ -193,12 +106,18 @@ def test_views_stay_master_weights_that_share_values(view):
     assert viewed.hp.untyped_storage().data_ptr() == parameter.hp.untyped_storage().data_ptr()
 
 
-def test_in_place_operations_return_their_target():
-    parameter, plain = master(40, 24), torch.zeros(40, 24)
+def test_in_place_operations_and_copies():
+    parameter, other, plain = master(40, 24), master(40, 24, seed=1), torch.zeros(40, 24)
+    assert torch.equal(parameter, parameter.clone()) and not torch.equal(parameter, other)
     with torch.no_grad():
         assert parameter.add_(1) is parameter and plain.copy_(parameter) is plain
         assert torch.add(plain, 1, out=parameter) is parameter
-    assert_bitwise_equal(parameter.hp, plain + 1)
+        assert_bitwise_equal(parameter.hp, plain + 1)
+        assert torch.equal(parameter.copy_(other), other)
+        with pytest.raises(NotImplementedError, match=r"copy from source\.dequantize\(\)"):
+            parameter.copy_(BlockwiseFP8Tensor.from_hp(weight(40, 24)))
+        with pytest.raises(RuntimeError, match="must match"):
+            parameter.copy_(weight(3, 24))
 
 
 @pytest.mark.parametrize("source", ("plain", "master"))
@@ -210,19 +129,9 @@ def test_assigning_data_takes_over_the_values(source):
     assert parameter.dtype == parameter.hp.dtype == torch.bfloat16 and parameter.requires_grad
 
 
-def test_equal_and_copy():
-    parameter, other = master(40, 24), master(40, 24, seed=1)
-    assert torch.equal(parameter, parameter.clone()) and not torch.equal(parameter, other)
-    with torch.no_grad():
-        assert torch.equal(parameter.copy_(other), other)
-    with pytest.raises(NotImplementedError, match=r"copy from source\.dequantize\(\)"), torch.no_grad():
-        parameter.copy_(BlockwiseFP8Tensor.from_hp(weight(40, 24)))
-    with pytest.raises(RuntimeError, match="must match"), torch.no_grad():
-        parameter.copy_(weight(3, 24))
-
-
 def test_prints():
     parameter = master(40, 24, dtype=torch.bfloat16)
+    assert f"{parameter[3, 2]:.4f}" == f"{parameter.hp[3, 2]:.4f}" and f"{parameter}" == repr(parameter)
     assert_expected_inline(
         repr(parameter),
         """MasterWeightTensor(shape=(40, 24), dtype=torch.bfloat16, device='cpu', quantized_to=fp8_128x128, requires_grad=True)""",  # noqa: E501

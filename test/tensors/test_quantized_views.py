@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from helpers import QUANTIZERS, every_kind, weight
 
-from torchao_blockwise.formats import FP8_128X128, NVFP4_16X16
+from torchao_blockwise.formats import FP8_128X128
 from torchao_blockwise.testing import assert_bitwise_equal
 
 pytestmark = pytest.mark.usefixtures("no_interpreter")
@@ -89,25 +90,65 @@ def test_views_that_cut_blocks_are_refused(from_hp):
             view()
 
 
-def test_columnwise_is_the_quantised_transpose():
-    for kind, fmt in (("fp8", FP8_128X128), ("nvfp4", NVFP4_16X16)):
-        for shape in ((256, 384), (2, 130, 72), (129, 127), (0, 128)):
-            w = weight(*shape)
-            q, transposed = QUANTIZERS[kind](w), QUANTIZERS[kind](w.mT.contiguous())
-            qdata, scale = q.columnwise()
-            assert q.fmt is fmt and qdata.is_contiguous() and scale.is_contiguous()
-            assert_bitwise_equal(qdata, transposed.qdata, f"{kind} {shape}")
-            assert_bitwise_equal(scale, transposed.scale, f"{kind} {shape}")
-    with pytest.raises(ValueError, match="in nvfp4_1x16 has blocks of 1x16, a transpose would need other scales"):
-        QUANTIZERS["nvfp4_1x16"](weight(16, 16)).columnwise()
-
-
 @pytest.mark.parametrize("kind", QUANTIZERS)
 def test_a_part_of_columns_is_known_to_lie_apart(kind):
-    """What sends its bytes asks for a contiguous copy first."""
+    """Code that sends its bytes asks for a contiguous copy first."""
     q = QUANTIZERS[kind](weight(32, 512))
     part = q[:, :256]
     assert q.is_contiguous() and not part.is_contiguous()
     copy = part.contiguous()
     assert copy.is_contiguous() and copy.qdata.is_contiguous()
     assert_bitwise_equal(copy.qdata, q.qdata[:, : copy.qdata.shape[1]].contiguous())
+
+
+@pytest.mark.parametrize("shape", ((256, 384), (130, 70), (2, 3, 256, 128)), ids=str)
+def test_transposes_are_views_and_exact(shape):
+    q = QUANTIZERS["fp8"](weight(*shape))
+    views = [q.mT, q.transpose(-1, -2)] + ([q.t(), q.T, q.permute(1, 0)] if q.dim() == 2 else [])
+    for t in views:
+        assert t.shape == q.mT.shape and t.stride() == q.qdata.mT.stride()
+        assert t.qdata.data_ptr() == q.qdata.data_ptr()
+        assert_bitwise_equal(t.dequantize(), q.dequantize().mT.contiguous())
+        qdata, scale = t.columnwise()
+        assert_bitwise_equal(qdata, q.qdata)
+        assert_bitwise_equal(scale, q.scale)
+        assert torch.equal(t.mT, q)
+
+
+OTHER_TRANSPOSES = {
+    "leading": ("fp8", lambda q: q.transpose(0, 1), "only the last two dims can be swapped, got"),
+    "all": ("fp8", lambda q: q.permute(1, 2, 0), "only the last two dims can be swapped, got"),
+    "packed": ("nvfp4", lambda q: q[0].mT, "packs two elements a byte"),
+    "packed_rows": ("nvfp4_1x16", lambda q: q[0].t(), "packs two elements a byte"),
+    "columnwise": ("nvfp4_1x16", lambda q: q.columnwise(), "has blocks of 1x16, a transpose would need other scales"),
+}
+
+
+@pytest.mark.parametrize(("kind", "transpose", "message"), OTHER_TRANSPOSES.values(), ids=OTHER_TRANSPOSES)
+def test_other_transposes_are_refused(kind, transpose, message):
+    with pytest.raises((NotImplementedError, ValueError), match=message):
+        transpose(QUANTIZERS[kind](weight(2, 128, 128)))
+
+
+@pytest.mark.parametrize("kind", ("nvfp4", "nvfp4_1x16"))
+@pytest.mark.parametrize("columns", (1, 15, 17, 33))
+def test_odd_columns(kind, columns):
+    """The last byte holds one element; slices and views keep count of them."""
+    w = weight(2, 32, columns)
+    q = QUANTIZERS[kind](w)
+    assert q.qdata.shape[-1] == (columns + 1) // 2 and q.shape[-1] == columns
+    decoded = q.dequantize()
+    assert_bitwise_equal(q.view(64, columns).dequantize(), decoded.view(64, columns))
+    assert_bitwise_equal(q[..., columns // 16 * 16 :].dequantize(), decoded[..., columns // 16 * 16 :].contiguous())
+    assert_bitwise_equal(q[1].dequantize(), decoded[1])
+    if kind == "nvfp4":
+        assert_bitwise_equal(q.columnwise()[0], QUANTIZERS[kind](w.mT).qdata)
+
+
+def test_slices_keep_the_scale_of_the_whole():
+    """A part decodes as it did in the whole."""
+    w = torch.cat([torch.full((16, 16), 100.0), torch.full((16, 16), 0.3)])
+    q = QUANTIZERS["nvfp4"](w)
+    assert_bitwise_equal(q[16:].global_scale, q.global_scale)
+    assert_bitwise_equal(q[16:].dequantize(), q.dequantize()[16:])
+    assert not torch.equal(q[16:], QUANTIZERS["nvfp4"](w[16:]))

@@ -1,15 +1,18 @@
-"""Optimizers of other libraries: operations that change a weight in place run on its values, by a rule."""
+"""Updates of weights: by optimizers of other libraries, on the values, by a rule; of quantized ones by adapters."""
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 import torch
-from helpers import FP8, assert_same, both_formats, master, mlp, replace, saved_and_loaded, weight
+from helpers import FP8, NVFP4, assert_same, both_formats, every_kind, master, mlp, replace, weight
 from torch import nn
 from torchao.quantization import quantize_
 
+from torchao_blockwise import MasterWeightTensor
 from torchao_blockwise.distributed import MasterWeightOptimizer
-from torchao_blockwise.testing import assert_bitwise_equal
+from torchao_blockwise.testing import assert_bitwise_equal, random_tensor
 
 pytestmark = [pytest.mark.usefixtures("no_interpreter"), pytest.mark.filterwarnings("ignore:Paged optimizers")]
 
@@ -137,40 +140,6 @@ def test_everything_else_is_refused_with_the_layers_name(others, use):
     assert torch.equal(w.hp, before)
 
 
-# --- optimizers that multiply weights by gradients --------------------------------------------------------------------
-
-
-class Distances(torch.optim.SGD):
-    """Takes the steps of Prodigy and D-Adaptation: by the distance from the first weights, along the gradients."""
-
-    @torch.no_grad()
-    def step(self):
-        for p in self.param_groups[0]["params"]:
-            state = self.state[p]
-            if "first" not in state:
-                state["first"] = p.detach().flatten().clone()
-                state["distance"] = torch.zeros(())
-            along = torch.dot(p.grad.flatten(), state["first"] - p.detach().flatten())
-            along += torch.vdot(state["first"], p.flatten()) + torch.inner(p.view(-1), p.grad.view(-1))
-            state["distance"] += along
-            p.add_(p.grad, alpha=-1e-3 * (1 + state["distance"].item()))
-
-
-@pytest.mark.parametrize("resumed", (False, True))
-def test_dots_of_whole_weights(resumed):
-    values = []
-    for config in (None, FP8):
-        model = mlp(config, features=(K, N, K))
-        optimizer = Distances(model.parameters())
-        trained(model, optimizer, 2)
-        if resumed:
-            state = saved_and_loaded(optimizer.state_dict())
-            optimizer = Distances(model.parameters())
-            optimizer.load_state_dict(state)
-        values.append(trained(model, optimizer, 3))
-    assert_same(values[1], values[0])
-
-
 # --- quantized Parameters ---------------------------------------------------------------------------------------------
 
 
@@ -188,3 +157,46 @@ def test_plain_optimizers_of_quantized_parameters_name_the_optimizer_of_masters(
     optimizer = MasterWeightOptimizer(getattr(torch.optim, name), model)
     gradients(model, 0)
     optimizer.step()
+
+
+def loaded(layer):
+    """As `torch.load` makes it: without the values that it was quantized from."""
+    return pickle.loads(pickle.dumps(layer))
+
+
+def unfrozen(layer):
+    """Frozen when it was converted, and trained later."""
+    other = nn.Linear(K, N, bias=False)
+    other.weight.requires_grad_(False)
+    quantize_(other, layer.weight.config)
+    other.weight.requires_grad_(True)
+    return other
+
+
+@both_formats
+@pytest.mark.parametrize("made", (lambda layer: layer, loaded, unfrozen), ids=("converted", "loaded", "unfrozen"))
+def test_small_steps_of_a_weight_that_trains_are_refused(made, config):
+    """Each would be rounded away."""
+    layer = nn.Linear(K, N, bias=False)
+    quantize_(layer, replace(config, master_weights=False))
+    weight = made(layer).weight
+    assert weight.requires_grad
+    for alias in (weight.data, weight.detach()):
+        with pytest.raises(NotImplementedError, match="MasterWeightOptimizer"):
+            alias.add_(torch.full((N, K), 1e-5))
+
+
+@every_kind
+def test_an_adapters_factors_are_added_to_a_quantized_weight(from_hp):
+    """`baddbmm` gives a master weight of the decoded values and their product; of any others it is a GEMM."""
+    w, b, a = random_tensor(2, 32, 48), random_tensor(2, 32, 4), random_tensor(2, 4, 48)
+    weight = from_hp(w)
+    with pytest.raises(NotImplementedError, match="an adapter b @ a is added only to a converted weight"):
+        torch.baddbmm(weight, b, a)
+    weight.config, weight.layer = NVFP4 if "NVFP4" in type(weight).__name__ else FP8, "experts.up"
+    total = torch.baddbmm(weight, b.clone().requires_grad_(), a, alpha=0.5)
+    assert type(total) is MasterWeightTensor and total.layer == "experts.up" and total.config.master_weights
+    assert_bitwise_equal(total.hp.detach(), torch.baddbmm(weight.dequantize(), b, a, alpha=0.5))
+    assert total.requires_grad
+    with pytest.raises(NotImplementedError, match="an adapter b @ a is added only to a converted weight"):
+        torch.baddbmm(torch.zeros(2, 4, 48), torch.zeros(2, 4, 32), weight)

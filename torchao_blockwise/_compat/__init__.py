@@ -49,12 +49,6 @@ def why_old_triton() -> str | None:
     return None
 
 
-@functools.cache
-def has_gluon() -> bool:
-    """Whether Triton's Gluon for Hopper is available, in a supported version (3.6 or newer)."""
-    return has_triton() and why_old_triton() is None
-
-
 # Copies many tensors in few launches; exists in torch 2.11 to 2.13.
 foreach_copy_ = torch._foreach_copy_
 

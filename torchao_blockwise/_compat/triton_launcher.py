@@ -8,7 +8,7 @@ import os
 import tempfile
 import warnings
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import torch
 
@@ -33,22 +33,9 @@ class Descriptor:
         self.base, self.shape, self.strides = base, shape, strides
 
 
-class Launcher(NamedTuple):
-    """Launches a compiled kernel: launch(grid, 1, 1, stream, *before, *values, *last).
-
-    values: one for each run-time argument. launch: Triton's function, which replaces each `Descriptor` among the values
-    by a tensor map, shape and strides. packs: whether it takes values and `last` in a single tuple.
-    """
-
-    launch: Callable[..., None]
-    before: tuple[Any, ...]
-    last: tuple[None, ...]
-    packs: bool
-
-    def run(self, grid: int, stream: int, values: Sequence[Any]) -> None:
-        """Launch the kernel."""
-        arguments = (*values, *self.last)
-        self.launch(grid, 1, 1, stream, *self.before, *((arguments,) if self.packs else arguments))
+# Launches a compiled kernel: (grid, stream, a value for each run-time argument). Triton's function replaces each
+# `Descriptor` among the values by a tensor map, shape and strides.
+Launcher: TypeAlias = Callable[[int, int, Sequence[Any]], None]
 
 
 class Launching:
@@ -81,16 +68,16 @@ class Launching:
         if needs_memory or getattr(launcher, "gsan_enabled", False) or not all(p.is_constexpr for p in behind):
             _log_once(f"{kernel.__name__} needs scratch memory or instrumentation")
             return None
-        options: tuple[Any, ...] = launcher.launch_cooperative_grid, launcher.launch_pdl
-        no_hooks, scratch = (None, None, None), (None, None)
-        packs = self._version != (3, 6)
-        if packs:
-            about = launcher.arg_annotations, launcher.kernel_signature
-            before = *options, compiled.packed_metadata, *no_hooks, *scratch, *about
-        else:
-            before = *options, *scratch, compiled.packed_metadata, *no_hooks
+        options: tuple[Any, ...] = compiled.function, launcher.launch_cooperative_grid, launcher.launch_pdl
+        no_hooks, scratch, launch = (None, None, None), (None, None), launcher.launch
         # The values of constexprs are ignored.
-        return Launcher(launcher.launch, (compiled.function, *before), (None,) * len(behind), packs)
+        constexprs = (None,) * len(behind)
+        if self._version == (3, 6):
+            before = *options, *scratch, compiled.packed_metadata, *no_hooks
+            return lambda grid, stream, values: launch(grid, 1, 1, stream, *before, *values, *constexprs)
+        about = launcher.arg_annotations, launcher.kernel_signature
+        before = *options, compiled.packed_metadata, *no_hooks, *scratch, *about
+        return lambda grid, stream, values: launch(grid, 1, 1, stream, *before, (*values, *constexprs))
 
 
 # Kept until the process ends, when the folders are removed.

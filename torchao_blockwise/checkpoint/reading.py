@@ -28,8 +28,9 @@ from torchao_blockwise.checkpoint.model_tensors import (
     unwrapped,
 )
 from torchao_blockwise.checkpoint.stored_weights import StoredWeights
+from torchao_blockwise.ops.quantization.reference import expand_blocks
 from torchao_blockwise.tensors import MasterWeightTensor, NVFP4Tensor, QuantizedShard, QuantizedTensor
-from torchao_blockwise.tensors.state_values import over_blocks, plain_values
+from torchao_blockwise.tensors.state_values import plain_values
 
 # Prefixes of dtypes as files spell them.
 _INTEGERS = ("I", "U", "BOOL")
@@ -209,7 +210,7 @@ def _master_values(x: Any) -> torch.Tensor:
     again = ops.quantize(values, x.fmt, power_of_2_scales=True).rowwise
     assert again is not None
     is_half = x.qdata.float().abs() == x.fmt.element.max / 2
-    moved = is_half & over_blocks(again.scale < x.scale, values.shape, x.fmt)
+    moved = is_half & expand_blocks(again.scale < x.scale, x.fmt, *values.shape[-2:])
     bits = values.view(torch.int32 if values.element_size() == 4 else torch.int16)
     return (bits + moved.to(bits.dtype)).view(values.dtype)
 

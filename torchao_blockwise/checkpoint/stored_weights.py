@@ -20,8 +20,8 @@ from torchao_blockwise.checkpoint.layouts import (
     why_not_read,
 )
 from torchao_blockwise.formats import NVFP4_1X16, NVFP4_16X16, BlockFormat
+from torchao_blockwise.ops.quantization.reference import expand_blocks
 from torchao_blockwise.tensors import BlockwiseFP8Tensor, NVFP4Tensor, QuantizedTensor
-from torchao_blockwise.tensors.state_values import over_blocks
 
 # Formats that are read, told apart by names of tensors. compressed-tensors calls the scales of FP8 `weight_scale`.
 _READ = (FP8, FP8_UE8M0, FP8._replace(suffixes=("", "_scale")), COMPRESSED_TENSORS, MODELOPT)
@@ -129,7 +129,7 @@ class StoredWeights:
             codes = files.read(payload)
             # A code is zero if no bit except the sign is set.
             is_sound = not bool(
-                (codes.view(torch.uint8) & 0x7F)[over_blocks(is_zero, codes.shape, layout.format)].any()
+                (codes.view(torch.uint8) & 0x7F)[expand_blocks(is_zero, layout.format, *codes.shape[-2:])].any()
             )
         if not is_sound:
             raise ValueError(f"load: {files.where(scale_name)} has scales that are not positive numbers; {_COPY}")

@@ -13,11 +13,10 @@ from torchao_blockwise.conversion.filters import (
     skip_routers,
 )
 from torchao_blockwise.conversion.fusion import FusionReport, ModuleReport, fuse, fusion_report
-from torchao_blockwise.conversion.handlers import convert_module, why_not_convertible
+from torchao_blockwise.conversion.handlers import convert_module, unconvert, why_not_convertible
 from torchao_blockwise.conversion.recipe_states import load_recipe_state, recipe_state
 from torchao_blockwise.conversion.recommended import recommended_layers
 from torchao_blockwise.conversion.report import ConversionReport, LayerReport, conversion_report, dry_run
-from torchao_blockwise.conversion.unconversion import unconvert
 from torchao_blockwise.tensors import BlockwiseFP8TrainingConfig, NVFP4TrainingConfig
 
 __all__ = [

@@ -4,15 +4,13 @@ layer out."""
 from __future__ import annotations
 
 import fnmatch
-import functools
-import inspect
 import itertools
 import math
 import re
 import warnings
 from collections.abc import Callable, Sequence
 from fractions import Fraction
-from typing import TypeGuard, TypeVar
+from typing import TypeGuard
 
 from torch import nn
 
@@ -123,28 +121,8 @@ class Filter:
         return f"Filter({self.description})"
 
 
-_MakesFilter = TypeVar("_MakesFilter", bound=Callable[..., Filter])
-
-
 def _is_linear(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear)
-
-
-def must_be_called(make: _MakesFilter) -> _MakesFilter:
-    """Decorate a function that returns a filter, to raise TypeError if the function itself is passed as a filter."""
-
-    @functools.wraps(make)
-    def checked(*args: object, **kwargs: object) -> Filter:
-        # `quantize_` calls a filter with these arguments.
-        if len(args) == 2 and isinstance(args[0], nn.Module) and isinstance(args[1], str):
-            call = f"{make.__name__}({', '.join(inspect.signature(make).parameters)})"
-            raise TypeError(
-                f"{make.__name__}: was called with a module and {args[1]!r}, as a filter is, but it returns a filter; "
-                f"write filter_fn={call}"
-            )
-        return make(*args, **kwargs)
-
-    return checked  # type: ignore[return-value]  # it has the signature of `make`
 
 
 def custom(predicate: Callable[[nn.Module, str], bool], reason: str = "left out by a custom filter") -> Filter:
@@ -153,13 +131,11 @@ def custom(predicate: Callable[[nn.Module, str], bool], reason: str = "left out 
     return Filter(lambda module, fqn: None if predicate(module, fqn) else reason, name)
 
 
-@must_be_called
 def is_linear() -> Filter:
     """Accept every `nn.Linear`."""
     return Filter(lambda module, fqn: None, "is_linear()", _is_linear)
 
 
-@must_be_called
 def experts() -> Filter:
     """Accept every module that directly holds weights of experts: floating-point Parameters [E, N, K].
 
@@ -170,7 +146,6 @@ def experts() -> Filter:
     return Filter(lambda module, fqn: None, "experts()", lambda module: bool(expert_weights(module)))
 
 
-@must_be_called
 def skip_routers() -> Filter:
     """Leave out routers: quantization error sends tokens to other experts, and their GEMMs cost little.
 
@@ -186,13 +161,11 @@ def skip_routers() -> Filter:
     return Filter(why_not, "skip_routers()")
 
 
-@must_be_called
 def linears_and_experts() -> Filter:
     """Accept every `nn.Linear` and all experts, except routers: `(is_linear() | experts()) & skip_routers()`."""
     return (is_linear() | experts()) & skip_routers()
 
 
-@must_be_called
 def skip_fqns(*patterns: str) -> Filter:
     """Leave out layers whose fully qualified name matches an `fnmatch` pattern, such as "layers.0.*" or "*.gate".
 
@@ -208,7 +181,6 @@ def skip_fqns(*patterns: str) -> Filter:
     return Filter(why_not, f"skip_fqns{patterns!r}", patterns=patterns)
 
 
-@must_be_called
 def skip_lm_head() -> Filter:
     """Leave out output heads, by name.
 
@@ -225,7 +197,6 @@ def is_head_name(fqn: str) -> bool:
     return any(map(_HEAD.fullmatch, parts))
 
 
-@must_be_called
 def min_features(features: int) -> Filter:
     """Leave out layers with fewer than `features` in_features or out_features, which are too small to gain.
 
@@ -278,7 +249,6 @@ def in_last_blocks(blocks: Sequence[nn.Module], count: int | float) -> dict[nn.M
     return {m: f"keep_last_blocks: in {where}" for block in kept for m in block.modules()}
 
 
-@must_be_called
 def keep_last_blocks(model: nn.Module, count: int | float) -> Filter:
     """Keep the last `count` blocks of `model` in high precision.
 

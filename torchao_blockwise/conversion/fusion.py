@@ -13,13 +13,8 @@ from torch import nn
 
 from torchao_blockwise import _compat
 from torchao_blockwise.conversion.report import aligned
-from torchao_blockwise.nn.fused_modules import (
-    FusedModule,
-    fuse_class,
-    restore_module,
-    why_not_shared,
-    why_not_swiglu,
-)
+from torchao_blockwise.nn.converted import restore_class
+from torchao_blockwise.nn.fused_modules import FusedModule, fuse_class, why_not_shared, why_not_swiglu
 
 FUSED, UNFUSED, SHARDED = "fused", "unfused", "sharded"
 
@@ -108,7 +103,7 @@ def fuse(model: nn.Module, *, round_once: bool = False) -> FusionReport:
     """
     for module in model.modules():
         if isinstance(module, FusedModule):
-            restore_module(module)
+            restore_class(module)
     for module in model.modules():
         readers, reason = _examined(module)
         if readers and reason is None:

@@ -1,4 +1,5 @@
-"""Handlers that `quantize_(model, config)` calls for a linear layer, or for a module that holds weights of experts.
+"""Handlers that `quantize_(model, config)` calls for a linear layer, or for a module that holds weights of experts, and
+`unconvert`.
 
 A conversion swaps the content of Parameters: the objects stay, so optimizers and tied modules that hold them see the
 converted weights. A linear layer gets a class derived from its own that calls `linear` by name. A module of experts
@@ -22,12 +23,19 @@ from torchao.quantization.transform_module import register_quantize_module_handl
 from torchao_blockwise import _compat, _versions
 from torchao_blockwise._compat import hugging_face
 from torchao_blockwise._names import nearest_names
-from torchao_blockwise.conversion.filters import Filter
+from torchao_blockwise.conversion.filters import Filter, forget_skip_reason
 from torchao_blockwise.conversion.recommended import warn_of_plain
-from torchao_blockwise.conversion.state_dicts import keep_state_dicts_plain
+from torchao_blockwise.conversion.state_dicts import keep_state_dicts_no_longer, keep_state_dicts_plain
 from torchao_blockwise.conversion.weights import expert_weights, held_parameters, matrices, weights_of
 from torchao_blockwise.formats import FP8_128X128, HIGH_PRECISION_DTYPES
-from torchao_blockwise.nn.converted import KNOWN_FORWARDS, ConvertedLinear, convert_class, why_no_class
+from torchao_blockwise.nn.converted import (
+    KNOWN_FORWARDS,
+    ConvertedLinear,
+    DerivedModule,
+    convert_class,
+    restore_class,
+    why_no_class,
+)
 from torchao_blockwise.nn.grouped_layer import take_products_of_others
 from torchao_blockwise.tensors import (
     BlockwiseFP8Tensor,
@@ -41,9 +49,16 @@ from torchao_blockwise.tensors import (
 from torchao_blockwise.tensors.config import ConfigClass, check_config
 from torchao_blockwise.tensors.pending_master import PendingMaster
 from torchao_blockwise.tensors.rounding import RoundingKeys
+from torchao_blockwise.tensors.state_values import plain_values
 
 # Packages whose subclasses of `nn.Linear` quantize their weights themselves.
 _OTHER_QUANTIZERS = "torchao.", "torch.ao.", "bitsandbytes.", "transformers.integrations."
+
+_FSDP: tuple[type, ...] = ()
+if torch.distributed.is_available():
+    from torch.distributed.fsdp import FSDPModule
+
+    _FSDP = (FSDPModule,)
 
 # Attributes of a converted weight that belong to its content and are not copied to a new content.
 _OF_THE_CONTENT = "pending_master", "saved_values", "layer", "rounding_key", "rounding_keys", "cast_of", "_is_param"
@@ -290,3 +305,50 @@ def swap(weight: nn.Parameter, converted: torch.Tensor) -> None:
     # The Python object keeps the hooks, but the new content runs them: assigning registers them again.
     weight._backward_hooks = weight._backward_hooks
     weight._post_accumulate_grad_hooks = weight._post_accumulate_grad_hooks
+
+
+@torch.no_grad()
+def unconvert(model: nn.Module) -> nn.Module:
+    """Turn every converted layer and fused module of `model` into a plain one again, in place; return `model`.
+
+    Parameters stay the same objects, with their gradients, hooks and attributes, so an existing optimizer still trains
+    them. A master weight keeps its values. A quantized Parameter gets its master's values, in the weight's dtype, if a
+    `MasterWeightOptimizer` has one (that optimizer cannot be used afterwards; make another one), else the decoded
+    values. The model can be converted again.
+    Raises ValueError, before any change, for weights that are sharded or that something else holds.
+    """
+    weights = {
+        p: held[0][0]
+        for p, held in held_parameters(model).items()
+        if isinstance(_compat.local_of(p), (MasterWeightTensor, QuantizedTensor))
+    }
+    sharded = any(isinstance(module, _FSDP) for module in model.modules())
+    reasons = {fqn: _why_not_plain(p, sharded) for p, fqn in weights.items()}
+    failures = [f"  {fqn}: {reason}" for fqn, reason in reasons.items() if reason is not None]
+    if failures:
+        raise ValueError(
+            f"unconvert: {len(failures)} of {len(weights)} weights cannot be made plain, and nothing was changed:\n"
+            + "\n".join(failures)
+        )
+    for p in weights:
+        swap(p, _plain(p))
+    for module in model.modules():
+        forget_skip_reason(module)
+        keep_state_dicts_no_longer(module)
+        while isinstance(module, DerivedModule) and restore_class(module):
+            pass
+    return model
+
+
+def _why_not_plain(weight: nn.Parameter, sharded: bool) -> str | None:
+    if sharded or _compat.local_of(weight) is not weight:
+        return "it is sharded; load model.state_dict() into an unconverted model that is sharded in the same way"
+    return why_not_swappable(weight)
+
+
+def _plain(weight: torch.Tensor) -> torch.Tensor:
+    if isinstance(weight, MasterWeightTensor):
+        return weight.hp
+    assert isinstance(weight, QuantizedTensor)
+    master = None if weight.pending_master is None else weight.pending_master.master(weight)
+    return plain_values(weight) if master is None else master.to(weight.dtype, copy=True)

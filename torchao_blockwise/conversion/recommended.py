@@ -17,7 +17,6 @@ from torchao_blockwise.conversion.filters import (
     is_head_name,
     is_linear,
     keep_last_blocks,
-    must_be_called,
 )
 from torchao_blockwise.conversion.weights import expert_weights
 from torchao_blockwise.tensors import NVFP4TrainingConfig, TrainingConfig
@@ -30,7 +29,6 @@ _GATE = re.compile(r"(.+_)?(gate|gating)")
 _EXPERTS = re.compile("expert|moe", re.IGNORECASE)
 
 
-@must_be_called
 def recommended_layers(model: nn.Module, config: TrainingConfig | None = None) -> Filter:
     """Accept the linear layers and experts of `model` that gain from low precision; the recommended `filter_fn`.
 

@@ -182,7 +182,7 @@ def _state(module: nn.Module, weight: torch.Tensor, is_other: bool, is_adapter: 
     if isinstance(local, MasterWeightTensor):
         return CONVERTED, _format(local.config), local.config
     if isinstance(local, QuantizedTensor):
-        return CONVERTED, f"{local.fmt.name}, no master", local.config
+        return CONVERTED, f"{local.fmt.name}{_blocks(local.config)}, no master", local.config
     if is_converted(module) and not is_other:
         return REPLACED, "was converted, weight replaced", None
     if is_adapter:
@@ -193,7 +193,11 @@ def _state(module: nn.Module, weight: torch.Tensor, is_other: bool, is_adapter: 
 
 
 def _format(config: TrainingConfig) -> str:
-    return config.weight_format.name + ("" if config.master_weights else ", no master")
+    return config.weight_format.name + _blocks(config) + ("" if config.master_weights else ", no master")
+
+
+def _blocks(config: TrainingConfig | None) -> str:
+    return ", grad_weight 128x128" if config is not None and config.grad_weight_format.is_square else ""
 
 
 def _bytes(weight: torch.Tensor, shape: tuple[int, ...], config: TrainingConfig | None) -> tuple[int, int, int]:

@@ -29,6 +29,7 @@ from torchao_blockwise.tensors.weight_operands import group_names
 RECIPES: dict[str, TrainingConfig] = {
     "fp8": BlockwiseFP8TrainingConfig(),
     "fp8_pow2": BlockwiseFP8TrainingConfig(power_of_2_scales=True),
+    "fp8_128x128": BlockwiseFP8TrainingConfig(grad_weight_blocks="128x128"),
     "nvfp4": NVFP4TrainingConfig(hadamard=False, stochastic_rounding=False),
 }
 
@@ -84,7 +85,7 @@ def recipe_name(config: TrainingConfig) -> str:
     """Return the name of the known recipe that quantizes as `config` does, else the name of its class."""
 
     def cast(config: TrainingConfig) -> tuple[Any, ...]:
-        return config.activation_format, config.weight_format, config.power_of_2_scales
+        return config.activation_format, config.grad_weight_format, config.weight_format, config.power_of_2_scales
 
     return next((name for name, known in RECIPES.items() if cast(known) == cast(config)), type(config).__name__)
 

@@ -1,6 +1,6 @@
 """The numerics monitor, which observes every tensor that layers quantize on some steps and nothing on the others.
 
-step()   before a report step: observe layers (nn/observation.py), and GEMMs of layers that are not converted
+step()   before a report step: observe layers (nn/activations.py), and GEMMs of layers that are not converted
   ...    each pass adds to tallies on the device, without synchronization
 step()   sums over ranks, one copy to the host, a report; then nothing is observed until the next report step
 """
@@ -31,24 +31,14 @@ from torchao_blockwise.diagnostics.layers import (
     untransformed,
     values_of_weight,
 )
-from torchao_blockwise.diagnostics.records import (
-    DY_COLUMNWISE,
-    DY_ROWWISE,
-    WEIGHT,
-    X_COLUMNWISE,
-    X_ROWWISE,
-    Recommendation,
-    Report,
-    recommend,
-)
+from torchao_blockwise.diagnostics.records import Recommendation, Report, recommend
 from torchao_blockwise.diagnostics.tallies import Tallies
 from torchao_blockwise.diagnostics.unconverted import watch_products
 from torchao_blockwise.diagnostics.writers import Writer
 from torchao_blockwise.formats import Groups
-from torchao_blockwise.nn.activations import as_rows
+from torchao_blockwise.nn.activations import GradientObserver, as_rows, observe
 from torchao_blockwise.nn.gemms import GemmSpec, quantize
 from torchao_blockwise.nn.layer import cast_for_compute
-from torchao_blockwise.nn.observation import SeesGradient, observe
 from torchao_blockwise.tensors import TrainingConfig
 from torchao_blockwise.tensors.weight_operands import amax_over
 
@@ -59,7 +49,8 @@ class NumericsMonitor:
     model: the model to observe. Make the monitor last, after `quantize_`, `fuse`, sharding and loading checkpoints.
     every: steps between reports; the first report covers the next step.
     layers: `fnmatch` patterns of the names of linear layers and weights of experts.
-    what_if: further recipes ("fp8", "fp8_pow2", "nvfp4", or configs) to try on the tensors of every layer.
+    what_if: further recipes ("fp8", "fp8_pow2", "fp8_128x128", "nvfp4", or configs) to try on the tensors of every
+        layer.
     writers: receive each report, on the first rank only; see `diagnostics`.
     step: the step of the training run, if it continues one.
     group: the ranks that train the model together, None for all. Making a monitor, and `step`, are collectives.
@@ -223,9 +214,9 @@ class NumericsMonitor:
                         options["tensor_amax"] = amax_over(values, over)
                     copy = ops.quantize(values, fmt, scale_per_group=config.scale_per_expert, **options).rowwise
                     if owned:
-                        self._tallies.add(layer.name, WEIGHT, name, statistics.tally(values, copy, order)[0])
+                        self._tallies.add(layer.name, "w", name, statistics.tally(values, copy, order)[0])
 
-    def _see(self, weight: Any, x: torch.Tensor, spec: GemmSpec) -> SeesGradient | None:
+    def _see(self, weight: Any, x: torch.Tensor, spec: GemmSpec) -> GradientObserver | None:
         layer = self._index.find(weight)
         return None if layer is None or not layer.module.training else self._see_input(layer, x, spec)
 
@@ -241,23 +232,22 @@ class NumericsMonitor:
         if out.requires_grad:
             out.register_hook(lambda dy: see_gradient(as_rows(_compat.local_of(dy).detach())))
 
-    def _see_input(self, layer: Layer, x: torch.Tensor, spec: GemmSpec) -> SeesGradient:
+    def _see_input(self, layer: Layer, x: torch.Tensor, spec: GemmSpec) -> GradientObserver:
         """Count x [T, K], and return a function that counts the gradient of the same pass."""
         place = Place.of(layer.weight)
         recipes, seed = self._recipes_of(spec.config), 3 * self._tallies.index[layer.name]
         # Activation checkpointing runs a layer again in backward; it was counted in forward.
         counts = place.counts_x and not _compat.in_backward()
         with without_modes(), _compat.no_torch_function():
-            kinds = X_ROWWISE, X_COLUMNWISE
-            tokens = self._count(layer.name, kinds, x, recipes, spec, place.split.x, counts)
+            tokens = self._count(layer.name, "x", x, recipes, spec, place.split.x, counts)
             projected = statistics.project(x, seed, place.first[1] if spec.groups is None else 0)
 
         def see_gradient(dy: torch.Tensor) -> None:
             if self._armed is None:
                 return
             with torch.no_grad(), without_modes(), _compat.no_torch_function():
-                over, kinds = place.split.grad_output, (DY_ROWWISE, DY_COLUMNWISE)
-                of_dy = self._count(layer.name, kinds, dy, recipes, spec, over, place.counts_gradient)
+                over = place.split.grad_output
+                of_dy = self._count(layer.name, "dy", dy, recipes, spec, over, place.counts_gradient)
                 first = place.first[0]
                 other = statistics.project(dy, seed + 1, first if spec.groups is None else 0)
                 probes = statistics.gradient_probes(projected, other, spec.groups, seed + 2, first)
@@ -269,7 +259,7 @@ class NumericsMonitor:
     def _count(
         self,
         layer: str,
-        kinds: Sequence[Any],
+        tensor: str,
         x: torch.Tensor,
         recipes: dict[str, TrainingConfig],
         spec: GemmSpec,
@@ -283,13 +273,12 @@ class NumericsMonitor:
             groups = None if spec.groups is None else spec.groups if config is spec.config else Groups(spec.groups.ends)
             by = GemmSpec(groups, untransformed(config))
             split = over if config.activation_format.has_global_scale else ""
-            copies = quantize(x, by, rowwise=True, columnwise=True, amax_groups=split)
-            for kind, copy, order in zip(kinds, copies, orders):
-                found, tokens[name] = statistics.tally(
-                    x, copy, order, columnwise=kind.direction == "columnwise", groups=groups
-                )
+            copies = quantize(x, by, rowwise=True, columnwise=True, is_input=tensor == "x", amax_groups=split)
+            for direction, copy, order in zip(("rowwise", "columnwise"), copies, orders):
+                is_columnwise = direction == "columnwise"
+                found, tokens[name] = statistics.tally(x, copy, order, columnwise=is_columnwise, groups=groups)
                 if counts:
-                    self._tallies.add(layer, kind, name, found)
+                    self._tallies.add(layer, f"{tensor} {direction}", name, found)
         return tokens
 
     def _next(self) -> int:

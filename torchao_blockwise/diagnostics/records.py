@@ -6,7 +6,7 @@ import math
 import statistics as medians
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from torchao_blockwise.conversion.report import aligned
 
@@ -19,20 +19,8 @@ OUTLIER_DB = 20 * math.log10(2)
 OUTLIER_UNDERFLOW = 50.0
 
 
-class Kind(NamedTuple):
-    """A tensor and the direction of its blocks. Weights have square blocks, so both copies have equal statistics."""
-
-    tensor: str
-    direction: str
-
-    def __str__(self) -> str:
-        return self.tensor if self.tensor == "w" else f"{self.tensor} {self.direction}"
-
-
-X_ROWWISE, X_COLUMNWISE = Kind("x", "rowwise"), Kind("x", "columnwise")
-WEIGHT = Kind("w", "both")
-DY_ROWWISE, DY_COLUMNWISE = Kind("dy", "rowwise"), Kind("dy", "columnwise")
-KINDS = (X_ROWWISE, X_COLUMNWISE, WEIGHT, DY_ROWWISE, DY_COLUMNWISE)
+# The tensors of a layer, and the directions of their blocks. Weights have square blocks: both copies are alike.
+KINDS = ("x rowwise", "x columnwise", "w", "dy rowwise", "dy columnwise")
 
 
 @dataclass(frozen=True)
@@ -65,8 +53,9 @@ class TensorReport:
     cosine: float
 
     @property
-    def kind(self) -> Kind:
-        return Kind(self.tensor, self.direction)
+    def kind(self) -> str:
+        """One of `KINDS`."""
+        return self.tensor if self.tensor == "w" else f"{self.tensor} {self.direction}"
 
 
 @dataclass(frozen=True)
@@ -119,7 +108,7 @@ class Report:
         for layer, tensors in by_layer(self, None).items():
             worst = min(tensors, key=lambda t: _order(t.sqnr_db))
             figures = worst.sqnr_db, worst.underflow, worst.saturated, noise.get(layer, math.nan)
-            rows.append((layer, worst.recipe, str(worst.kind), *(f"{figure:.2f}" for figure in figures)))
+            rows.append((layer, worst.recipe, worst.kind, *(f"{figure:.2f}" for figure in figures)))
         rows.sort(key=lambda row: _order(float(row[3])))
         total = ("all", "", "", "", "", "", f"{self.gradient_to_noise:.2f}")
         bad = "" if self.first_nonfinite is None else f"; NaN or Inf first in {' '.join(self.first_nonfinite)}"
@@ -173,9 +162,9 @@ def recommend(report: Report, recipe: str | None = None) -> list[Recommendation]
     return [Recommendation(layer, reason) for _, _, layer, reason in sorted(found, key=lambda item: item[:2])]
 
 
-def _medians(tensors: Sequence[TensorReport], figure: str) -> dict[Kind, float]:
+def _medians(tensors: Sequence[TensorReport], figure: str) -> dict[str, float]:
     """Return the median of a figure for each kind of tensor, without exact tensors (zeros, gradients of a sum)."""
-    found: dict[Kind, list[float]] = {}
+    found: dict[str, list[float]] = {}
     for tensor in tensors:
         value = getattr(tensor, figure)
         if math.isfinite(value):
@@ -183,7 +172,7 @@ def _medians(tensors: Sequence[TensorReport], figure: str) -> dict[Kind, float]:
     return {kind: medians.median(values) for kind, values in found.items()}
 
 
-def _behind(tensor: TensorReport, medians_of: dict[Kind, float]) -> float:
+def _behind(tensor: TensorReport, medians_of: dict[str, float]) -> float:
     """Return by how many dB a tensor is worse than the median."""
     median = medians_of.get(tensor.kind, math.nan)
     behind = median - tensor.sqnr_db

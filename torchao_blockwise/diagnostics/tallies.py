@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from torchao_blockwise.diagnostics import statistics
-from torchao_blockwise.diagnostics.records import KINDS, GradientReport, Kind, Report, TensorReport
+from torchao_blockwise.diagnostics.records import KINDS, GradientReport, Report, TensorReport
 from torchao_blockwise.diagnostics.statistics import DECODED, ERROR, HISTOGRAM, PROBES, VALUES, Tally
 
 
@@ -32,7 +32,7 @@ class Tallies:
         self._all = Tally.empty(self.device, layers, len(KINDS), recipes)
         self._probes, self._noise = (self._all.sums.new_zeros(layers, n) for n in (PROBES, recipes))
 
-    def add(self, layer: str, kind: Kind, recipe: str, tally: Tally) -> None:
+    def add(self, layer: str, kind: str, recipe: str, tally: Tally) -> None:
         index = self.index[layer], KINDS.index(kind), self.recipes.index(recipe)
         Tally(*(t[index] for t in self._all)).merge(Tally(*(t.to(self.device) for t in tally)))
 
@@ -66,7 +66,7 @@ class Tallies:
         where = None
         if first.numel() and first.max() > -math.inf:
             layer, kind, _ = (int(i) for i in torch.unravel_index(first.argmax(), first.shape))
-            where = list(self.index)[layer], KINDS[kind].tensor
+            where = list(self.index)[layer], KINDS[kind].split()[0]
         return Report(step, tuple(found), tuple(gradients), where)
 
     def _gradients(
@@ -84,7 +84,7 @@ class Tallies:
         return [*found, GradientReport("", "", True, _ratio(as_trained))] if self.trained else found
 
 
-def tensor_report(layer: str, kind: Kind, recipe: str, trains: bool, tally: Tally) -> TensorReport:
+def tensor_report(layer: str, kind: str, recipe: str, trains: bool, tally: Tally) -> TensorReport:
     """Compute the report of one tensor from its tally."""
     sums, maxima = (t.tolist() for t in tally)
     elements, *counts, nonfinite = map(int, sums[:VALUES])
@@ -96,8 +96,8 @@ def tensor_report(layer: str, kind: Kind, recipe: str, trains: bool, tally: Tall
     ratio = _quotient(sums[VALUES], sums[ERROR])
     return TensorReport(
         layer=layer,
-        tensor=kind.tensor,
-        direction=kind.direction,
+        tensor=kind.split()[0],
+        direction=kind.partition(" ")[2] or "both",
         recipe=recipe,
         trains=trains,
         elements=elements,

@@ -164,7 +164,7 @@ def _in_short(report: Report) -> dict[str, Any]:
     """Return the values that curves show; the recipe "" stands for the recipes that the layers train with."""
     sqnr: dict[str, dict[str, dict[str, float]]] = {}
     for tensor in report.tensors:
-        sqnr.setdefault(tensor.layer, {}).setdefault(tensor.recipe, {})[str(tensor.kind)] = round(tensor.sqnr_db, 3)
+        sqnr.setdefault(tensor.layer, {}).setdefault(tensor.recipe, {})[tensor.kind] = round(tensor.sqnr_db, 3)
     ratio = {("" if g.trains else g.recipe): g.to_noise for g in report.gradients if not g.layer}
     return {"step": report.step, "ratio": ratio, "sqnr": sqnr}
 
@@ -172,13 +172,13 @@ def _in_short(report: Report) -> dict[str, Any]:
 def _page_data(report: Report, history: list[dict[str, Any]]) -> dict[str, Any]:
     noise = {(g.layer, g.recipe): g.to_noise for g in report.gradients}
     rows = [
-        {**asdict(tensor), "kind": str(tensor.kind), "to_noise": noise.get((tensor.layer, tensor.recipe))}
+        {**asdict(tensor), "kind": tensor.kind, "to_noise": noise.get((tensor.layer, tensor.recipe))}
         for tensor in report.tensors
     ]
     return {
         "reports": history,
         "last": rows,
-        "kinds": [str(kind) for kind in KINDS],
+        "kinds": KINDS,
         "layers": list(dict.fromkeys(tensor.layer for tensor in report.tensors)),
         "recipes": list(dict.fromkeys(tensor.recipe for tensor in report.tensors)),
         "trained": {tensor.layer: tensor.recipe for tensor in report.tensors if tensor.trains},

@@ -3,22 +3,29 @@
 Input          x itself
 NormInput      norm(x), of RMSNorm or LayerNorm
 SwiGLUInput    silu(gate) · up
+
+An observer, such as the numerics monitor, gets each activation in high precision, and the gradient of the output.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import torch
 
 from torchao_blockwise import ops
-from torchao_blockwise.formats import Copies
+from torchao_blockwise.formats import Copies, RoundingBits
 from torchao_blockwise.nn.gemms import GemmSpec, cast_options, quantize
+from torchao_blockwise.tensors.weight_uses import note_gemm, note_traced_gemm
 
 aten = torch.ops.aten
 # The matrices that forward and backward compute from; None for those that a layer lacks.
 Prepared: TypeAlias = Sequence[Any]
+# Called with the gradient of a GEMM's output [T, N], once in the backward of the forward pass that returned it.
+GradientObserver: TypeAlias = Callable[[torch.Tensor], None]
+# Called with the weight, its activation [T, K] and the spec of their GEMM.
+Observer: TypeAlias = Callable[[Any, torch.Tensor, GemmSpec], GradientObserver | None]
 
 
 def as_rows(x: torch.Tensor) -> torch.Tensor:
@@ -34,12 +41,12 @@ class Input:
 
     leading: how many inputs have the leading dims of the output.
     reads_prepared: whether their gradients are computed from the prepared matrices.
-    weight_first: whether grad_weight comes before grad_input; None for `weight_comes_first`.
+    weight_first: whether grad_weight always comes before grad_input; see `weight_comes_first`.
     """
 
     leading = 1
     reads_prepared = False
-    weight_first: bool | None = None
+    weight_first = False
 
     @staticmethod
     def prepare(inputs: Sequence[Any], spec: GemmSpec) -> Prepared:
@@ -62,6 +69,18 @@ class Input:
     ) -> Sequence[torch.Tensor | None]:
         """Gradients of the inputs, from that of the activation."""
         return (grad,)
+
+    @staticmethod
+    def backward_quantize(
+        grad: torch.Tensor,
+        prepared: Prepared,
+        spec: GemmSpec,
+        rowwise: bool,
+        columnwise: bool,
+        rounding_bits: RoundingBits | None,
+    ) -> Copies:
+        """Copies of the gradient of the inputs for the GEMMs of this spec, whose output they are."""
+        return quantize(grad, spec, rowwise, columnwise, False, spec.amax_groups.grad_output, rounding_bits)
 
 
 class NormInput(Input):
@@ -149,3 +168,42 @@ class SwiGLUInput(Input):
     ) -> Sequence[torch.Tensor | None]:
         grads = ops.swiglu_backward(grad, *prepared, backend=ops.casting_backend(spec.config.backend))
         return [g if need else None for g, need in zip(grads, needs)]
+
+    @staticmethod
+    def backward_quantize(
+        grad: torch.Tensor,
+        prepared: Prepared,
+        spec: GemmSpec,
+        rowwise: bool,
+        columnwise: bool,
+        rounding_bits: RoundingBits | None,
+    ) -> Copies:
+        """Copies of the gradient of (gate | up), computed and quantized in one pass."""
+        options = cast_options(spec.config, rowwise, columnwise, is_input=False)
+        backend = ops.casting_backend(spec.config.backend)
+        gate, up = prepared
+        return ops.swiglu_backward_quantize(
+            grad, gate, up, options, groups=spec.groups, rounding_bits=rounding_bits, backend=backend
+        )
+
+
+_observer: Observer | None = None
+
+
+def observe(observer: Observer | None) -> Observer | None:
+    """Set or remove the observer of what layers quantize, in eager mode; return the one before."""
+    global _observer
+    before, _observer = _observer, observer
+    return before
+
+
+def observe_gemm(weight: Any, kind: type[Input], prepared: Prepared, spec: GemmSpec) -> GradientObserver | None:
+    """Report a GEMM with `weight` to the observer, if there is one; return what observes the gradient of the output."""
+    if torch.compiler.is_compiling():
+        note_traced_gemm()
+        return None
+    note_gemm(weight)
+    if _observer is None:
+        return None
+    with torch.no_grad():
+        return _observer(weight, kind.values(prepared, spec).detach(), spec)

@@ -22,21 +22,54 @@ from torch import nn
 from torchao_blockwise import _compat
 from torchao_blockwise._compat import torch_fsdp
 from torchao_blockwise.nn.layer import linear, local_linear
-from torchao_blockwise.nn.shared_input import SharedInput
 from torchao_blockwise.nn.weights import WEIGHTS, config_of, is_low_precision
 from torchao_blockwise.tensors import MasterWeightTensor, QuantizedTensor
 from torchao_blockwise.tensors.weight_uses import recorded_uses, traced_gemms
 
 
-class ConvertedModule(nn.Module):
+class DerivedModule(nn.Module):
+    """Base of modules whose class was derived from their own, under the same name: tracers take what lies in torch.nn
+    for one operation.
+
+    derivation: (what derives the class, the class that the module had); each derived class has one.
+    attributes: what a module of it has besides.
+    """
+
+    derivation: tuple[Callable[[Any], Any], type]
+    attributes: tuple[str, ...] = ()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        reduced = super().__reduce_ex__(protocol)
+        derivation = vars(type(self)).get("derivation")
+        # A class that another wrapper derived from this one is its own affair.
+        return reduced if derivation is None else (_rebuild, derivation[::-1], *reduced[2:])
+
+
+def restore_class(module: DerivedModule) -> bool:
+    """Give `module` the class back that it had, unless another wrapper derived the one that it has; return whether."""
+    if "derivation" not in vars(type(module)):
+        return False
+    for name in module.attributes:
+        module.__dict__.pop(name, None)
+    module.__class__ = module.derivation[1]
+    return True
+
+
+def derived_class(bases: tuple[type, ...], class_of: Callable[[Any], Any], base: type, **names: Any) -> Any:
+    """The class that `class_of(base)` derives."""
+    names |= {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
+    return type(base.__name__, bases, {**names, "derivation": (class_of, base)})
+
+
+class ConvertedModule(DerivedModule):
     """Base of every class that `convert_class` makes.
 
-    fqn: its name in the model that was converted. converted_from: the class it had.
+    fqn: its name in the model that was converted.
     checked: in which of `training` its forward pass was seen to run a low-precision GEMM with each weight.
     """
 
+    attributes = "fqn", "checked"
     fqn = ""
-    converted_from: type = nn.Module
     checked: frozenset[bool] = frozenset()
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
@@ -63,13 +96,6 @@ class ConvertedModule(nn.Module):
             _set_data(weights[name], new, fn)
         return self
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        reduced = super().__reduce_ex__(protocol)
-        # A class that another wrapper derived from this one is its own affair.
-        if type(self) is not _class_of(self.converted_from):
-            return reduced
-        return _rebuild, (self.converted_from,), *reduced[2:]
-
 
 def _set_data(weight: nn.Parameter, new: torch.Tensor, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """Give `weight` the data of `new`, and its gradient that of `fn(gradient)`."""
@@ -85,20 +111,19 @@ def _set_data(weight: nn.Parameter, new: torch.Tensor, fn: Callable[[torch.Tenso
 
 
 class ConvertedLinear(ConvertedModule, nn.Linear):
-    """Base of those of linear layers: the forward pass.
-
-    shared_input: what it shares with other layers that read the same activation; see fused_modules.py.
-    """
-
-    shared_input: SharedInput | None = None
+    """Base of those of linear layers: the forward pass."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         weight: Any = self.weight
-        shared = self.shared_input
-        if shared is None and isinstance(weight, WEIGHTS):
-            return local_linear(input, weight, self.bias, weight)
+        if isinstance(weight, WEIGHTS):
+            # Of a module around this one; see fused_modules.py.
+            shared = getattr(input, "shared_input", None)
+            if shared is None:
+                return local_linear(input, weight, self.bias, weight)
+            # The input itself, not the view that carries the copies: so gradients of all readers are summed in order.
+            return local_linear(shared.x, weight, self.bias, weight, shared=shared)
         if is_low_precision(weight):
-            return (linear if shared is None else shared.linear)(input, weight, self.bias)
+            return linear(input, weight, self.bias)
         torch_fsdp.check_not_flattened(weight, self.fqn or "a converted layer")
         _warn_replaced(self.fqn)
         return super().forward(input)
@@ -153,25 +178,13 @@ def why_no_class(module: nn.Module) -> str | None:
     return None
 
 
-def restore_class(module: ConvertedModule) -> None:
-    """Give `module` the class back that it had before `convert_class`; one that others derived keeps it."""
-    if type(module) is _class_of(module.converted_from):
-        module.__dict__.pop("fqn", None)
-        module.__dict__.pop("checked", None)
-        module.__class__ = module.converted_from
-
-
 @functools.cache
 def _class_of(base: Any) -> Any:
-    # Under the same name in the same module: tracers take what lies in torch.nn for one operation.
-    names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
-    names["converted_from"] = base
     if base.forward is nn.Linear.forward:
-        return type(base.__name__, (ConvertedLinear, base), names)
-    names["forward"] = _checked_forward(base)
+        return derived_class((ConvertedLinear, base), _class_of, base)
     # Behind a linear layer's own class, so that its `super().forward` is the converted one.
     bases = (base, ConvertedLinear) if issubclass(base, nn.Linear) else (ConvertedModule, base)
-    return type(base.__name__, bases, names)
+    return derived_class(bases, _class_of, base, forward=_checked_forward(base))
 
 
 def _checked_forward(base: Any) -> Callable[..., Any]:
@@ -192,7 +205,6 @@ def _checked_forward(base: Any) -> Callable[..., Any]:
             return out
         weights = _weights_of(self)
         if not weights:
-            _check_not_flattened(self)
             _warn_replaced(self.fqn)
         if self.training in self.checked:
             return base.forward(self, *args, **kwargs)
@@ -215,26 +227,18 @@ def _checked_forward(base: Any) -> Callable[..., Any]:
     return forward
 
 
-def _weights_of(module: nn.Module) -> dict[str, Any]:
-    """The converted weights that `module` itself holds, of shards this rank's part."""
+def _weights_of(module: ConvertedModule) -> dict[str, Any]:
+    """The converted weights that `module` itself holds, of shards this rank's part.
+
+    Raises NotImplementedError where FSDP1 has put plain tensors in the place of all of them.
+    """
     # Replicas of `nn.DataParallel` have tensors in the places of Parameters.
-    own = {
-        name: _compat.local_of(p)
-        for name, p in (_tensors_in(module) | _compat.parameters_of(module)).items()
-        if p is not None
-    }
-    return {name: weight for name, weight in own.items() if is_low_precision(weight)}
-
-
-def _check_not_flattened(module: ConvertedModule) -> None:
-    """Raise NotImplementedError where FSDP1 has put plain tensors in the place of all weights of `module`."""
-    for name, x in _tensors_in(module).items():
+    tensors = {name: x for name, x in vars(module).items() if isinstance(x, torch.Tensor)}
+    own = {name: _compat.local_of(p) for name, p in (tensors | _compat.parameters_of(module)).items() if p is not None}
+    weights = {name: weight for name, weight in own.items() if is_low_precision(weight)}
+    for name, x in tensors.items() if not weights else ():
         torch_fsdp.check_not_flattened(x, f"{module.fqn}.{name}".lstrip("."))
-
-
-def _tensors_in(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Tensors that are attributes of `module` without being Parameters or buffers."""
-    return {name: x for name, x in vars(module).items() if isinstance(x, torch.Tensor)}
+    return weights
 
 
 def _has_empty(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -253,6 +257,6 @@ def _refuse(fqn: str, kind: str, names: str, training: bool) -> None:
     )
 
 
-def _rebuild(base: type) -> nn.Module:
-    cls = _class_of(base)
+def _rebuild(base: type, class_of: Callable[[Any], Any] = _class_of) -> nn.Module:
+    cls = class_of(base)
     return cls.__new__(cls)

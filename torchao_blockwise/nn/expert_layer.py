@@ -31,9 +31,9 @@ def swiglu_experts(
         the gate's. down: [E, K, H]. Of DTensors, split by expert, those that this rank holds.
     group_ends: int32 [E], cumulative, on x's device; rows after the last group count as zeros.
     Returns [M, K], zeros after the last group, of the dtype that `grouped_linear` returns.
-    With weights that train in low precision, both of them, this is one autograd function, with the bits of
-    `grouped_linear`, `ops.swiglu` and `grouped_linear`; saved are columnwise copies of x and h, and (gate | up).
-    Other weights run F.grouped_mm and F.silu; compiled, and without a sync, PyTorch multiplies in bf16 alone.
+    With weights that train in low precision, both of them, this is one autograd function, bitwise identical
+    to `grouped_linear`, `ops.swiglu` and `grouped_linear`; saved are columnwise copies of x and h, and (gate | up).
+    Other weights run F.grouped_mm and F.silu; compiled, and without a sync, PyTorch multiplies only in bf16.
     Raises TypeError for dtypes, ValueError for shapes, devices or group ends.
     Source: DeepSeek-V3 report (arXiv 2412.19437), §2.1.2 and §3.3.
     """
@@ -49,11 +49,9 @@ def swiglu_experts(
     with _compat.no_torch_function():
         _check(x, gate_up, down, group_ends)
         if len(configs) == 2 and are_plain(x):
-            amax_groups = inner_groups, outer_groups
-            return run_mlp(
-                "swiglu_experts", cast_for_compute(x), gate_up, down, None, configs, amax_groups, keys, group_ends
-            )
-    return _by_products(x, gate_up, down, group_ends)
+            x, amax_groups = cast_for_compute(x), (inner_groups, outer_groups)
+            return run_mlp("swiglu_experts", x, (gate_up, down), configs, None, amax_groups, keys, group_ends)
+    return _high_precision(x, gate_up, down, group_ends)
 
 
 class SwiGLUExperts(nn.Module):
@@ -111,7 +109,9 @@ def _check(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, group_end
         check_square_blocks(op, name, weight)
 
 
-def _by_products(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, group_ends: torch.Tensor) -> torch.Tensor:
+def _high_precision(
+    x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, group_ends: torch.Tensor
+) -> torch.Tensor:
     """In the precision of the weights; what F.grouped_mm leaves in rows of no group is set to zero, both ways."""
     x = cast_for_compute(x)
     check_group_ends("swiglu_experts", group_ends, x.shape[0], x.device)

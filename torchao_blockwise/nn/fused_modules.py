@@ -1,8 +1,12 @@
 """Modules of a model whose linear layers share their input, and MLPs that quantize their SwiGLU as they compute it.
 
-A module gets a class derived from its own, as a converted linear layer does. Its forward pass offers its input to the
-layers inside, which take the copies from there (shared_input.py); then the model's own forward pass runs. What a layer
-is and holds is asked in every forward pass: where it does not fit, the layer quantizes what it is given.
+    first of the layers   x ──one read─▶ rowwise, and columnwise if a weight of them is trained
+    each of them          rowwise · wᵀ = output; saved for backward: the one columnwise copy
+
+A module gets a class derived from its own, as a converted linear layer does. Its forward pass gives the model's own one
+a view of the input that carries the copies. A layer that is called with another tensor quantizes that one. What a layer
+is and holds is checked in every forward pass. Each layer keeps its own node in autograd's graph, so gradients are
+computed, and summed, as they are without sharing.
 """
 
 from __future__ import annotations
@@ -18,69 +22,87 @@ from torch import nn
 from torchao_blockwise import _compat
 from torchao_blockwise._compat import hugging_face
 from torchao_blockwise._compat.module_hooks import runs_alone
-from torchao_blockwise.formats import HIGH_PRECISION_DTYPES
-from torchao_blockwise.nn.converted import ConvertedLinear
-from torchao_blockwise.nn.shared_input import SharedInput
+from torchao_blockwise.formats import HIGH_PRECISION_DTYPES, Copies
+from torchao_blockwise.nn.activations import as_rows
+from torchao_blockwise.nn.converted import ConvertedLinear, DerivedModule, derived_class
+from torchao_blockwise.nn.gemms import GemmSpec, quantize
+from torchao_blockwise.nn.layer import profiled
 from torchao_blockwise.nn.swiglu_layer import swiglu_linear
 from torchao_blockwise.nn.weights import WEIGHTS, are_plain, config_of, is_fp8_weight
 
 
+class SharedInput:
+    """An input of several layers, and its copies from the first of them to the last: the attribute `shared_input` of
+    the tensor that they are called with.
+
+    layers: how many are still to come. trained: whether a weight of them is.
+    """
+
+    def __init__(self, x: torch.Tensor, layers: int, trained: bool) -> None:
+        self.x, self.layers, self.trained = x, layers, trained
+        self._copies: Copies | None = None
+
+    def take(self, x: torch.Tensor, spec: GemmSpec) -> Copies:
+        """Copies of `x`, the input cast to `spec.dtype`; the columnwise one is there if a layer saves it."""
+        copies = self._copies
+        if copies is None:
+            columnwise = self.trained and spec.config.saves_quantized_activations
+            with profiled("shared_input", "quantize"):
+                copies = quantize(as_rows(x.detach()), spec, rowwise=True, columnwise=columnwise)
+        self.layers -= 1
+        self._copies = copies if self.layers > 0 else None
+        return copies
+
+
 class Fusion(NamedTuple):
-    """What is fused in a module, by names.
+    """The fused layers of a module, by names.
 
     readers: the layers that read the input, whose name is `argument` and which the forward pass takes first.
-    shared_input: what those layers know of it.
-    down, act: of an MLP, the layer behind SwiGLU, and the activation, "" if it is no module; without a `down` SwiGLU is
-        the model's own.
+    down, act: of an MLP, the layer behind SwiGLU, and the activation, "" if it is not a module; without a `down` the
+        model's own code computes SwiGLU.
     """
 
     readers: tuple[str, ...]
     argument: str
-    shared_input: SharedInput
     down: str = ""
     act: str = ""
 
 
-class FusedModule(nn.Module):
-    """What `fuse_class` adds to a module: layers inside share the input of its forward pass.
+class FusedModule(DerivedModule):
+    """A module whose layers share the input of its forward pass; `fuse_class` makes it.
 
     An MLP, down(silu(gate(x)) · up(x)), also quantizes h = silu(gate) · up in the pass that computes it.
-    fused_from: the class that it had.
     """
 
-    fused_from: type
+    attributes = ("fusion",)
     fusion: Fusion
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         fusion = self.fusion
-        if args:
-            args = (self.offer(args[0]), *args[1:])
-        elif fusion.argument in kwargs:
-            kwargs[fusion.argument] = self.offer(kwargs[fusion.argument])
+        view = self.share(args[0] if args else kwargs.get(fusion.argument))
+        if view is not None:
+            args, kwargs = ((view, *args[1:]), kwargs) if args else (args, {**kwargs, fusion.argument: view})
         try:
             if not fusion.down or len(args) != 1 or kwargs or why_not_swiglu(self) is not None:
                 return super().forward(*args, **kwargs)
             gate, up = (getattr(self, name)(args[0]) for name in fusion.readers)
         finally:
-            fusion.shared_input.withdraw()
+            if view is not None:
+                view.shared_input = None  # type: ignore[attr-defined]
         down = getattr(self, fusion.down)
         return swiglu_linear(gate, up, down.weight, down.bias)
 
-    def offer(self, x: Any) -> Any:
-        """What to hand the readers for `x`: they share copies of it until it is withdrawn, if that is right."""
+    def share(self, x: Any) -> torch.Tensor | None:
+        """A view of `x` that carries copies for all readers, or None where they do not share any."""
         if not isinstance(x, torch.Tensor) or not are_plain(x) or x.dtype not in HIGH_PRECISION_DTYPES:
-            return x
+            return None
         if why_not_shared(self) is not None:
-            return x
-        fusion = self.fusion
-        return fusion.shared_input.offer(x, [getattr(self, name).weight for name in fusion.readers])
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        reduced = super().__reduce_ex__(protocol)
-        # A class that another wrapper derived from this one is its own affair.
-        if type(self) is not _class_of(self.fused_from):
-            return reduced
-        return _rebuild, (self.fused_from,), *reduced[2:]
+            return None
+        weights = [getattr(self, name).weight for name in self.fusion.readers]
+        trained = torch.is_grad_enabled() and any(weight.requires_grad for weight in weights)
+        view = x.view_as(x)
+        view.shared_input = SharedInput(x, len(weights), trained)  # type: ignore[attr-defined]
+        return view
 
 
 def why_not_shared(module: FusedModule) -> str | None:
@@ -88,8 +110,6 @@ def why_not_shared(module: FusedModule) -> str | None:
     fusion, config = module.fusion, None
     for name in fusion.readers:
         layer = getattr(module, name)
-        if layer.__dict__.get("shared_input") is not fusion.shared_input:
-            return f"{name} was replaced, or another module has it too"
         weight = getattr(layer, "weight", None)
         if (reason := _why_not_layer(name, layer, weight)) is not None:
             return reason
@@ -116,7 +136,7 @@ def _why_not_layer(name: str, layer: nn.Module, weight: Any) -> str | None:
     if not (isinstance(weight, WEIGHTS) and are_plain(layer.bias)):  # type: ignore[arg-type]
         is_shard = _compat.local_of(weight) is not weight
         return f"the weight of {name} is a {'shard' if is_shard else type(weight).__name__}"
-    return None if runs_alone(layer) else f"{name} has hooks, or a forward pass of its own"
+    return None if runs_alone(layer) else f"{name} has hooks, or a separate forward pass"
 
 
 def fuse_class(module: nn.Module, readers: tuple[str, ...], *, down: str = "", act: str = "") -> None:
@@ -126,35 +146,15 @@ def fuse_class(module: nn.Module, readers: tuple[str, ...], *, down: str = "", a
     """
     own: Any = type(module)
     module.__class__ = _class_of(own)
-    fusion = Fusion(readers, list(inspect.signature(own.forward).parameters)[1], SharedInput(), down, act)
-    module.fusion = fusion  # type: ignore[assignment]
-    for name in readers:
-        getattr(module, name).shared_input = fusion.shared_input
-
-
-def restore_module(module: FusedModule) -> None:
-    """Give `module` the class back that it had before `fuse_class`; one that others derived stays as it is."""
-    if type(module) is not _class_of(module.fused_from):
-        return
-    for layer in module.modules():
-        # One that was wrapped since is further inside.
-        if layer.__dict__.get("shared_input") is module.fusion.shared_input:
-            del layer.shared_input
-    del module.fusion
-    module.__class__ = module.fused_from
+    argument = list(inspect.signature(own.forward).parameters)[1]
+    module.fusion = Fusion(readers, argument, down, act)  # type: ignore[assignment]
 
 
 @functools.cache
 def _class_of(base: Any) -> Any:
-    # Code of its own: compilers count recompilations, of which they do a few, by that.
+    # Separate code: compilers count recompilations, of which they do a few, by that.
     shared: Any = FusedModule.forward
     forward: Any = types.FunctionType(shared.__code__.replace(), shared.__globals__, closure=shared.__closure__)
     # Who hands arguments on (torchtitan's sharding plans) reads there what they are called.
     forward.__signature__ = inspect.signature(base.forward)
-    names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
-    return type(base.__name__, (FusedModule, base), {**names, "forward": forward, "fused_from": base})
-
-
-def _rebuild(base: type) -> nn.Module:
-    cls = _class_of(base)
-    return cls.__new__(cls)
+    return derived_class((FusedModule, base), _class_of, base, forward=forward)

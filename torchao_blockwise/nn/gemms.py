@@ -17,8 +17,12 @@ import torch
 
 from torchao_blockwise import ops
 from torchao_blockwise._compat import modes
+from torchao_blockwise._compat.torch_types import Operation as TorchOperation
 from torchao_blockwise.formats import CastOptions, Copies, Groups, Operand, Place, RoundingBits
 from torchao_blockwise.ops.backend import Backend, Implementation
+from torchao_blockwise.ops.gemm.grouped import grouped_matmul_op
+from torchao_blockwise.ops.gemm.plain import matmul_op
+from torchao_blockwise.ops.quantization.operations import hadamard_amax_bits_op, tensor_amax_bits_op
 from torchao_blockwise.ops.registry import OPTIONS, Operation, groups, operand
 from torchao_blockwise.tensors import MasterWeightTensor, TrainingConfig
 from torchao_blockwise.tensors.weight_operands import amax_over, amaxes_over, weight_operand, weight_options
@@ -59,13 +63,13 @@ class GemmSpec(NamedTuple):
 
 
 def with_groups(spec: GemmSpec, groups: Groups | None) -> GemmSpec:
-    """`spec` with these groups; None as backward's context may hold it: their tensors are saved for autograd to see."""
+    """`spec` with these groups."""
     # Not by `_replace`: compilers of PyTorch 2.11 cannot return what it makes.
     return GemmSpec(groups, *spec[1:])
 
 
-def cast_options(config: TrainingConfig, rowwise: bool, columnwise: bool) -> CastOptions:
-    """How a layer of this config quantizes an activation or its gradient."""
+def cast_options(config: TrainingConfig, rowwise: bool, columnwise: bool, is_input: bool = True) -> CastOptions:
+    """How a layer of this config quantizes its input, or the gradient of its output."""
     return CastOptions(
         config.activation_format,
         rowwise,
@@ -74,25 +78,27 @@ def cast_options(config: TrainingConfig, rowwise: bool, columnwise: bool) -> Cas
         padded=True,
         hadamard=config.hadamard_number if columnwise else 0,
         scale_per_group=config.scale_per_expert,
+        columnwise_format_name=config.grad_weight_format.name if is_input else "",
     )
 
 
 def quantize(
     x: torch.Tensor,
     spec: GemmSpec,
-    *,
     rowwise: bool,
     columnwise: bool,
+    is_input: bool = True,
     amax_groups: str = "",
     rounding_bits: RoundingBits | None = None,
 ) -> Copies:
     """Copies of x [T, K], none where none are asked for.
 
+    is_input: whether `x` is the layer's input, and not the gradient of its output.
     amax_groups: the process groups over which `x` is split. rounding_bits: the random bits of stochastic rounding.
     """
     if not (rowwise or columnwise):
         return Copies(None, None)
-    options = cast_options(spec.config, rowwise, columnwise)
+    options = cast_options(spec.config, rowwise, columnwise, is_input)
     amax: Any = None
     if amax_groups:
         amax = amaxes_over(x, amax_groups, options.hadamard) if options.hadamard else amax_over(x, amax_groups)
@@ -115,12 +121,9 @@ def weight_gemm(
     if isinstance(weight, MasterWeightTensor):
         # Compiled, the weight itself: its values would be a second input of the graph, which sees no change inside.
         hp = weight if torch.compiler.is_compiling() else weight.hp
-        options, over, rounded_to = weight_options(config, columnwise), spec.amax_groups.weight, spec.rounded_to
-        if traced:
-            return master_matmul_op(a, hp, options, over, rounded_to, out_dtype, bias, spec.groups, backend)
-        casts_by = ops.casting_backend(backend)
-        b = weight_operand(hp, options, amax_groups=over, rounded_to=rounded_to, backend=casts_by)
-        return _gemm(a, b, out_dtype, bias, spec.groups, backend)
+        multiply: Callable[..., torch.Tensor] = master_matmul_op if traced else _master_matmul
+        options, over = weight_options(config, columnwise), spec.amax_groups.weight
+        return multiply(a, hp, options, over, spec.rounded_to, out_dtype, bias, spec.groups, backend)
     quantized: Any = weight
     if quantized.pending_master is not None and not torch.compiler.is_compiling():
         quantized.pending_master.free()
@@ -128,20 +131,8 @@ def weight_gemm(
     fmt = config.weight_format if torch.compiler.is_compiling() else quantized.fmt
     qdata, scale, global_scale = quantized.operand_tensors()
     b = Operand(qdata, scale, global_scale, fmt.name)
-    columns = quantized.shape[-1]
-    if traced:
-        return quantized_matmul_op(a, b, columns, columnwise, out_dtype, bias, spec.groups, backend)
-    b = ops.transpose(b, columns=columns, backend=ops.casting_backend(backend)) if columnwise else b
-    return _gemm(a, b, out_dtype, bias, spec.groups, backend)
-
-
-def _gemm(
-    a: Operand, b: Operand, out_dtype: torch.dtype, bias: torch.Tensor | None, groups: Groups | None, backend: Backend
-) -> torch.Tensor:
-    if groups is None:
-        return ops.matmul(a, b, out_dtype=out_dtype, bias=bias, backend=backend)
-    assert bias is None, "grouped GEMMs have no bias"
-    return ops.grouped_matmul(a, b, groups, out_dtype=out_dtype, backend=backend)
+    multiply = quantized_matmul_op if traced else _quantized_matmul
+    return multiply(a, b, quantized.shape[-1], columnwise, out_dtype, bias, spec.groups, backend)
 
 
 def grad_weight(
@@ -152,48 +143,25 @@ def grad_weight(
     main_grad: f32, of the weight's shape; `weight.grad_added_to_main_grad` is set, as Megatron-LM's optimizers expect.
     `.grad` stays as it is, and its hooks do not run. In eager mode only: a compiled layer gives `.grad`.
     """
-    a, b = (x, dy) if spec.transposed else (dy, x)
+    # Kernels take square blocks in b only.
+    transposes = spec.transposed and spec.config.grad_weight_format.is_square
+    a, b = (x, dy) if spec.transposed and not transposes else (dy, x)
     groups = spec.groups
     backend: Any = spec.config.backend
     main_grad = None if torch.compiler.is_compiling() else getattr(weight, "main_grad", None)
-    if main_grad is None:
+    if main_grad is None or transposes:
         multiply = grad_weight_op if modes.is_intercepted(a) else _grad_weight
-        return multiply(a, b, groups, tokens, out_dtype, backend)
-    if groups is None:
+        grad = multiply(a, b, groups, tokens, out_dtype if main_grad is None else torch.float32, backend)
+        grad = grad.mT if transposes else grad
+        if main_grad is None:
+            return grad
+        main_grad.add_(grad)
+    elif groups is None:
         ops.add_matmul_(main_grad, a, b, backend=backend)
     else:
         ops.add_grouped_matmul_(main_grad, a, b, groups, backend=backend)
     weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
     return None
-
-
-def gradients(
-    dy: list[Operand | None],
-    x_columnwise: Callable[[], Operand],
-    tokens: int,
-    weight: torch.Tensor,
-    spec: GemmSpec,
-    weight_first: bool,
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """(grad_input, grad_weight) of dy's copies [rowwise, columnwise], each where its copy is there.
-
-    The list is emptied, and `x_columnwise` is called right before its GEMM: each operand dies with its GEMM. Together
-    they would be most of a step's memory.
-    tokens: T, without the zeros that columnwise copies are padded with.
-    weight_first: which GEMM comes first; see `weight_comes_first`.
-    """
-    columnwise, rowwise = dy.pop(), dy.pop()
-    dtype = spec.rounded_to or weight.dtype
-    grad_x = grad_w = None
-    if weight_first and columnwise is not None:
-        grad_w = grad_weight(columnwise, x_columnwise(), tokens, weight, spec, dtype)
-        columnwise = None
-    if rowwise is not None:
-        grad_x = weight_gemm(rowwise, weight, spec, not spec.transposed, spec.dtype)
-        rowwise = None
-    if columnwise is not None:
-        grad_w = grad_weight(columnwise, x_columnwise(), tokens, weight, spec, dtype)
-    return grad_x, grad_w
 
 
 def weight_comes_first(dy: torch.Tensor, spec: GemmSpec) -> bool:
@@ -222,6 +190,16 @@ def gemm_flops(tokens: int, weight: Sequence[int]) -> int:
     return 2 * tokens * weight[-2] * weight[-1]
 
 
+def _recorded(multiply: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """`multiply` as a graph runs it: a GEMM with a weight that the graph does not know."""
+
+    def run(*args: Any) -> torch.Tensor:
+        note_gemm(None)
+        return multiply(*args)
+
+    return run
+
+
 def _master_matmul(
     a: Operand,
     hp: torch.Tensor,
@@ -231,12 +209,13 @@ def _master_matmul(
     out_dtype: torch.dtype,
     bias: torch.Tensor | None,
     groups: Groups | None,
-    products_by: Backend,
+    backend: Backend,
 ) -> torch.Tensor:
-    note_gemm(None)
-    casts_by = ops.casting_backend(products_by)
+    casts_by = ops.casting_backend(backend)
     b = weight_operand(hp, options, amax_groups=amax_groups, rounded_to=rounded_to, backend=casts_by)
-    return _gemm(a, b, out_dtype, bias, groups, products_by)
+    if groups is None:
+        return ops.matmul(a, b, out_dtype=out_dtype, bias=bias, backend=backend)
+    return ops.grouped_matmul(a, b, groups, out_dtype=out_dtype, backend=backend)
 
 
 # One operation from the master's values to the output: the quantized copy is never a value of a compiled graph, which
@@ -245,8 +224,8 @@ def _master_matmul(
 master_matmul_op = Operation(
     f"master_matmul({operand('a')}, Tensor hp, {OPTIONS}, str amax_groups, ScalarType? rounded_to, "
     f"ScalarType out_dtype, Tensor? bias, {groups('Tensor?')}, str products_by) -> Tensor",
-    takes=(Operand, None, CastOptions, *[None] * 4, Groups, Backend),
-    table=[Implementation(Backend.AUTO, _master_matmul)],
+    takes=(Operand, None, CastOptions, *[None] * 4, Groups, None),
+    table=[Implementation(Backend.AUTO, _recorded(_master_matmul))],
     fake=lambda a, hp, options, amax_groups, rounded_to, out_dtype, *_: a.qdata.new_empty(
         (a.qdata.shape[0], hp.shape[-1 if options.columnwise else -2]), dtype=out_dtype
     ),
@@ -254,7 +233,7 @@ master_matmul_op = Operation(
 )
 
 
-def quantized_matmul(
+def _quantized_matmul(
     a: Operand,
     weight: Operand,
     columns: int,
@@ -262,11 +241,12 @@ def quantized_matmul(
     out_dtype: torch.dtype,
     bias: torch.Tensor | None,
     groups: Groups | None,
-    products_by: Backend,
+    backend: Backend,
 ) -> torch.Tensor:
-    note_gemm(None)
-    b = ops.transpose(weight, columns=columns, backend=ops.casting_backend(products_by)) if columnwise else weight
-    return _gemm(a, b, out_dtype, bias, groups, products_by)
+    b = ops.transpose(weight, columns=columns, backend=ops.casting_backend(backend)) if columnwise else weight
+    if groups is None:
+        return ops.matmul(a, b, out_dtype=out_dtype, bias=bias, backend=backend)
+    return ops.grouped_matmul(a, b, groups, out_dtype=out_dtype, backend=backend)
 
 
 # One operation in graphs, for the same reason: PyTorch's partitioner would as soon hold the transposed copy as the
@@ -274,8 +254,8 @@ def quantized_matmul(
 quantized_matmul_op = Operation(
     f"quantized_matmul({operand('a')}, {operand('weight')}, SymInt columns, bool columnwise, ScalarType out_dtype, "
     f"Tensor? bias, {groups('Tensor?')}, str products_by) -> Tensor",
-    takes=(Operand, Operand, None, None, None, None, Groups, Backend),
-    table=[Implementation(Backend.AUTO, quantized_matmul)],
+    takes=(Operand, Operand, None, None, None, None, Groups, None),
+    table=[Implementation(Backend.AUTO, _recorded(_quantized_matmul))],
     fake=lambda a, weight, columns, columnwise, out_dtype, *_: a.qdata.new_empty(
         (a.qdata.shape[0], columns if columnwise else weight.qdata.shape[-2]), dtype=out_dtype
     ),
@@ -302,8 +282,21 @@ def _grad_weight_fake(
 grad_weight_op = Operation(
     f"grad_weight({operand('a')}, {operand('b')}, {groups('Tensor?')}, SymInt tokens, ScalarType out_dtype, "
     "str products_by) -> Tensor",
-    takes=(Operand, Operand, Groups, None, None, Backend),
+    takes=(Operand, Operand, Groups, None, None, None),
     table=[Implementation(Backend.AUTO, _grad_weight)],
     fake=_grad_weight_fake,
     flops=lambda a, b, groups, tokens, *_: gemm_flops(tokens, (a.qdata.shape[0], b.qdata.shape[0])),
 )
+
+
+def sac_save_list() -> list[TorchOperation]:
+    """The operations whose results a policy of selective activation checkpointing should save: those that cost most.
+
+    GEMMs of `output` of all layers, dense and of experts, and in NVFP4 the amax of each tensor and of its transform:
+    four bytes, for which a whole tensor is read. Quantized copies are not among them: they are made again, as norms and
+    activations are.
+    A new list, for `torch.utils.checkpoint.create_selective_checkpoint_contexts`, by itself or with PyTorch's.
+    Eager and compiled.
+    """
+    multiply = master_matmul_op, quantized_matmul_op, matmul_op, grouped_matmul_op
+    return [op.overload for op in (*multiply, tensor_amax_bits_op, hadamard_amax_bits_op)]

@@ -1,6 +1,6 @@
-"""The grouped linear layer of experts: three products in low precision for all experts, as one autograd function.
+"""The grouped linear layer of experts: three GEMMs in low precision for all experts, in one autograd function.
 
-Tokens lie sorted by expert, and where each expert's end is known on the device alone. Blocks of the columnwise copies
+Tokens lie sorted by expert, and only the device knows where each expert's end. Blocks of the columnwise copies
 run along tokens and start where an expert's tokens do. Tokens after the last group count as zeros. Experts stored as
 [E, K, N] need no other copies: blocks are square, so rowwise and columnwise are exchanged. NVFP4's tensor scale is that
 of all experts of a weight: one amax, and one reduction where ranks share it.
@@ -66,10 +66,11 @@ def _grouped_linear(
         _check(x, weight, contracts_columns and stored is weight)
         config = config_of(stored)
         out_dtype = out_dtype or config.out_dtype or x.dtype
-        spec = GemmSpec(None, config, x.dtype, out_dtype, transposed=not contracts_columns)
+        rounded_to = stored.source[1] if isinstance(stored, MasterWeightTensor) else None
+        spec = GemmSpec(None, config, x.dtype, out_dtype, rounded_to, transposed=not contracts_columns)
         key = rounding_key_of(stored)
-        saves = torch.is_grad_enabled()
-        return Layer.apply("grouped_linear", Input, spec, weight, None, key, group_ends, None, saves, x)
+        steps, saves = [(Input, spec)], torch.is_grad_enabled()
+        return Layer.apply("grouped_linear", steps, group_ends, None, saves, x, weight, None, key)
 
 
 def _check(x: torch.Tensor, weight: torch.Tensor, contracts_columns: bool) -> None:

@@ -1,15 +1,20 @@
-"""The autograd function of every layer with one weight, and `linear`: output = activation(inputs) · weightᵀ + bias.
+"""The autograd function of every layer, and `linear`: output = activation(inputs) · weightᵀ + bias.
 
 forward     prepare the inputs ▶ quantize the activation, rowwise and columnwise ▶ output GEMM
 saved       the weight, the columnwise copy (one byte an element in FP8), and what the inputs' gradients need
 backward    quantize grad_output, rowwise and columnwise ▶ the two GEMMs ▶ gradients of the inputs
+
+An MLP has two such steps: the output of the first is the input of the second, whose backward computes and quantizes
+the gradient of that output in one pass.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -17,18 +22,16 @@ import torch.nn.functional as F
 from torchao_blockwise import _compat, ops
 from torchao_blockwise._compat import modes
 from torchao_blockwise.formats import Copies, Groups, Operand, Place
-from torchao_blockwise.nn.activations import Input, as_rows
+from torchao_blockwise.nn.activations import Input, as_rows, observe_gemm
 from torchao_blockwise.nn.gemms import (
     WHOLE,
     AmaxGroups,
     GemmSpec,
-    gradients,
-    quantize,
+    grad_weight,
     weight_comes_first,
     weight_gemm,
     with_groups,
 )
-from torchao_blockwise.nn.observation import observe_gemm
 from torchao_blockwise.nn.sharded_linear import sharded_linear
 from torchao_blockwise.nn.weights import WEIGHTS, check_linear, config_of, rounding_key_of
 from torchao_blockwise.ops.backend import may_have_kernels
@@ -41,114 +44,168 @@ from torchao_blockwise.tensors import (
     TransposedWeight,
 )
 
+if TYPE_CHECKING:
+    from torchao_blockwise.nn.fused_modules import SharedInput
+
+# How the activation of a GEMM is made, and the GEMM's spec, without groups.
+Step: TypeAlias = tuple[type[Input], GemmSpec]
+
 
 class Layer(torch.autograd.Function):
-    """The output [.., N] of a layer, differentiable in the weight, the bias and the inputs.
+    """The output [.., N] of a layer's steps, differentiable in inputs, weights and biases.
 
-    name: of the layer, in errors and profiles. kind: how its activation is made of `inputs`, whose last dims are cut
-        off for the output's leading ones.
-    spec: without groups; they come from `group_ends`. rounding_key: see `ops.next_rounding_bits`.
-    copies: of the activation, where another layer made them. saves: whether backward may run; `torch.is_grad_enabled()`
-        of the caller.
+    name: of the layer, in errors and profiles. steps: the first takes the inputs, each other one the output before.
+    group_ends: of experts. copies: of the first activation, where another layer made them.
+    saves: whether backward may run; `torch.is_grad_enabled()` of the caller.
+    tensors: the inputs of the first step, then (weight, bias, rounding key) of each step; only the last has a bias.
+        See `ops.next_rounding_bits` for the key.
     """
 
     @staticmethod
     def forward(
         ctx: Any,
         name: str,
-        kind: type[Input],
-        spec: GemmSpec,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        rounding_key: torch.Tensor | None,
+        steps: Sequence[Step],
         group_ends: torch.Tensor | None,
         copies: Copies | None,
         saves: bool,
-        *inputs: Any,
+        *tensors: Any,
     ) -> torch.Tensor:
-        x = inputs[0]
-        stored: Any = weight
-        needs_weight = saves and ctx.needs_input_grad[3]
-        saves_copy = needs_weight and spec.config.saves_quantized_activations
+        x, weights_at, needs = tensors[0], len(tensors) - 3 * len(steps), ctx.needs_input_grad[5:]
+        inputs, groups, bias = tensors[:weights_at], None, None
+        saved: list[list[Any]] = []
+        observers = []
         with profiled(name, "forward"):
             if group_ends is not None:
-                stored, rounded_to = source_of(weight)
-                groups = groups_of(group_ends, x.shape[0], spec.config)
-                spec = GemmSpec(groups, spec.config, spec.dtype, spec.out_dtype, rounded_to, spec.transposed)
-            prepared = kind.prepare(inputs, spec)
-            if copies is None:
-                copies = kind.quantize(prepared, spec, True, saves_copy)
-            out = weight_gemm(copies.rowwise, stored, spec, spec.transposed, spec.out_dtype, bias)
-            seen = observe_gemm(stored, lambda: kind.values(prepared, spec), spec)
+                groups = groups_of(group_ends, x.shape[0], [spec.config for _, spec in steps])
+            for i, (kind, spec) in enumerate(steps):
+                at = weights_at + 3 * i
+                weight: Any
+                weight, bias, rounding_key = tensors[at : at + 3]
+                if groups is not None:
+                    weight, spec = stored_weight(weight, spec.rounded_to), with_groups(spec, groups)
+                prepared = kind.prepare(inputs, spec)
+                saves_copy = saves and needs[at] and spec.config.saves_quantized_activations
+                if copies is None:
+                    copies = kind.quantize(prepared, spec, True, saves_copy)
+                out = weight_gemm(copies.rowwise, weight, spec, spec.transposed, spec.out_dtype, bias)
+                observers.append(observe_gemm(weight, kind, prepared, spec))
+                if saves:
+                    saves_prepared = (needs[at] and not saves_copy) or (kind.reads_prepared and any(needs[:at]))
+                    # Of a cast the values themselves, whose changes autograd counts.
+                    saved.append([weight if spec.rounded_to is None else weight.hp, rounding_key])
+                    saved.append([*prepared] if saves_prepared else [])
+                    saved.append([*copies.columnwise[:3]] if saves_copy else [])
+                copies = None
+                if i + 1 < len(steps):
+                    inputs = out.chunk(2, 1)
         if x.dim() != 2:
-            out = as_shape_of(out, x)
-        if not saves:
-            return out
-        saves_prepared = (needs_weight and not saves_copy) or (kind.reads_prepared and any(ctx.needs_input_grad[9:]))
-        save_for_backward(
-            ctx,
-            # Of a cast the values themselves, whose changes autograd counts.
-            (stored if spec.rounded_to is None else stored.hp,),
-            rounding_key,
-            *(spec.groups or (None, None)),
-            *(prepared if saves_prepared else ()),
-            *(copies.columnwise[:3] if saves_copy else ()),
-        )
-        ctx.layer, ctx.kind, ctx.seen = name, kind, seen
-        ctx.spec = spec if spec.groups is None else with_groups(spec, None)
-        ctx.saves_copy, ctx.x_shape, ctx.x_dtype = saves_copy, x.shape, x.dtype
-        ctx.bias_dtype = None if bias is None else bias.dtype
-        ctx.is_transposed = isinstance(weight, TransposedWeight)
+            # No view: hooks of FSDP2 hang on outputs, and an in-place operation on a view of one would leave them.
+            out = torch.ops.aten._unsafe_view.default(out, [*x.shape[:-1], out.shape[-1]])
+        if saves:
+            save_for_backward(ctx, [[*(groups or (None, None))], *saved])
+            ctx.layer, ctx.steps, ctx.observers, ctx.weights_at = name, steps, observers, weights_at
+            ctx.x_shape, ctx.x_dtype, ctx.bias_dtype = x.shape, x.dtype, None if bias is None else bias.dtype
+            ctx.is_transposed = isinstance(tensors[weights_at], TransposedWeight)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[Any, ...]:
         # A constant grad_output would leave the second gradient out silently, so this does not wait for one.
         refuse_second_order(ctx.layer)
-        kind: type[Input] = ctx.kind
-        weight, rounding_key, ends, tables, saved = take_saved(ctx, 4)
-        spec = ctx.spec if ends is None else with_groups(ctx.spec, Groups(ends, tables))
-        weight = weight if spec.rounded_to is None else MasterWeightTensor(weight, spec.config)
-        needs_weight, needs_bias, needs = ctx.needs_input_grad[3], ctx.needs_input_grad[4], ctx.needs_input_grad[9:]
-        needs_inputs = any(needs)
-        copy = saved[-3:] if ctx.saves_copy else []
-        prepared = saved[:-3] if ctx.saves_copy else saved[:]
-        saved.clear()
-
-        def x_columnwise() -> Operand:
-            if ctx.saves_copy:
-                return operand_of(copy, spec.config)
-            made = kind.quantize(prepared, spec, False, True).columnwise
-            if not (needs_inputs and kind.reads_prepared):
-                prepared.clear()
-            return made
-
+        (ends, tables), *saved = take_saved(ctx)
+        groups = None if ends is None else Groups(ends, tables)
+        needs, last = ctx.needs_input_grad[5:], len(ctx.steps) - 1
+        grads: list[torch.Tensor | None] = [None] * len(needs)
         with profiled(ctx.layer, "backward"):
             dy = as_rows(grad_output)
-            if ctx.seen is not None:
-                ctx.seen(dy)
-            copies = {"rowwise": needs_inputs, "columnwise": needs_weight}
-            bits = ops.next_rounding_bits(rounding_key, grad_output, spec.places) if any(copies.values()) else None
-            over = spec.amax_groups.grad_output
-            grad, grad_weight = gradients(
-                [*quantize(dy, spec, **copies, amax_groups=over, rounding_bits=bits)],
-                x_columnwise,
-                dy.shape[0],
-                weight,
-                spec,
-                weight_comes_first(dy, spec) if kind.weight_first is None else kind.weight_first,
-            )
-            grads: list[torch.Tensor | None] = [None] * len(needs)
+            # The gradient of the activation of the step behind, its kind, and what it is computed from.
+            grad: Any = dy
+            behind: type[Input] = Input
+            prepared: list[Any] = []
+            for i in range(last, -1, -1):
+                at = ctx.weights_at + 3 * i
+                wanted = any(needs[:at]), needs[at]
+                if not any(wanted):
+                    grad = None
+                    break
+                kind, spec = ctx.steps[i]
+                spec = spec if groups is None else with_groups(spec, groups)
+                weight, rounding_key = saved[3 * i]
+                bits = ops.next_rounding_bits(rounding_key, grad_output, spec.places)
+                if ctx.observers[i] is not None:
+                    parts: Any = behind.backward(grad, prepared, spec, (True, True))
+                    ctx.observers[i](parts[0] if len(parts) == 1 else torch.cat(parts, 1))
+                quantized = [*behind.backward_quantize(grad, prepared, spec, *wanted, bits)]
+                prepared.clear()
+                behind, prepared, grad = kind, saved[3 * i + 1], None
+                # In an MLP the gradient of the first weight comes last, next to two copies in low precision: before
+                # grad_input a columnwise copy of the weight would be there too.
+                weight_first = kind.weight_first or (last == 0 and weight_comes_first(dy, spec))
+                activation = prepared, saved[3 * i + 2]
+                grad, grads[at] = gradients(quantized, kind, activation, dy.shape[0], weight, spec, weight_first)
             if grad is not None:
-                for i, one in enumerate(kind.backward(grad, prepared, spec, needs)):
-                    if one is not None and i < kind.leading:
+                for j, one in enumerate(behind.backward(grad, prepared, spec, needs)):
+                    if one is not None and j < behind.leading:
                         one = one if one.shape == ctx.x_shape else one.view(ctx.x_shape)
                         one = one if one.dtype == ctx.x_dtype else one.to(ctx.x_dtype)
-                    grads[i] = one
-            if grad_weight is not None and ctx.is_transposed:
-                grad_weight = grad_weight.transpose(-2, -1)
-            bias_grad = grad_bias(dy, ctx.bias_dtype) if needs_bias else None
-        return None, None, None, grad_weight, bias_grad, *[None] * 4, *grads
+                    grads[j] = one
+            weight_grad = grads[ctx.weights_at]
+            if weight_grad is not None and ctx.is_transposed:
+                grads[ctx.weights_at] = weight_grad.transpose(-2, -1)
+            if needs[-2]:
+                # Σ over tokens in fp32.
+                grads[-2] = dy.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
+        return *[None] * 5, *grads
+
+
+def gradients(
+    dy: list[Operand | None],
+    kind: type[Input],
+    activation: tuple[list[Any], list[Any]],
+    tokens: int,
+    weight: torch.Tensor,
+    spec: GemmSpec,
+    weight_first: bool,
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """(gradient of the activation, of the weight) of dy's copies [rowwise, columnwise], each where its copy is there.
+
+    activation: what was saved of it: (what it is computed from, its columnwise copy), each empty where it was not.
+        Lists are emptied as soon as they can be: each operand dies with its GEMM. Together they would be most of a
+        step's memory.
+    tokens: T, without the zeros that columnwise copies are padded with.
+    weight_first: which GEMM comes first; see `weight_comes_first`.
+    """
+    columnwise, rowwise = dy.pop(), dy.pop()
+    grad = grad_w = None
+    if spec.rounded_to is not None:
+        weight = MasterWeightTensor(weight, spec.config)
+    dtype, keeps = spec.rounded_to or weight.dtype, kind.reads_prepared and rowwise is not None
+    if weight_first and columnwise is not None:
+        grad_w = grad_weight(columnwise, columnwise_of(kind, activation, spec, keeps), tokens, weight, spec, dtype)
+        columnwise = None
+    if rowwise is not None:
+        grad = weight_gemm(rowwise, weight, spec, not spec.transposed, spec.dtype)
+        rowwise = None
+    if columnwise is not None:
+        grad_w = grad_weight(columnwise, columnwise_of(kind, activation, spec, keeps), tokens, weight, spec, dtype)
+    return grad, grad_w
+
+
+def columnwise_of(kind: type[Input], activation: tuple[list[Any], list[Any]], spec: GemmSpec, keeps: bool) -> Operand:
+    """The columnwise copy of an activation: the saved one, else quantized again.
+
+    keeps: whether what it is computed from is needed afterwards.
+    """
+    prepared, copy = activation
+    if copy:
+        qdata, scale, global_scale = copy
+        copy.clear()
+        return Operand(qdata, scale, global_scale, spec.config.grad_weight_format.name)
+    made = kind.quantize(prepared, spec, False, True).columnwise
+    if not keeps:
+        prepared.clear()
+    return made
 
 
 def linear(
@@ -177,10 +234,12 @@ def local_linear(
     like: torch.Tensor,
     amax_groups: AmaxGroups = WHOLE,
     places: tuple[Place, Place] | None = None,
+    shared: SharedInput | None = None,
 ) -> torch.Tensor:
     """`linear` of one device; tensors may be parts of others.
 
     like: the weight or what it was detached from. places: of the copies of the output's gradient in the whole's.
+    shared: what gives copies of `x` to several layers.
     """
     # Else each shape, dtype and device that is read of a weight goes through Python, 10 µs a call in all.
     with _compat.no_torch_function():
@@ -189,7 +248,8 @@ def local_linear(
         config = config_of(like)
         spec = GemmSpec(None, config, x.dtype, config.out_dtype or x.dtype, amax_groups=amax_groups, places=places)
         key = rounding_key_of(like) if config.stochastic_rounding else None
-        return Layer.apply("linear", Input, spec, weight, bias, key, None, None, torch.is_grad_enabled(), x)
+        copies = None if shared is None else shared.take(x, spec)
+        return Layer.apply("linear", [(Input, spec)], None, copies, torch.is_grad_enabled(), x, weight, bias, key)
 
 
 @MasterWeightTensor.implements_torch_function(F.linear)
@@ -234,53 +294,40 @@ def profiled(layer: str, step: str) -> AbstractContextManager[Any]:
     return torch.profiler.record_function(f"torchao_blockwise.{layer}.{step}")
 
 
-def save_for_backward(ctx: Any, weights: tuple[Any, ...], *tensors: torch.Tensor | None) -> None:
-    """Keep `weights` and what else backward reads, so that a weight which changes before is refused there.
+def save_for_backward(ctx: Any, parts: list[list[Any]]) -> None:
+    """Keep lists of what backward reads, so that a weight which changes before is refused there.
 
     A compiled graph reads the payload of a quantized weight, so there its tensors are saved too: PyTorch checks those
     that were saved by name, and not what a graph reads besides.
     """
     held: list[torch.Tensor | None] = []
     if torch.compiler.is_compiling():
-        quantized = [weight for weight in weights if isinstance(weight, QuantizedTensor)]
+        quantized = [x for part in parts for x in part if isinstance(x, QuantizedTensor)]
         held = [x for weight in quantized for x in (weight.qdata, weight.scale, weight.global_scale)]
-    ctx.save_for_backward(*weights, *tensors, *held)
-    ctx.read_in_backward = len(weights) + len(tensors)
+    ctx.sizes = list(map(len, parts))
+    ctx.save_for_backward(*itertools.chain(*parts), *held)
 
 
-def take_saved(ctx: Any, named: int) -> tuple[Any, ...]:
-    """The tensors that `save_for_backward` kept: the first `named` by themselves, the others in a list.
+def take_saved(ctx: Any) -> list[list[Any]]:
+    """The lists that `save_for_backward` kept; all of it lives on in the caller only, see `_compat.take_saved`."""
+    saved = iter(_compat.take_saved(ctx))
+    return [[*itertools.islice(saved, size)] for size in ctx.sizes]
 
-    All of it lives on in the caller only; see `_compat.take_saved`.
+
+def stored_weight(weight: Any, rounded_to: torch.dtype | None) -> torch.Tensor:
+    """The weight that GEMMs read, as it is stored; of a cast the weight that it was cast from, so that the cast can go.
+
+    rounded_to: the dtype of the cast.
     """
-    saved = _compat.take_saved(ctx)[: ctx.read_in_backward]
-    return *saved[:named], list(saved[named:])
-
-
-def operand_of(tensors: list[Any], config: TrainingConfig) -> Operand:
-    """The operand of an activation from its tensors (qdata, scale, global_scale), which are taken out of the list."""
-    qdata, scale, global_scale = tensors
-    tensors.clear()
-    return Operand(qdata, scale, global_scale, config.activation_format.name)
-
-
-def source_of(weight: Any) -> tuple[torch.Tensor, torch.dtype | None]:
-    """(the weight that GEMMs of experts read, as it is stored; the dtype that its values are rounded to first).
-
-    Of a cast master weight the one that it was cast from, so that the copy can go.
-    """
-    stored = weight.weight if isinstance(weight, TransposedWeight) else weight
-    if not isinstance(stored, MasterWeightTensor):
-        return stored, None
-    hp, rounded_to = stored.source
+    stored: Any = weight.weight if isinstance(weight, TransposedWeight) else weight
     if rounded_to is None:
-        return stored, None
-    source = MasterWeightTensor(hp, stored.config)
+        return stored
+    source = MasterWeightTensor(stored.source[0], stored.config)
     source.layer = stored.layer
-    return source, rounded_to
+    return source
 
 
-def groups_of(group_ends: torch.Tensor, tokens: int, *configs: TrainingConfig) -> Groups:
+def groups_of(group_ends: torch.Tensor, tokens: int, configs: Sequence[TrainingConfig]) -> Groups:
     """The groups of `tokens` tokens, with tables for all operations of a layer of these configs, forward and backward.
 
     Without tables where operations need none, or make their own because configs differ in format or backend.
@@ -293,11 +340,6 @@ def groups_of(group_ends: torch.Tensor, tokens: int, *configs: TrainingConfig) -
     return ops.make_groups(group_ends, tokens, fmt, backend=backend)
 
 
-def grad_bias(dy: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Σ of dy [T, N] over tokens, in fp32, rounded to `dtype`."""
-    return dy.sum(0, dtype=torch.float32).to(dtype)
-
-
 def refuse_second_order(layer: str) -> None:
     """Raise NotImplementedError in a backward that is itself to be differentiated."""
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
@@ -305,9 +347,3 @@ def refuse_second_order(layer: str) -> None:
             f"{layer}: backward through backward (create_graph=True) is not defined in low precision; "
             "keep the layers that need it in high precision (filter_fn)"
         )
-
-
-def as_shape_of(out: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """`out` [T, N] with the leading dims of `x` [.., K], which has others than `out`."""
-    # No view: hooks of FSDP2 hang on outputs, and an in-place operation on a view of one would leave them behind.
-    return torch.ops.aten._unsafe_view.default(out, [*x.shape[:-1], out.shape[-1]])

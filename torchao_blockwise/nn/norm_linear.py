@@ -1,4 +1,4 @@
-"""A norm and the linear layer behind it, as one layer: what the norm gives is quantized in the pass that computes it.
+"""A norm and the linear layer behind it: the output of the norm is quantized in the pass that computes it.
 
     forward    x → statistics [T]; x → y = norm(x), never in memory: rowwise (· wᵀ = output), and columnwise, saved
     backward   dy → rowwise (· w = gradient of y → PyTorch's backward of the norm), columnwise (· columnwise y)
@@ -26,8 +26,8 @@ _KINDS = {nn.RMSNorm: "rms", nn.LayerNorm: "layer"}
 class NormLinear(nn.Module):
     """linear(norm(x)): an `nn.RMSNorm` or `nn.LayerNorm`, then an `nn.Linear`, fused where the linear trains in FP8.
 
-    norm: what to normalize by, "rms" or "layer". eps, bias, device, dtype: as in the modules; RMSNorm and the linear
-        share `bias` of the linear alone, a LayerNorm has a bias of its own.
+    norm: what to normalize by, "rms" or "layer". eps, bias, device, dtype: as in the modules; `bias` is that of the
+        linear, and a LayerNorm always has one.
 
     x: [.., in_features] bf16 | f16 | f32 -> [.., out_features]; any number of tokens, 0 included.
     The modules stay what they are, children named `norm` and `linear`, and so do their names in state dicts
@@ -94,5 +94,6 @@ class NormLinear(nn.Module):
             check_linear(x, linear.weight, linear.bias)
             config, dtype = config_of(linear.weight), compute_dtype(x)
             spec = GemmSpec(None, config, dtype, config.out_dtype or dtype)
-            layer = "NormLinear", NormInput, spec, linear.weight, linear.bias, None, None, None
-            return Layer.apply(*layer, torch.is_grad_enabled(), x, norm.weight, norm_bias, _KINDS[type(norm)], eps)
+            inputs, saves = (x, norm.weight, norm_bias, _KINDS[type(norm)], eps), torch.is_grad_enabled()
+            tensors = *inputs, linear.weight, linear.bias, None
+            return Layer.apply("NormLinear", [(NormInput, spec)], None, None, saves, *tensors)

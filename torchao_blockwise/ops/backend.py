@@ -23,7 +23,7 @@ class Backend(str, Enum):
 
     REFERENCE: eager torch on any device, the bit oracle. TRITON: GPUs, and CPUs under TRITON_INTERPRET=1.
     CUBLAS: cuBLASLt block scaling through `torch.nn.functional.scaled_mm`. GLUON: kernels for Hopper alone.
-    DEEP_GEMM: the library of that name, where it is installed: `output` and `grad_input` in FP8 on Hopper.
+    DEEP_GEMM: the library of that name, where it is installed: GEMMs in FP8 on Hopper whose b has square blocks.
     CUTLASS: kernels in PyTorch through `torch.nn.functional.scaled_grouped_mm`: the same GEMMs, but of experts, in
     NVFP4 and on Blackwell.
     """
@@ -91,18 +91,27 @@ def compute_capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
 
 
+def architecture(device: torch.device) -> str:
+    """The device in messages: its architecture, such as sm_90, or its type if it is not a CUDA device."""
+    return "sm_{}{}".format(*compute_capability(device)) if device.type == "cuda" else device.type
+
+
+def why_no_compiler() -> str | None:
+    """Why the installed Triton cannot build kernels, or None if it can."""
+    return _compat.why_old_triton() if _compat.has_triton() else "triton is not installed (pip install triton)"
+
+
 def why_no_triton(device: torch.device, min_capability: tuple[int, int] = (8, 0)) -> str | None:
     """Why Triton kernels cannot run on `device`, or None if they can."""
     if not _compat.has_triton():
-        return "triton is not installed (pip install triton)"
+        return why_no_compiler()
     capability = compute_capability(device)
     # The environment is asked last, and on a GPU that can never: reading it takes 0.6 µs.
     if capability >= min_capability or interpreting():
         return _compat.why_old_triton()
     if device.type != "cuda":
         return f"Triton kernels run on CUDA devices, got {device.type} (TRITON_INTERPRET=1 interprets them on a CPU)"
-    have, want = (f"sm_{a}{b}" for a, b in (capability, min_capability))
-    return f"the kernel needs {want} or newer, got {have}"
+    return "the kernel needs sm_{}{} or newer, got {}".format(*min_capability, architecture(device))
 
 
 def may_have_kernels(device: torch.device) -> bool:
@@ -112,13 +121,9 @@ def may_have_kernels(device: torch.device) -> bool:
 
 def why_no_gluon(device: torch.device) -> str | None:
     """Why the Gluon kernels of GEMMs cannot run on `device`, or None if they can, for GEMMs that they take."""
-    capability = compute_capability(device)
-    if capability != (9, 0):
-        got = f"sm_{capability[0]}{capability[1]}" if device.type == "cuda" else device.type
-        return f"the kernels are for Hopper GPUs (sm_90), got {got}"
-    if not _compat.has_gluon():
-        return "they need Gluon, which Triton has from 3.6 on (pip install -U triton)"
-    return "Triton's interpreter does not know Gluon" if interpreting() else None
+    if compute_capability(device) != (9, 0):
+        return f"the kernels are for Hopper GPUs (sm_90), got {architecture(device)}"
+    return "Triton's interpreter does not know Gluon" if interpreting() else why_no_compiler()
 
 
 class Implementation(NamedTuple):

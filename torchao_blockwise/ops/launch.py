@@ -79,7 +79,7 @@ def launch(kernel: JITFunction[Any], grid: int, *args: TensorArgument | int, **o
     key = tuple(parts)
     build = _builds.get(key)
     if build is not None:
-        build.run(grid, triton.current_stream(device), values)
+        build(grid, triton.current_stream(device), values)
         return
     compiled = _launch_by_triton(kernel, grid, args, options)
     if compiled is not None and key not in _builds:

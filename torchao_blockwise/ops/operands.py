@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from torchao_blockwise import _compat
 from torchao_blockwise.formats import (
     FORMATS,
     FP8_1X128,
@@ -24,7 +23,7 @@ from torchao_blockwise.formats import (
     Groups,
     Operand,
 )
-from torchao_blockwise.ops.backend import compute_capability
+from torchao_blockwise.ops.backend import compute_capability, why_no_compiler
 from torchao_blockwise.ops.groups.ends import padded_tokens
 from torchao_blockwise.ops.padding import padded_size, without_padding
 
@@ -126,9 +125,7 @@ def why_no_tiles(options: CastOptions, *inputs: torch.Tensor) -> str | None:
         return f"the kernels make {FP8_1X128.name}, got {options.fmt.name}"
     if compute_capability(inputs[0].device) == (0, 0):
         return f"the kernels run on CUDA devices, got {inputs[0].device.type}"
-    if not _compat.has_gluon():
-        return "Gluon needs Triton 3.6 or newer"
-    return _gluon_tiles().why_not(*inputs)
+    return why_no_compiler() or _gluon_tiles().why_not(*inputs)
 
 
 @functools.cache

@@ -9,26 +9,27 @@
     out = matmul_op(a, b, torch.bfloat16, None, Backend.AUTO)
 
 PyTorch's dispatcher knows tensors, numbers and strings. `takes` says which of the schema's arguments belong to one
-value: they are the fields of that NamedTuple, in order. Formats and backends travel by name.
+value: they are the fields of that NamedTuple, in order. Formats and backends travel by name, as arguments `fmt`,
+`backend` and `products_by`.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
 from torchao_blockwise import _compat
 from torchao_blockwise._compat import modes
-from torchao_blockwise.formats import FORMATS, BlockFormat, CastOptions, Copies, Groups, Operand, get_format
-from torchao_blockwise.ops.backend import BACKENDS, Backend, Choice, Implementation, choose, get_backend, ranked
+from torchao_blockwise.formats import Copies, Groups, Operand, get_format
+from torchao_blockwise.ops.backend import Backend, Choice, Implementation, choose, get_backend, ranked
 
 NAMESPACE = "torchao_blockwise"
 _library = torch.library.Library(NAMESPACE, "DEF")
-_T = TypeVar("_T", bound=type)
 
 # --- pieces of schemas ------------------------------------------------------------------------------------------------
 
@@ -49,30 +50,16 @@ def groups(tensor: str = "Tensor") -> str:
     return f"{tensor} groups_ends, Tensor? groups_tables"
 
 
-# --- values -----------------------------------------------------------------------------------------------------------
-
-# What travels by name: the table of names, and what raises for a name that is not there.
-_NAMED: dict[Any, tuple[dict[str, Any], Callable[[Any], Any]]] = {
-    BlockFormat: (FORMATS, get_format),
-    Backend: (BACKENDS, get_backend),
+# Arguments that travel by name: (name of the value, value of the name).
+_FORMAT = (lambda fmt: fmt.name, get_format)
+_BACKEND = (lambda backend: get_backend(backend).value, get_backend)
+_NAMED: dict[str, tuple[Callable[[Any], str], Callable[[str], Any]]] = {
+    "fmt": _FORMAT,
+    "backend": _BACKEND,
+    "products_by": _BACKEND,
 }
-# The parts that stand for no value.
+# The arguments of a value that is None.
 _NOTHING: dict[Any, tuple[Any, ...]] = {Operand: (None, None, None, ""), Groups: (None, None)}
-# Which fields of a NamedTuple travel by name.
-_NAMED_FIELDS: dict[Any, dict[int, type]] = {}
-
-
-def by_name(**fields: type) -> Callable[[_T], _T]:
-    """Class decorator for a NamedTuple that operations take: these fields are of `BlockFormat` or `Backend`."""
-
-    def decorate(value: Any) -> Any:
-        _NAMED_FIELDS[value] = {value._fields.index(field): kind for field, kind in fields.items()}
-        return value
-
-    return decorate
-
-
-by_name(fmt=BlockFormat)(CastOptions)
 
 
 # --- operations -------------------------------------------------------------------------------------------------------
@@ -90,8 +77,8 @@ class Operation:
     table: who computes it, best first for AUTO; below autograd, so that no operation is differentiable. Rows can be
         added to it.
     fake: allocates what the operation returns, for compilers and meta tensors; None where it writes in place.
-    takes: for each value in order a NamedTuple, `BlockFormat`, `Backend`, or None for an argument as it is; by default
-        all are as they are. An `Operand` or `Groups` may be None.
+    takes: for each value in order a NamedTuple, or None for an argument as it is; by default all are as they are. An
+        `Operand` or `Groups` may be None.
     preferred_backend: (values) -> a backend, or None; see `choose`.
     check: (values) -> raises; for what can be checked only where there are values. Fakes are checked too.
     flops: (values) -> floating point operations of its GEMMs, from shapes, for `FlopCounterMode`, which does not see
@@ -118,35 +105,19 @@ class Operation:
         _library.define(self.schema, tags=(torch.Tag.pt2_compliant_tag,))
         packet = getattr(getattr(torch.ops, NAMESPACE), defined)
         self.overload = packet.default
-        arguments = _compat.schema_of(self.overload).arguments
-        self._takes_backend = arguments[-1].name == "backend"
+        names = [argument.name for argument in _compat.schema_of(self.overload).arguments]
+        self._takes_backend = names[-1] == "backend"
+        self._named = [(i, *_NAMED[name]) for i, name in enumerate(names) if name in _NAMED]
+        takes = (None,) * len(names) if self.takes is None else (*self.takes, *[None] * self._takes_backend)
+        ends = list(itertools.accumulate(1 if value is None else len(value._fields) for value in takes))
+        assert ends[-1] == len(names), f"{self.name} takes values of {ends[-1]} arguments, its schema has {len(names)}"
+        # (NamedTuple that arguments start to stop are the fields of, or None for an argument as it is, start, stop).
+        self._slots = list(zip(takes, [0, *ends], ends))
         self._returns_list = self.schema.endswith("Tensor[]")
-        self._place_values(len(arguments))
         _library.impl(defined, self.dispatched, "CompositeExplicitAutograd")
         torch.library.register_fake(f"{NAMESPACE}::{defined}", self._faked, lib=_library)
         if self.flops is not None:
             register_flop_formula(packet, get_raw=True)(self._count)
-
-    def _place_values(self, count: int) -> None:
-        """Find the parts of each value among the `count` arguments of the schema."""
-        takes = (None,) * (count - self._takes_backend) if self.takes is None else self.takes
-        # (NamedTuple that the parts from start to stop are the fields of, or None for a part as it is, start, stop).
-        self._slots: list[tuple[Any, int, int]] = []
-        # (part, table of names, what raises for a name that is not there).
-        self._named: list[tuple[int, dict[str, Any], Callable[[Any], Any]]] = []
-        self._formats: list[int] = []
-        self._backends: list[int] = []
-        start = 0
-        for value in (*takes, *([Backend] if self._takes_backend else [])):
-            named = {0: value} if value in _NAMED else _NAMED_FIELDS.get(value, {})
-            for field, kind in named.items():
-                self._named.append((start + field, *_NAMED[kind]))
-                (self._formats if kind is BlockFormat else self._backends).append(start + field)
-            value = None if value in _NAMED else value
-            stop = start + (1 if value is None else len(value._fields))
-            self._slots.append((value, start, stop))
-            start = stop
-        assert start == count, f"{self.name} takes values of {start} arguments, its schema has {count}"
 
     def __call__(self, *args: Any, dispatched: bool = False) -> Any:
         """The operation on whole values; of several tensors a list or tuple.
@@ -175,17 +146,15 @@ class Operation:
                 parts.extend(_NOTHING[kind])
             else:
                 parts.extend(value)
-        for i in self._formats:
-            parts[i] = parts[i].name
-        for i in self._backends:
-            parts[i] = get_backend(parts[i]).value
+        for i, name_of, _ in self._named:
+            parts[i] = name_of(parts[i])
         return parts
 
     def _values_of(self, parts: Sequence[Any]) -> list[Any]:
         """The values that have these parts."""
         flat = list(parts)
-        for i, names, get in self._named:
-            flat[i] = names.get(flat[i]) or get(flat[i])
+        for i, _, value_of in self._named:
+            flat[i] = value_of(flat[i])
         values: list[Any] = []
         for value, start, stop in self._slots:
             part = flat[start]

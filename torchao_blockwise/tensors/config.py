@@ -25,8 +25,9 @@ from torchao_blockwise.ops import Backend, get_backend
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-# What a layer saves for backward: the quantized copy.
+# The value of `save_activations` for the quantized copy.
 QUANTIZED = "quantized"
+_GRAD_WEIGHT_FORMATS = {"1x128": FP8_1X128, "128x128": FP8_128X128}
 
 
 # Options of earlier versions: what they were by default, and what to do instead of another value.
@@ -57,7 +58,7 @@ class ConfigClass(ABCMeta):
 
     @property
     def quant_method(cls) -> NoReturn:
-        """Raise: what `from_pretrained` asks its `quantization_config` for."""
+        """Raise, where `from_pretrained` reads it of its `quantization_config`."""
         _refuse_quantization_config(f"the class {cls.__name__}", cls.in_transformers)
 
 
@@ -74,7 +75,7 @@ def _refuse_quantization_config(got: str, name: str) -> NoReturn:
 
 @dataclass(frozen=True)
 class TrainingConfig(AOBaseConfig, metaclass=ConfigClass):
-    """What every training config decides; use `BlockwiseFP8TrainingConfig` or `NVFP4TrainingConfig`."""
+    """Base class of training configs; use `BlockwiseFP8TrainingConfig` or `NVFP4TrainingConfig`."""
 
     weight_format: ClassVar[BlockFormat]
     activation_format: ClassVar[BlockFormat]
@@ -117,10 +118,8 @@ class TrainingConfig(AOBaseConfig, metaclass=ConfigClass):
                 f"got {self.out_dtype!r}"
             )
 
-    def __setstate__(self, state: object) -> None:
-        """What loads and copies set: fields, checked as those of a new config; those of other versions are left out."""
-        if not isinstance(state, dict):
-            raise TypeError(f"{type(self).__name__}: its state must be a dict of fields, got {type(state).__name__}")
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Set the fields of a loaded or copied config, checked as in a new one; skip those of other versions."""
         without_removed(type(self).__name__, state)
         for field in fields(self):
             if field.name in state:
@@ -129,7 +128,7 @@ class TrainingConfig(AOBaseConfig, metaclass=ConfigClass):
 
     @property
     def quant_method(self) -> NoReturn:
-        """Raise: what `from_pretrained` asks its `quantization_config` for."""
+        """Raise, where `from_pretrained` reads it of its `quantization_config`."""
         _refuse_quantization_config(f"a {type(self).__name__}", self.in_transformers)
 
     @property
@@ -144,19 +143,27 @@ class TrainingConfig(AOBaseConfig, metaclass=ConfigClass):
     def saves_quantized_activations(self) -> bool:
         return self.save_activations == QUANTIZED
 
+    @property
+    def grad_weight_format(self) -> BlockFormat:
+        """The format of a layer's input in `grad_weight`: that of its columnwise copy."""
+        return self.activation_format
+
 
 @dataclass(frozen=True)
 class BlockwiseFP8TrainingConfig(TrainingConfig):
     """Train in blockwise FP8: weights 128×128, activations and gradients 1×128, all three GEMMs in e4m3.
 
+    grad_weight_blocks: the blocks, tokens × features, in which a layer's input is quantized for `grad_weight`: "1x128"
+        (default), 128 tokens of a feature, as in the report; or "128x128", for which `grad_weight` is the same kind of
+        GEMM as `output`. `output` and `grad_input` are the same bits.
     save_activations: "quantized" (default) saves the columnwise FP8 copy of the input for `grad_weight`, 1 byte an
         element; "high_precision" saves the input itself and quantizes it in backward. Gradients are the same bits.
     power_of_2_scales: round scales to powers of two.
     master_weights: True (default) keeps the Parameter in high precision and quantizes it where a product reads it,
         forward and backward (`weights_unchanged` keeps the copies of several passes); False makes the Parameter the
         quantized tensor itself, 1 byte a parameter: for frozen bases, and for `distributed.MasterWeightOptimizer`,
-        which has the masters alone.
-    backend: who computes, AUTO or one by name; see `ops.Backend`.
+        which owns the masters.
+    backend: AUTO or a backend by name; see `ops.Backend`.
     out_dtype: dtype of the layer's output; None (default) is the input's, or autocast's.
 
     Raises ValueError or TypeError for a value or combination that cannot work.
@@ -169,6 +176,17 @@ class BlockwiseFP8TrainingConfig(TrainingConfig):
     in_transformers: ClassVar[str] = "BlockwiseFP8Config"
 
     power_of_2_scales: bool = False  # type: ignore[misc]  # a constant in formats that have no choice
+    grad_weight_blocks: str = "1x128"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.grad_weight_blocks not in _GRAD_WEIGHT_FORMATS:
+            wanted, got = " or ".join(map(repr, _GRAD_WEIGHT_FORMATS)), self.grad_weight_blocks
+            raise ValueError(f"{type(self).__name__}: grad_weight_blocks must be {wanted}, got {got!r}")
+
+    @property
+    def grad_weight_format(self) -> BlockFormat:
+        return _GRAD_WEIGHT_FORMATS[self.grad_weight_blocks]
 
 
 @dataclass(frozen=True)
@@ -183,13 +201,14 @@ class NVFP4TrainingConfig(TrainingConfig):
         for any split of the tensors over ranks. `recipe_state(model)` has what a run must remember to resume.
     seed: of these bits, 64 bits; give each data-parallel rank another.
     scale_per_expert: each expert of a weight [E, N, K], and the tokens of each expert, have their own tensor scale.
-        An expert's bits then depend on its own values and tokens alone: under expert parallelism they are those of one
+        An expert's bits then depend only on its values and tokens: under expert parallelism they are those of one
         device, activations' too, and ranks exchange no amax for them. False (default): one for all of them. Layers
         without experts are the same either way.
-    Other fields as in `BlockwiseFP8TrainingConfig`, without power_of_2_scales (block scales are e4m3). Where there are
-    no FP4 tensor cores, products are computed from decoded values in bf16 with fp32 accumulation. Keep the last blocks
-    and the head in higher precision (`keep_last_blocks`, `skip_lm_head`). An activation has one tensor scale for the
-    whole batch, or for the tokens of an expert: what a token is quantized to depends on the tokens beside it.
+    Other fields as in `BlockwiseFP8TrainingConfig`, without power_of_2_scales (block scales are e4m3) and
+    grad_weight_blocks. Where there are no FP4 tensor cores, GEMMs are computed from decoded values in bf16 with fp32
+    accumulation. Keep the last blocks and the head in higher precision (`keep_last_blocks`, `skip_lm_head`). An
+    activation has one tensor scale for the whole batch, or for the tokens of an expert: the quantized values of a token
+    depend on the other tokens.
 
     Raises ValueError or TypeError for a value that cannot work.
     Source: NVIDIA, Pretraining Large Language Models with NVFP4 (arXiv 2509.25149).

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 
 from torchao_blockwise.formats import E2M1, Groups, Operand
-from torchao_blockwise.ops.backend import compute_capability, why_no_kernels
+from torchao_blockwise.ops.backend import architecture, compute_capability, why_no_kernels
 from torchao_blockwise.ops.padding import aligned_rows
 
 _BLACKWELL = 10
@@ -34,10 +34,8 @@ _MAX_GROUPS = 1024
 def why_not(a: Operand, b: Operand, groups: Groups, along: str, out_dtype: torch.dtype) -> str | None:
     """Why these kernels cannot compute this GEMM, or None if they can. Arguments as in the op."""
     device = a.qdata.device
-    capability = compute_capability(device)
-    if capability[0] != _BLACKWELL:
-        got = f"sm_{capability[0]}{capability[1]}" if device.type == "cuda" else device.type
-        return f"the kernels are for Blackwell GPUs (sm_100), got {got}"
+    if compute_capability(device)[0] != _BLACKWELL:
+        return f"the kernels are for Blackwell GPUs (sm_100), got {architecture(device)}"
     if a.format.element is not E2M1:
         return f"they multiply e2m1 elements, got {a.format_name} · {b.format_name}"
     if along != "m":

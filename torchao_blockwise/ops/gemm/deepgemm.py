@@ -4,7 +4,8 @@
     b's scales [N/128, K/128] as they lie
 
 It promotes partial sums to fp32 every 128 of K, as our kernels do. It writes bf16 and adds nothing, so a GEMM with a
-bias, which must be rounded once, is not its. Nor is `grad_weight`: that kernel adds into fp32 in memory and is slower.
+bias, which must be rounded once, is not its. Nor is `grad_weight` of one-row blocks: that kernel adds into fp32 in
+memory and is slower. With the layer's input in square blocks, `grad_weight` is the same GEMM as `output`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch
 
 from torchao_blockwise._compat import deep_gemm_library
 from torchao_blockwise.formats import FP8_1X128, FP8_128X128, Operand
-from torchao_blockwise.ops.backend import compute_capability
+from torchao_blockwise.ops.backend import architecture, compute_capability
 from torchao_blockwise.ops.padding import aligned_rows
 
 _PAIR = (FP8_1X128.name, FP8_128X128.name)
@@ -29,8 +30,7 @@ def why_not(a: Operand, b: Operand, out_dtype: torch.dtype, bias: torch.Tensor |
     """Why DeepGEMM cannot compute this GEMM, or None if it can."""
     device = a.qdata.device
     if compute_capability(device) != (9, 0):
-        major, minor = compute_capability(device)
-        return f"it needs a Hopper GPU (sm_90), got {f'sm_{major}{minor}' if device.type == 'cuda' else device.type}"
+        return f"it needs a Hopper GPU (sm_90), got {architecture(device)}"
     if (a.format_name, b.format_name) != _PAIR:
         return f"it multiplies {_PAIR[0]} by {_PAIR[1]}, got {a.format_name} · {b.format_name}"
     if out_dtype != torch.bfloat16 or bias is not None:

@@ -57,7 +57,6 @@ partial_block_amax_op = Operation(
 block_scales_op = Operation(
     "block_scales_(Tensor(a!) encode, Tensor(b!)[] scales, Tensor(c!)[] global_scales, Tensor amax_bits, "
     "SymInt[] first_blocks, str fmt, bool power_of_2_scales, str backend) -> ()",
-    takes=(None, None, None, None, None, BlockFormat, None),
     table=[
         kernels(Backend.TRITON, f"{_KERNELS}:block_scales_", _why_not),
         Implementation(Backend.REFERENCE, reference.block_scales_),

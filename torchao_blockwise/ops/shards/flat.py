@@ -10,7 +10,6 @@ from typing import NamedTuple
 import torch
 
 from torchao_blockwise.formats import BlockFormat, get_format
-from torchao_blockwise.ops.registry import by_name
 
 # Where a cast writes: the whole payload, the entries that hold the shard, or one code an entry.
 WHOLE, ENTRIES, CODES = "whole", "entries", "codes"
@@ -25,7 +24,6 @@ class Shard(NamedTuple):
     first_block: int
 
 
-@by_name(fmt=BlockFormat)
 class Shards(NamedTuple):
     """A shard of each of a list of tensors, to be rounded to `dtype` and quantized in `fmt`."""
 

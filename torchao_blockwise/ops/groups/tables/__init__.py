@@ -62,7 +62,6 @@ def _fake(ends: torch.Tensor, tokens: int, fmt: BlockFormat) -> torch.Tensor:
 
 group_tables_op = Operation(
     "group_tables(Tensor ends, SymInt tokens, str fmt, str backend) -> Tensor",
-    takes=(None, None, BlockFormat),
     table=[
         kernels(Backend.TRITON, f"{__name__}.kernels_triton:group_tables"),
         Implementation(Backend.REFERENCE, reference.group_tables),
