@@ -5,7 +5,7 @@ One process a GPU (NCCL; gloo with --smoke on a CPU), blocks and root fully shar
     bf16                    weights travel in bf16
     torchao_bf16_gather     torchao's float8 tensorwise, quantized after the gather
     torchao_fp8_gather      the same, quantized before it, scales precomputed after each optimizer step
-    fp8, nvfp4              ours
+    fp8, fp8_128x128, nvfp4  ours; with these `grad_weight_blocks`
 
     gathered MiB   counted: outputs of all `torch.distributed` all-gathers into one tensor, which FSDP2 calls by these
                    names, over the timed steps; both passes gather
@@ -56,7 +56,7 @@ from torchao import float8
 from torchao_blockwise.distributed.fsdp import Root
 
 GATHERS = {"torchao_bf16_gather": False, "torchao_fp8_gather": True}
-RECIPES = ("bf16", *GATHERS, "fp8", "nvfp4")
+RECIPES = ("bf16", *GATHERS, "fp8", "fp8_128x128", "nvfp4")
 COLUMNS = (
     *("recipe", "mode", "gathered MiB", "of bf16", "ms a step", "x bf16", "tokens/s", "peak GiB"),
     *("sync ms", "sync %", "reduce ms", "reduce %", "loss", "off"),

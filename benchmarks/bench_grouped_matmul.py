@@ -13,6 +13,7 @@ Writes benchmarks/results/grouped_matmul_<device>.json and .md.
 
     python benchmarks/bench_grouped_matmul.py [--shapes mixtral_8x7b 16384x8x1408x2048] [--routings skewed]
                                               [--only grad_weight] [--backends triton gluon] [--peers bf16]
+                                              [--recipes fp8 fp8_128x128]
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ import torch.nn.functional as F
 from common import driver, peers, shapes
 from common.driver import Job, Peer
 from common.errors import Unavailable
-from common.products import RECIPES, check, error_budget, product_error
+from common.products import RECIPES, Product, check, error_budget, product_error
 from common.report import Report
 from common.shapes import ROUTINGS, Experts, group_ends
 
 from torchao_blockwise import ops
-from torchao_blockwise.formats import FP8_1X128, BlockFormat, Groups, Operand
+from torchao_blockwise.formats import FP8_1X128, Groups, Operand
 from torchao_blockwise.ops.gemm.grouped import grouped_matmul_op
 from torchao_blockwise.ops.groups.ends import padded_ends, padded_rows
 
@@ -47,21 +48,17 @@ COLUMNS = (
 
 
 @dataclass(frozen=True)
-class GroupedProduct:
+class GroupedProduct(Product):
     """One grouped GEMM of experts whose weights are [experts, out_features, in_features].
 
-    kind: of KINDS. sizes: tokens of each expert. recipe: "fp8" or "nvfp4".
+    kind: of KINDS. sizes: tokens of each expert. recipe: of RECIPES.
     """
 
-    kind: str
-    sizes: tuple[int, ...]
-    out_features: int
-    in_features: int
-    recipe: str = "fp8"
+    sizes: tuple[int, ...] = ()
 
-    @property
-    def tokens(self) -> int:
-        return sum(self.sizes)
+    @classmethod
+    def of(cls, kind: str, sizes: tuple[int, ...], out_features: int, in_features: int, recipe: str = "fp8"):
+        return cls(kind, sum(sizes), out_features, in_features, recipe, sizes)
 
     def ends(self, device: torch.device) -> torch.Tensor:
         """Where the tokens of each expert end."""
@@ -74,15 +71,6 @@ class GroupedProduct:
     @property
     def quantizes(self) -> bool:
         return self.kind == "grad_weight_quantized"
-
-    @property
-    def formats(self) -> tuple[BlockFormat, BlockFormat]:
-        activations, weights = RECIPES[self.recipe]
-        return activations, weights if self.along == "m" else activations
-
-    @property
-    def flops(self) -> int:
-        return 2 * self.tokens * self.out_features * self.in_features
 
     def nbytes(self) -> int:
         """Bytes that must move: what experts with tokens read, and all of what is written, in bf16."""
@@ -109,7 +97,10 @@ class GroupedProduct:
         """The operands that the GEMM takes."""
         a_fmt, b_fmt = self.formats
         if self.along == "k":
-            a, b = (ops.quantize(x, a_fmt, groups=ends, rowwise=False, columnwise=True) for x in (first, second))
+            a, b = (
+                ops.quantize(x, a_fmt, groups=ends, rowwise=False, columnwise=fmt)
+                for x, fmt in ((first, a_fmt), (second, b_fmt))
+            )
             return a.columnwise, b.columnwise
         transposed = self.kind == "grad_input"
         weights = ops.quantize(second, b_fmt, rowwise=not transposed, columnwise=transposed)
@@ -237,7 +228,7 @@ def jobs_of(shape: Experts, routing: str, kind: str, recipe: str, device: torch.
     sizes = tuple(end - start for start, end in itertools.pairwise(ends))
     for weight, (_, n, k) in shape.weights.items():
         labels = {"shape": str(shape), "weight": weight, "routing": routing}
-        yield job(GroupedProduct(kind, sizes, n, k, recipe), labels, device, backends)
+        yield job(GroupedProduct.of(kind, sizes, n, k, recipe), labels, device, backends)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

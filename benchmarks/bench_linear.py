@@ -1,7 +1,8 @@
 """A linear layer, forward and backward: time, memory and host time, ours compared with bf16 and torchao's recipes.
 
 For each shape and recipe, with bf16 weights, an input that needs its gradient, and a weight quantized in forward and
-in backward (fp8_primary: the Parameter is FP8, whose cast is the optimizer step's and in no step here):
+in backward (fp8_128x128: with these `grad_weight_blocks`; fp8_primary: the Parameter is FP8, whose cast is the
+optimizer step's and in no step here):
     graph    a step replayed from a CUDA graph, cold cache
     eager    a step in a loop of eager steps: host and device as in training
     host     until an eager step has been launched
@@ -27,7 +28,7 @@ from common.layers import Layer, Work, quantized_bytes
 from common.shapes import Shape
 from torch import nn
 
-DEFAULT_RECIPES = ("fp8", "fp8_primary", "bf16", "torchao", "torchao_tensorwise", "torchao_rowwise")
+DEFAULT_RECIPES = ("fp8", "fp8_128x128", "fp8_primary", "bf16", "torchao", "torchao_tensorwise", "torchao_rowwise")
 RECIPES = (*DEFAULT_RECIPES, "nvfp4", "nvfp4_full")
 # ‖difference to bf16‖ / ‖bf16‖ that a recipe may have: three times what rounding to its elements gives.
 _BUDGETS = {recipe: 0.4 if recipe.startswith("nvfp4") else 0.1 for recipe in RECIPES}

@@ -3,11 +3,12 @@
 Checks first: four corners of every result against the fp64 GEMM of what the operands decode to. Times are of CUDA graph
 replays with a cold cache. Floor: the greater of bytes that must move over copy bandwidth, and operations over the rate
 of cuBLASLt's tensorwise fp8, both measured here. A ratio to a peer is the peer's time over ours: above 1 we win.
-Operands are those that layers make: of grad_weight columnwise copies, padded. DeepGEMM compiles for long and runs where
+Operands are those that layers make: of grad_weight columnwise copies, padded; of fp8_128x128 with the input in square
+blocks. DeepGEMM compiles for long and runs where
 --peers names it. Writes benchmarks/results/matmul_<device>.json and .md.
 
     python benchmarks/bench_matmul.py [--shapes 4096x7168x2048 large] [--only grad_weight] [--backends gluon cublas]
-                                      [--peers cublaslt deep_gemm]
+                                      [--peers cublaslt deep_gemm] [--recipes fp8 fp8_128x128]
 """
 
 from __future__ import annotations

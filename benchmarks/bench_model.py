@@ -5,7 +5,7 @@ Each recipe runs eager and compiled (layer by layer), without and with activatio
 first that the output is bf16's within the recipe's error. Memory is the peak of a step, all it holds counted. The split
 is of device time by kernel, from torch.profiler over three steps; below the table it is kernel by kernel. fp8_fused:
 layers that read one input share its quantization, where q, k, v, gate and up are separate layers (--fuse);
-fp8_fused_once: SwiGLU quantizes what it computes as well.
+fp8_fused_once: SwiGLU quantizes what it computes as well. fp8_128x128: with these blocks of grad_weight.
 Writes benchmarks/results/model_<layers>_layers_<device>.json and .md, with --fuse model_<layers>_layers_fuse_<device>.
 
     python benchmarks/bench_model.py [--layers 32 --tokens 4096] [--only fp8 bf16] [--modes eager] [--fuse]
@@ -32,11 +32,12 @@ from llm_training.model import Stack
 from llm_training.recipes import fuse
 from torch import nn
 
-OURS = ("fp8", "fp8_fused", "fp8_fused_once", "nvfp4", "nvfp4_fused")
+FP8 = tuple(f"{recipe}{fused}" for recipe in ("fp8", "fp8_128x128") for fused in ("", "_fused", "_fused_once"))
+OURS = (*FP8, "nvfp4", "nvfp4_fused")
 RECIPES = ("bf16", *OURS, "torchao", "torchao_tensorwise", "torchao_rowwise")
 # Of merged projections and, with --fuse, of separate ones.
-DEFAULT_RECIPES = tuple(r for r in RECIPES if r not in ("fp8_fused", "nvfp4", "nvfp4_fused"))
-FUSE_RECIPES = ("bf16", *OURS[:3])
+DEFAULT_RECIPES = tuple(r for r in RECIPES if not r.endswith("_fused") and r != "nvfp4")
+FUSE_RECIPES = ("bf16", *FP8)
 MODES = ("eager", "compiled")
 COLUMNS = ("recipe", "mode", "checkpointing", "tokens/s", "x bf16", "ms a step", "peak GiB", "error")
 # Of the whole stack: errors of layers add up.

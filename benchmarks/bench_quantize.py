@@ -2,13 +2,15 @@
 
 For each shape: rowwise, columnwise, both, a weight in square blocks, and the transpose that makes its columnwise copy;
 in NVFP4 also the columnwise copy of the random Hadamard transform ("transformed"), and both copies of a gradient,
-rounded stochastically, the columnwise one transformed ("gradient").
+rounded stochastically, the columnwise one transformed ("gradient"). fp8_128x128: an input with `grad_weight_blocks` of
+that name, whose columnwise copy is in square blocks.
 Checks first that bits are the reference's. Bytes that must move: the input read once (twice where the scale of the
 tensor must be known first), the payload and scales written. Floor: those over the copy bandwidth measured here.
 torchao's kernels, in FP8, compile and try 45 variants for each new width, some 20 seconds: --peers runs them.
 Writes benchmarks/results/quantize_<device>.json and .md.
 
     python benchmarks/bench_quantize.py [--shapes 16384x4096x4096 large] [--only both transpose] [--peers torchao]
+                                        [--recipes fp8 fp8_128x128]
 """
 
 from __future__ import annotations
@@ -33,14 +35,17 @@ COLUMNS = ("case", "shape", "by", "us", "spread %", "MiB", "TB/s", "roofline us"
 
 def job(case: str, rows: int, columns: int, recipe: str, device: torch.device) -> Job:
     """The job of that name for [rows, columns]."""
-    fmt = RECIPES[recipe][case in ("weight", "transpose")]
-    rowwise, columnwise = fmt.nbytes(rows, columns), fmt.nbytes(columns, rows)
+    activations, weights, of_columns = RECIPES[recipe]
+    fmt = weights if case in ("weight", "transpose") else activations
+    rowwise, columnwise = fmt.nbytes(rows, columns), of_columns.nbytes(columns, rows)
     with_columns = case in ("columnwise", "both", *NVFP4_ONLY)
     with_rows = case not in ("columnwise", "transformed")
     written = columnwise * with_columns + rowwise * with_rows
     read = (2 if fmt.has_global_scale else 1) * rows * columns * torch.bfloat16.itemsize
     # Padded, as layers ask for it.
-    options = {"rowwise": with_rows, "columnwise": with_columns, "padded": True, "hadamard": case in NVFP4_ONLY}
+    options = {
+        "rowwise": with_rows, "columnwise": with_columns and of_columns, "padded": True, "hadamard": case in NVFP4_ONLY
+    }  # fmt: skip
     if case == "gradient":
         options["stochastic"] = ops.StochasticRounding(seed=1, stream=2, use=3)
 
@@ -65,13 +70,20 @@ def job(case: str, rows: int, columns: int, recipe: str, device: torch.device) -
         return peers.torchao_quantizer(case, rows, columns, device)
 
     return Job(
-        {"case": case, "shape": f"{rows}x{columns}", "by": fmt.name},
+        {"case": case, "shape": f"{rows}x{columns}", "by": recipe if recipe == "fp8_128x128" else fmt.name},
         make,
         lambda inputs: {"ours": run},
         check,
         {"torchao": torchao},
         2 * rowwise if case == "transpose" else read + written,
     )
+
+
+def cases_of(recipe: str) -> Sequence[str]:
+    """The cases that only this recipe has, and those that all have."""
+    if recipe == "fp8_128x128":
+        return "columnwise", "both"
+    return CASES if recipe == "nvfp4" else CASES[: -len(NVFP4_ONLY)]
 
 
 def payload_agrees(peer, ours) -> bool:
@@ -92,7 +104,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     jobs = [
         job(case, s.out_features if case in ("weight", "transpose") else s.tokens, s.in_features, recipe, device)
         for case, s, recipe in itertools.product(args.only, args.shapes, args.recipes)
-        if recipe == "nvfp4" or case not in NVFP4_ONLY
+        if case in cases_of(recipe)
     ]
     return driver.run_jobs(results, jobs, args.peers)
 

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-# What a build of the site writes beside the pages.
+# Written next to the pages by a build of the site.
 GENERATED = ("api", "learn", "results")
 PAGES = [page for page in sorted((ROOT / "docs").glob("**/*.md")) if page.parent.name not in GENERATED]
 PAGES.append(ROOT / "CONTRIBUTING.md")
 
-# What is no measurement of ours: how the board's counter works, what follows by arithmetic, sizes that are needed.
+# Not measured here: how the board's counter works, results of arithmetic, sizes that are needed.
 RECKONED = (
     "renewed every 20 to 100 ms",
     "an estimated 2 µs",
@@ -94,7 +94,7 @@ def test_examples_print_what_is_shown(page, tmp_path, monkeypatch):
         assert printed.getvalue().strip() == shown.get(name, ""), name
 
 
-# docs/extensions/ writes it beside the pages; git does not have it.
+# docs/extensions/ writes it next to the pages; git does not have it.
 MADE_WITH_THE_SITE = {"errors.rst"}
 
 

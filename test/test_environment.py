@@ -1,4 +1,4 @@
-"""What lies outside the package and may be old, missing or broken: it is said in a sentence, where it matters."""
+"""Other packages and folders that are old, missing or broken: a sentence says so where it matters."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def last_line(done: subprocess.CompletedProcess) -> str:
 
 @pytest.fixture
 def unwritable(tmp_path, monkeypatch):
-    """Triton's cache folder, below what is no folder: permissions would not stop root."""
+    """Triton's cache folder, below a file: permissions would not stop root."""
     triton = pytest.importorskip("triton")
     (tmp_path / "file").write_text("")
     monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path / "file" / "cache"))
@@ -121,3 +121,11 @@ def test_newer_versions_and_those_that_say_nothing_convert(monkeypatch):
         assert _versions.why_too_old() is None, version
     monkeypatch.setattr(torchao, "__version__", "0.16.0")
     assert "torchao 0.16.0; pip install -U" in _versions.why_too_old()
+
+
+# --- messages of torchao ----------------------------------------------------------------------------------------------
+
+
+def test_an_import_prints_nothing():
+    """Not that torchao's own kernels fit no such PyTorch, nor that it registers an enum in an old way."""
+    assert python("import torchao_blockwise").stderr == ""

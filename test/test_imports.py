@@ -59,7 +59,7 @@ def room_of(path: Path) -> str:
 
 
 def rule_breaks(room: str, imported: set[str]) -> list[str]:
-    """What a file of `room` imports and may not."""
+    """Return the imports of a file of `room` that are not allowed."""
     if room in EXEMPT:
         return []
     if room in COMPAT:
@@ -105,7 +105,7 @@ def hidden_modules(tree: ast.Module, package: str, modules: set[str]) -> set[str
 
 
 def test_no_module_has_the_name_of_what_its_package_exports():
-    """`ops.quantize` is a function; beside a module of this name, which of the two it is would depend on imports."""
+    """`ops.quantize` is a function; with a module of this name, imports would decide which of the two it is."""
     found = {}
     for path in (path for path in FILES if path.stem == "__init__"):
         package = ".".join(("torchao_blockwise", *path.parent.relative_to(PACKAGE).parts))
@@ -146,7 +146,7 @@ def test_only_ops_knows_kernels_and_triton():
 
 # --- private names of others ------------------------------------------------------------------------------------------
 
-# What a NamedTuple and an enum promise, with an underscore all the same.
+# Public names of NamedTuples and enums that begin with an underscore.
 PROMISED = {"_replace", "_fields", "_asdict", "_make", "_value_", "_name_"}
 
 

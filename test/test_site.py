@@ -1,4 +1,4 @@
-"""What the site is made of: public names, errors and tutorials have their places; docstrings keep their text."""
+"""The parts of the site: public names, errors and tutorials have their places; docstrings keep their text."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_outputs_of_gpu_tutorials_are_of_their_code():
 def test_gpu_tutorials_run_part_by_part(tmp_path, monkeypatch):
     monkeypatch.setattr(gpu_tutorials, "FOLDER", tmp_path)
     program = '"""\nTitle\n=====\n"""\n\n# %%\n# One\n# ---\n\nx = 2\nprint(x)\n\n'
-    program += "# %%\n# Words alone\n\n# %%\n# More\n\nprint(x + 1)\n"
+    program += "# %%\n# Only words\n\n# %%\n# More\n\nprint(x + 1)\n"
     (tmp_path / "small.py").write_text(program)
     gpu_tutorials.run("small")
     made = json.loads((tmp_path / "small.json").read_text())

@@ -8,10 +8,11 @@ import platform
 import socket
 import subprocess
 import sys
-from importlib import metadata
 from pathlib import Path
 
 import torch
+
+from torchao_blockwise.diagnostics.environment import installed
 
 # For NCCL and symmetric memory: NVLink multicast is off on shared hosts, whose other GPUs it can put out of service.
 NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
@@ -26,7 +27,7 @@ def environment(device: torch.device) -> dict:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
-        **{name: _version(name) for name in ("torchao", "triton", "torchao_blockwise", "sgl-deep-gemm")},
+        **{name: installed(name) for name in ("torchao", "triton", "torchao_blockwise", "sgl-deep-gemm")},
         "commit": _git_commit(),
         "command": " ".join(sys.argv[1:]),
     }
@@ -72,13 +73,6 @@ def write_text(path: Path, text: str) -> None:
 def write_json(path: Path, content: dict) -> None:
     """`content` as strict JSON: NaN and Inf are errors."""
     write_text(path, json.dumps(content, indent=1, allow_nan=False) + "\n")
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _power_limit(device: torch.device) -> float | None:

@@ -28,10 +28,12 @@ from torchao_blockwise.formats import FP8_1X128
 
 _BLOCK = FP8_1X128.block[1]
 
-# Ours, of the same weights. "primary": Parameters that are quantized themselves. "nvfp4" is without the transform and
-# random bits, which "full" has; "per_expert": as "nvfp4", with a tensor scale an expert.
+# Ours, of the same weights. "128x128": `grad_weight_blocks`. "primary": Parameters that are quantized themselves.
+# "nvfp4" is without the transform and random bits, which "full" has; "per_expert": as "nvfp4", with a tensor scale an
+# expert.
 OUR_CONFIGS = {
     "fp8": BlockwiseFP8TrainingConfig(),
+    "fp8_128x128": BlockwiseFP8TrainingConfig(grad_weight_blocks="128x128"),
     "fp8_primary": BlockwiseFP8TrainingConfig(master_weights=False),
     "nvfp4": NVFP4TrainingConfig(hadamard=False, stochastic_rounding=False),
     "nvfp4_full": NVFP4TrainingConfig(),
@@ -50,7 +52,7 @@ def product_peer(name: str, product: Product, device: torch.device) -> Peer:
     """
     makers = {"bf16": _bf16, "tensorwise": _tensorwise, "cublaslt": _cublaslt, "deep_gemm": _deep_gemm}
     maker = makers[name]
-    if name != "bf16" and product.recipe != "fp8":
+    if name != "bf16" and product.recipe == "nvfp4":
         raise Unavailable("compared in FP8 only")
     return maker(product, device)
 
@@ -68,7 +70,7 @@ def _cublaslt(product: Product, device: torch.device) -> Peer:
     need_capability(device, (9, 0))
     m, n, k = product.mnk
     need_multiples("N and K", (n, k), 16)
-    one_row = product.kind == "grad_weight"
+    one_row = product.formats[1].block[0] == 1
     need_multiples("rows of 1x128 operands", (m, n) if one_row else (m,), 4)
     types = F.ScalingType
     b_type = types.BlockWise1x128 if one_row else types.BlockWise128x128
@@ -88,7 +90,7 @@ def _deep_gemm(product: Product, device: torch.device) -> Peer:
     need_capability(device, (9, 0))
     deep_gemm = import_deep_gemm(device)
     m, n, k = product.mnk
-    one_row = product.kind == "grad_weight"
+    one_row = product.formats[1].block[0] == 1
     need_multiples("rows of scales, for their copies by TMA,", (m, n) if one_row else (m,), 4)
     need_multiples("K", (k,), 16)
 

@@ -50,7 +50,7 @@ def draw(
     """Write the picture, whole or not at all; False where matplotlib is missing, which is printed.
 
     losses: training losses by label, of which the first is bf16's. distances: as of `distance`, in the same order,
-    none where there is no bf16. level: entropy of a byte, the loss of a model that knows only frequencies.
+    empty without bf16. level: entropy of a byte, the loss of a model that knows only frequencies.
     """
     try:
         import matplotlib

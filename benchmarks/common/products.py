@@ -12,14 +12,15 @@ from common.driver import Peer
 from torchao_blockwise import ops
 from torchao_blockwise.formats import FP8_1X128, FP8_128X128, NVFP4_1X16, NVFP4_16X16, BlockFormat, Operand
 
-# Recipe -> formats of activations and gradients, and of weights.
-RECIPES: dict[str, tuple[BlockFormat, BlockFormat]] = {
-    "fp8": (FP8_1X128, FP8_128X128),
-    "nvfp4": (NVFP4_1X16, NVFP4_16X16),
+# Recipe -> formats of activations and gradients, of weights, and of the input in grad_weight.
+RECIPES: dict[str, tuple[BlockFormat, BlockFormat, BlockFormat]] = {
+    "fp8": (FP8_1X128, FP8_128X128, FP8_1X128),
+    "fp8_128x128": (FP8_1X128, FP8_128X128, FP8_128X128),
+    "nvfp4": (NVFP4_1X16, NVFP4_16X16, NVFP4_1X16),
 }
 KINDS = ("output", "grad_input", "grad_weight")
 # Peers that quantize in their own way, or not at all, are as far off as our quantization is.
-_OTHERS_BUDGET = {"fp8": 0.1, "nvfp4": 0.25}
+_OTHERS_BUDGET = {"fp8": 0.1, "fp8_128x128": 0.1, "nvfp4": 0.25}
 # Rows of each operand that a check looks at, at both ends: whole blocks of every format.
 _CHECKED_ROWS = FP8_128X128.block[0]
 
@@ -30,7 +31,7 @@ class Product:
 
     kind: "output" x · wᵀ, "grad_input" dy · w or "grad_weight" dyᵀ · x.
     tokens: rows of x [tokens, in_features] and dy [tokens, out_features]; w is [out_features, in_features].
-    recipe: "fp8" or "nvfp4".
+    recipe: of RECIPES.
     """
 
     kind: str
@@ -47,12 +48,12 @@ class Product:
 
     @property
     def formats(self) -> tuple[BlockFormat, BlockFormat]:
-        activations, weights = RECIPES[self.recipe]
-        return activations, activations if self.kind == "grad_weight" else weights
+        activations, weights, of_input = RECIPES[self.recipe]
+        return activations, of_input if self.kind.startswith("grad_weight") else weights
 
     @property
     def flops(self) -> int:
-        return 2 * math.prod(self.mnk)
+        return 2 * self.tokens * self.out_features * self.in_features
 
     def nbytes(self) -> int:
         """Bytes that must move: both operands read, the result written in bf16."""
@@ -73,7 +74,10 @@ class Product:
         a_fmt, b_fmt = self.formats
         if self.kind == "grad_weight":
             dy, x = random(t, n), random(t, k)
-            both = (ops.quantize(y, a_fmt, rowwise=False, columnwise=True, padded=True).columnwise for y in (dy, x))
+            both = (
+                ops.quantize(y, a_fmt, rowwise=False, columnwise=fmt, padded=True).columnwise
+                for y, fmt in ((dy, a_fmt), (x, b_fmt))
+            )
             return dy.t(), x.t(), *both
         a, b = (random(t, k), random(n, k)) if self.kind == "output" else (random(t, n), random(n, k).t())
         return a, b, ops.quantize(a, a_fmt).rowwise, ops.quantize(b, b_fmt).rowwise

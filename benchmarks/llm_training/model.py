@@ -208,10 +208,14 @@ class Decoder(Stack):
         return [module for module in self.modules() if isinstance(module, Router)]
 
 
+def byte_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Mean cross-entropy in nats; logits: [B, S, 256], targets: [B, S] int64."""
+    return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+
+
 def next_byte_loss(model: nn.Module, windows: torch.Tensor) -> torch.Tensor:
     """Mean cross-entropy in nats of each byte given those before it; windows: [B, S + 1] int64."""
-    logits = model(windows[:, :-1])
-    return F.cross_entropy(logits.float().flatten(0, 1), windows[:, 1:].flatten())
+    return byte_loss(model(windows[:, :-1]), windows[:, 1:])
 
 
 def rotary(positions: int, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -8,21 +8,21 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from common.peers import compile_options
 from torch import nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from llm_training import checkpoint, products
 from llm_training.config import RunConfig, UsageError
 from llm_training.data import Corpus
-from llm_training.model import Decoder, next_byte_loss
+from llm_training.model import Decoder, byte_loss, next_byte_loss
 from llm_training.recipes import RECIPES, convert, perturb
 from torchao_blockwise import weights_unchanged
+from torchao_blockwise.diagnostics import memory_report
 from torchao_blockwise.distributed import MasterWeightOptimizer
 from torchao_blockwise.tensors import QuantizedTensor
 
@@ -301,36 +301,19 @@ def evaluate(model: nn.Module, config: RunConfig, corpus: Corpus, device: torch.
 
 
 def activation_bytes(model: nn.Module, config: RunConfig, device: torch.device) -> int:
-    """Bytes that one microbatch saves for backward, run eagerly, Parameters left out.
+    """Bytes that one microbatch saves for backward, run eagerly.
 
     Copies of the weights do not grow with the batch, activations do: the difference between two sequences and one is
     a sequence's activations.
     """
-    own = {storage.data_ptr() for t in (*model.parameters(), *model.buffers()) for storage in _storages(t)}
-    totals = []
-    for sequences in (1, 2):
-        # Storages are kept: one that is freed and allocated again would be counted once.
-        saved: dict[int, torch.UntypedStorage] = {}
 
-        def pack(t: torch.Tensor, saved=saved) -> torch.Tensor:
-            saved.update({storage.data_ptr(): storage for storage in _storages(t.detach())})
-            return t
+    def saved(sequences: int) -> int:
+        tokens = torch.zeros(sequences, config.seq_len, dtype=torch.int64, device=device)
+        with torch.autocast(device.type, torch.bfloat16):
+            report = memory_report(model, tokens, loss=lambda logits: byte_loss(logits, tokens))
+        return report.measured.saved
 
-        windows = torch.zeros(sequences, config.seq_len + 1, dtype=torch.int64, device=device)
-        hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t)
-        with torch.autocast(device.type, torch.bfloat16), hooks:
-            next_byte_loss(model, windows)
-        totals.append(sum(storage.nbytes() for address, storage in saved.items() if address not in own))
-    return (totals[1] - totals[0]) * config.batch_size
-
-
-def _storages(t: torch.Tensor) -> Iterator[torch.UntypedStorage]:
-    """The storages of a tensor, or of the plain tensors inside a wrapper subclass."""
-    if is_traceable_wrapper_subclass(t):
-        for name in t.__tensor_flatten__()[0]:
-            yield from _storages(getattr(t, name))
-    else:
-        yield t.untyped_storage()
+    return (saved(2) - saved(1)) * config.batch_size
 
 
 def weight_bytes(model: nn.Module) -> int:

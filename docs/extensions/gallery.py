@@ -9,6 +9,7 @@ TUTORIALS = (
     "quickstart",
     "trainer",
     "lora",
+    "fine_tune_fp8",
     "experts",
     "fsdp2",
     "nvfp4",

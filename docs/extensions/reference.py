@@ -16,7 +16,14 @@ PACKAGE = "torchao_blockwise"
 MODULES = ("", "ops", "formats", "tensors", "nn", "distributed", "conversion", "checkpoint", "diagnostics")
 # Frameworks' modules list no names: those that users write.
 INTEGRATIONS = {
-    "integrations.transformers": ("BlockwiseFP8Config", "NVFP4Config", "UnchangedWeights", "Numerics", "RecipeState"),
+    "integrations.transformers": (
+        "from_pretrained",
+        "BlockwiseFP8Config",
+        "NVFP4Config",
+        "UnchangedWeights",
+        "Numerics",
+        "RecipeState",
+    ),
     "integrations.lightning": ("BlockwisePrecision", "UnchangedWeights", "Numerics"),
     "integrations.vllm": ("weight_source",),
     "integrations.sglang": ("update_weights",),

@@ -29,7 +29,7 @@ def without_gpu(monkeypatch):
     # PyTorch would remember what it counted while no GPU is to be seen.
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    # Inductor asks once in a process whether Triton has a GPU: these tests and those behind them each ask anew.
+    # Inductor asks once in a process whether Triton has a GPU: these tests and those behind them each ask again.
     has_triton.cache_clear()
     yield
     has_triton.cache_clear()

@@ -1,4 +1,4 @@
-"""What the tests of train_llm.py share: the smallest models, and some text."""
+"""The smallest models, and some text, for tests of train_llm.py."""
 
 from __future__ import annotations
 

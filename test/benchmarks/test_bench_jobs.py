@@ -1,4 +1,4 @@
-"""What each benchmark describes: bytes that must move, and checks that see what is wrong."""
+"""The jobs of benchmarks: bytes that must move, and checks that find wrong results."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_bytes_that_quantizers_must_move(case, recipe):
 
 
 def spoilt(x):
-    """`x` with another first byte in its last tensor that is no scalar."""
+    """`x` with another first byte in its last tensor with several elements."""
     flat = [t for t in tensors(x) if t.numel() > 1]
     flat[-1].view(-1).view(torch.uint8)[0] += 1
     return x
@@ -72,7 +72,7 @@ def test_a_byte_that_is_wrong_is_seen(job):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_wrong_group_is_seen(kind):
     """Each of the three groups that are looked at, and what empty groups must be."""
-    product = GroupedProduct(kind, (0, 3, 20, 0, 9), 32, 48)
+    product = GroupedProduct.of(kind, (0, 3, 20, 0, 9), 32, 48)
     ends = product.ends(CPU)
     a, b = product.quantize(*product.high_precision(CPU), ends)
     out = ops.grouped_matmul(a, b, ends, along=product.along, out_dtype=torch.float32)

@@ -24,7 +24,7 @@ def test_shapes_are_chosen_by_name_or_size_once_each(capsys):
     peers = shapes.LINEAR["peers"]
     assert chosen(shapes.LINEAR, "--shapes", "16384x14336x4096", "peers") == ([peers[5], *peers[:5]], "")
     assert chosen(shapes.LINEAR) == (shapes.LINEAR["smoke"], "")
-    # A group that is named alone has separate files.
+    # A group has separate files if no other shape is named.
     assert chosen(shapes.LINEAR, "--shapes", "tracker") == (shapes.LINEAR["tracker"], "_tracker")
     assert chosen(shapes.MIXTURES, "--shapes", "5x4x3x2")[0] == [Experts(5, 4, 3, 2)]
     for text in ("mixtral", "5x4x3", "5x4x3x0", "5x4x3xa"):

@@ -74,7 +74,7 @@ def experts(x, w):
 
 
 STEPS = {
-    "linear with bias": (torch.nn.functional.linear, [(24, 64), (40, 64), (40,)]),
+    "linear with bias": (torch.nn.functional.linear, [(3, 24, 64), (40, 64), (40,)]),
     "bmm": (torch.bmm, [(2, 24, 64), (2, 64, 40)]),
     "attention": (attend, [(2, 2, 24, 64)] * 3),
     "experts": (experts, [(24, 64), (3, 40, 64)]),
@@ -90,7 +90,7 @@ def test_products_in_fp32_are_those_of_bf16(name):
     exact = gradients(step, [x.float() for x in operands], "bf16")
     for a, b, truth in zip(plain, redone, exact, strict=True):
         assert a.dtype == b.dtype == torch.bfloat16
-        # One rounding to bf16, of sums that differ in order alone.
+        # One rounding to bf16, of sums that differ only in order.
         scale = truth.abs().max()
         assert (b - truth).abs().max() <= max((a - truth).abs().max(), 2**-8 * scale)
 

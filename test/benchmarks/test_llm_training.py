@@ -56,7 +56,7 @@ def test_every_recipe_starts_from_the_same_weights_and_learns(recipe, config):
 @MODELS
 @pytest.mark.parametrize("recipe", ("fp8", "nvfp4_full"))
 def test_quantized_parameters_train_as_master_weights_do(recipe, config):
-    """Masters that the optimizer alone has, in fp32 as the weights are, are cast to the same bits."""
+    """Masters that only the optimizer has, in fp32 as the weights are, are cast to the same bits."""
     assert curve(trained(recipe, config)) == curve(trained(f"{recipe}_parameters", config))
     assert trained(recipe, config).losses != trained("bf16", config).losses
 
@@ -81,7 +81,7 @@ def test_a_resumed_run_repeats_the_uninterrupted_one_bitwise(recipe, config, tmp
 
 @MODELS
 def test_recipes_begin_with_one_start_in_bf16(config, tmp_path, monkeypatch):
-    """As bf16 alone went there, bit for bit, and it is trained once; the last bit of its weights matters after it."""
+    """As a run in bf16 went there, bit for bit, and it is trained once; the last bit of weights matters after it."""
     whole, seen, step = trained("bf16", config), [], training.Trainer.step
     config = replace(config, bf16_steps=4)
     monkeypatch.setattr(training.Trainer, "step", lambda self, x, at: seen.append(at) or step(self, x, at))
@@ -100,7 +100,7 @@ def test_recipes_begin_with_one_start_in_bf16(config, tmp_path, monkeypatch):
 def test_grad_accumulation_sees_the_same_batch():
     """The first losses are one mean, summed in two orders; later ones are as near as if GEMMs summed in another.
 
-    That run, `products="fp32"`, is the control: both differ from the first by roundings alone, which add up as far.
+    That run, `products="fp32"`, is the control: both differ from the first only by roundings, which add up as far.
     """
     whole = replace(TINY, batch_size=4)
     configs = (whole, replace(TINY, batch_size=2, grad_accumulation=2), replace(whole, products="fp32"))
@@ -110,26 +110,13 @@ def test_grad_accumulation_sees_the_same_batch():
 
 
 @MODELS
-def test_checkpointing_and_low_precision_save_memory(config):
-    """Recomputation changes no loss."""
-    bf16, fp8 = (trained(recipe, config) for recipe in ("bf16", "fp8"))
-    recomputed = train("bf16", replace(config, activation_checkpointing=True))
-    assert recomputed.losses == bf16.losses and recomputed.activation_bytes < bf16.activation_bytes / 2
-    head = 2 * 256 * config.dim
-    assert fp8.activation_bytes < bf16.activation_bytes
-    assert fp8.weight_bytes - head == pytest.approx((bf16.weight_bytes - head) / 2, rel=0.01)
-
-
-@MODELS
-def test_fusion_keeps_the_curve_and_rounding_once_stays_near_it(config):
-    separate = replace(config, separate=True)
-    fp8, fused, once, nvfp4, nvfp4_fused = (train(recipe, separate) for recipe in SEPARATE if recipe != "bf16")
-    blocks = len(training.Trainer("bf16", config, CPU).model.layers)
-    assert fused.losses == fp8.losses and nvfp4_fused.losses == nvfp4.losses
-    assert once.losses != fp8.losses and once.losses == pytest.approx(fp8.losses, rel=0.01)
-    assert fused.layers == f"{fp8.layers}, {2 * blocks} modules fused" and once.layers == fused.layers
-    assert fused.activation_bytes < fp8.activation_bytes
-    assert trained("fp8_fused_once", config).layers == f"{trained('fp8', config).layers}, {blocks} modules fused"
+def test_checkpointing_and_fusion_keep_the_curve(config):
+    """Rounding once stays near it; what is fused is said."""
+    fp8, separate = trained("fp8", config), replace(config, separate=True)
+    assert train("fp8", replace(config, activation_checkpointing=True)).losses == fp8.losses
+    apart, fused, once = (train(recipe, separate) for recipe in SEPARATE[1:4])
+    assert fused.losses == apart.losses != once.losses == pytest.approx(apart.losses, rel=0.01)
+    assert fused.layers.startswith(f"{apart.layers}, ") and fused.layers.endswith(" modules fused")
     with pytest.raises(UsageError, match="add --fuse"):
         train("fp8_fused", config)
 

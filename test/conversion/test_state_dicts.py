@@ -150,16 +150,6 @@ def test_checkpoints_that_hold_quantized_tensors_load(config, assign):
 # --- experts ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_model_that_is_cast_after_its_conversion():
-    model = Model()
-    expected = copy.deepcopy(model).bfloat16()
-    for m in (model, expected):
-        quantize_(m, FP8, experts())
-    model.bfloat16()
-    assert model.layers[0].experts.up.hp.dtype == torch.bfloat16
-    assert_bitwise_equal(model(X.bfloat16(), ENDS).detach(), expected(X.bfloat16(), ENDS).detach())
-
-
 @both_formats
 def test_an_optimizer_with_the_masters_of_experts_trains_as_master_weights_do(config):
     torch.manual_seed(0)

@@ -244,7 +244,7 @@ def check_default_group(group, rank, ranks) -> None:
 def check_outsider(group, rank, ranks) -> None:
     """Called by all ranks; the last one is not in the group."""
     if rank >= ranks:
-        message = f"cast_master_weights_to_fp8: rank {rank} is not in the group; call it on the group's ranks alone"
+        message = f"cast_master_weights_to_fp8: rank {rank} is not in the group; call it only on the group's ranks"
         with raises(ValueError, message):
             cast_master_weights_to_fp8([fp8(zeros(8, 8))], [None], [None], group)
 

@@ -317,7 +317,7 @@ def test_nvfp4_block_scale_of_zero_saturates_and_keeps_signs():
 
 @pytest.mark.parametrize("seed", range(4))
 def test_nvfp4_block_scales_at_ties_of_e4m3(seed):
-    """Block amaxes with A · (S · fl(1/6)) at a midpoint or an ulp beside it: the order of the products shows."""
+    """Block amaxes with A · (S · fl(1/6)) at a midpoint or an ulp next to it: the order of the products shows."""
     g = f32(np.random.default_rng(seed).uniform(1, 9))
     factor = (f32(2688) / g) * (f32(1) / f32(6))
     ties = [f32(m) / factor for m in E4M3_MIDDLES[-60:]]

@@ -1,4 +1,4 @@
-"""Lightning with the precision plugin and callbacks: the bits of the same steps by hand."""
+"""Lightning with the precision plugin and callbacks: bitwise identical to the same steps by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What frameworks share: names of recipes, packages that are wanted, scopes of callbacks."""
+"""Helpers that integrations share: names of recipes, required packages, scopes of callbacks."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_a_missing_package_is_named(name, monkeypatch):
 
 
 def test_a_rank_that_resumes_keeps_its_seed():
-    """What one rank has saved for all: each goes on by its own seed, at the same use."""
+    """Each rank continues from the state that one rank has saved, by its own seed, at the same use."""
     saved = recipe_state(mlp(NVFP4TrainingConfig(seed=1)))
     model = mlp(NVFP4TrainingConfig(seed=2))
     recipes.resume_recipe(model, {name: {**state, "use": 5} for name, state in saved.items()})

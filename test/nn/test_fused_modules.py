@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from helpers import FP8, FP8_POW2, NVFP4, forward_backward, replace
 from shared_inputs import OPS, Counter, assert_same
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 from torchao.quantization import quantize_
 
 from torchao_blockwise import weights_unchanged
@@ -120,16 +119,3 @@ def test_an_activation_that_is_no_module():
     fuse_class(model, ("gate", "up"), down="down")
     expected = forward_backward(mlp(FP8, fused=False, cls=RoundedOnce), tokens(33))
     assert_same(forward_backward(model, tokens(33)), expected)
-
-
-class Checkpointed(nn.Sequential):
-    def forward(self, x):
-        return checkpoint(super().forward, x, use_reentrant=False)
-
-
-@pytest.mark.parametrize("backend", ("aot_eager", "inductor"))
-@pytest.mark.parametrize("container", (nn.Sequential, Checkpointed))
-def test_compiled(backend, container):
-    expected = forward_backward(mlp(FP8, bias=False), tokens(33))
-    compiled = torch.compile(container(mlp(FP8, bias=False)), backend=backend, fullgraph=True)
-    assert_same(forward_backward(compiled, tokens(33)), expected)

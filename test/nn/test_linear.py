@@ -88,19 +88,13 @@ def test_dtypes(config, x_dtype, weight_dtype, out_dtype):
 
 
 @every_recipe
-def test_non_contiguous_inputs(config):
-    layer, x, dy = layer_of(config, 40, 72, bias=False), tokens(72, 9), tokens(40, 9)
-    got = forward_backward(layer, x.t(), dy.t())
-    for a, b in zip(got, forward_backward(layer, x.t().contiguous(), dy.t().contiguous())):
-        assert_bitwise_equal(a.contiguous(), b)
-
-
-@every_recipe
-def test_a_gradient_that_is_expanded(config):
-    """`out.sum().backward()` hands an expanded scalar to the layer."""
-    layer, x = layer_of(config, 40, 72), tokens(9, 72).requires_grad_()
-    layer(x).sum().backward()
-    assert_bitwise_equal(x.grad, linear_by_hand(x.detach(), layer.weight.hp, None, torch.ones(9, 40), config)[1])
+def test_non_contiguous_inputs_and_expanded_gradients(config):
+    """`out.sum().backward()` gives the layer an expanded scalar."""
+    layer, x = layer_of(config, 40, 72, bias=False), tokens(72, 9)
+    for dy in (tokens(40, 9).t(), torch.ones(()).expand(9, 40)):
+        got = forward_backward(layer, x.t(), dy)
+        for a, b in zip(got, forward_backward(layer, x.t().contiguous(), dy.contiguous())):
+            assert_bitwise_equal(a.contiguous(), b)
 
 
 QUANTIZED = {"fp8": BlockwiseFP8Tensor, "nvfp4": NVFP4Tensor}
@@ -209,6 +203,3 @@ def test_wrong_inputs(call, error, message, kind):
 def test_one_row_blocks_are_no_weight():
     with pytest.raises(ValueError, match=r"blocks of \(1, 16\) cannot be transposed .* block_size=\(16, 16\)"):
         linear(torch.ones(3, 72), NVFP4Tensor.from_hp(weight(40, 72), block_size=(1, 16)))
-
-
-# --- main_grad --------------------------------------------------------------------------------------------------------

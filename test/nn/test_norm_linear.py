@@ -63,43 +63,24 @@ def test_results_are_the_composed_operations(shape, bias, kind, config, device):
 
 
 @kinds
+@pytest.mark.parametrize("out", (None, torch.bfloat16, "autocast"), ids=str)
 @pytest.mark.parametrize("weights", (torch.float32, torch.bfloat16), ids=lambda d: f"weights_{str(d)[6:]}")
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16), ids=lambda d: str(d)[6:])
-def test_dtypes(dtype, weights, kind):
-    layer, x = layer_of(FP8, kind, 40, 72, weights), tokens(9, 72, dtype=dtype)
-    dy = tokens(9, 40, dtype=dtype, seed=7)
-    got = results(layer, x, dy)
-    assert got["out"].dtype == got["x"].dtype == dtype
-    assert_same(got, by_hand(layer, x, dy, FP8))
-
-
-@kinds
-@pytest.mark.parametrize("x_dtype", (torch.float32, torch.bfloat16), ids=lambda d: str(d)[6:])
-def test_autocast_rounds_what_the_norm_gives(x_dtype, kind):
-    layer, x, dy = (
-        layer_of(FP8, kind, 40, 72),
-        tokens(9, 72, dtype=x_dtype),
-        tokens(9, 40, dtype=torch.bfloat16, seed=7),
-    )
+def test_dtypes(dtype, weights, out, kind):
+    """Autocast rounds the output of the norm; the norm reads its input as it is."""
+    autocast = torch.bfloat16 if out == "autocast" else None
+    config = replace(FP8, out_dtype=None if autocast else out)
+    layer, x = layer_of(config, kind, 40, 72, weights), tokens(9, 72, dtype=dtype)
+    out_dtype = config.out_dtype or autocast or dtype
+    dy = tokens(9, 40, dtype=out_dtype, seed=7)
 
     def run(x):
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast("cpu", autocast, enabled=autocast is not None):
             return layer(x)
 
     got = results(layer, x, dy, run)
-    assert got["out"].dtype == torch.bfloat16 and got["x"].dtype == x_dtype
-    assert_same(got, by_hand(layer, x, dy, FP8, torch.bfloat16))
-
-
-@kinds
-def test_the_output_is_that_of_the_modules(kind):
-    """PyTorch's norm and the converted linear: the same but where the norms round differently."""
-    layer, x = layer_of(FP8, kind), tokens(300, 64)
-    expected = layer.linear(layer.norm(x))
-    assert relative_error(layer(x), expected) < 2e-2
-    # Against high precision both are as good.
-    plain = F.linear(layer.norm(x), layer.linear.weight.hp, layer.linear.bias)
-    assert relative_error(layer(x), plain) <= 1.02 * relative_error(expected, plain)
+    assert (got["out"].dtype, got["x"].dtype) == (out_dtype, dtype)
+    assert_same(got, by_hand(layer, x, dy, config, autocast))
 
 
 @kinds
@@ -120,17 +101,6 @@ def test_the_gradient_of_the_norm_is_pytorchs(dtype, kind, device):
         assert (g is None) == (leaf.grad is None)
         if g is not None:
             assert g.dtype == like.dtype and relative_error(g, leaf.grad) < 2 * torch.finfo(dtype).eps
-
-
-def test_out_dtype():
-    layer = layer_of(replace(FP8, out_dtype=torch.bfloat16))
-    assert results(layer, tokens(9, 64))["out"].dtype == torch.bfloat16
-
-
-# --- memory -----------------------------------------------------------------------------------------------------------
-
-
-# --- checkpointing, compilation ---------------------------------------------------------------------------------------
 
 
 # --- made of modules --------------------------------------------------------------------------------------------------

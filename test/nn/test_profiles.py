@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import FP8, both_formats
+from helpers import FP8
 from torch import nn
 from torchao.quantization import quantize_
 
@@ -36,19 +36,14 @@ def converted(kind: str, config) -> nn.Module:
     return model
 
 
+@pytest.mark.parametrize("adds_to_main_grad", (False, True), ids=("grad", "main_grad"))
 @pytest.mark.parametrize("kind", LAYERS)
-def test_passes_have_names(kind):
-    _, rest = LAYERS[kind]
+def test_passes_have_names(kind, adds_to_main_grad):
+    model, (_, rest) = converted(kind, FP8), LAYERS[kind]
+    for p in model.parameters() if adds_to_main_grad else ():
+        p.main_grad = torch.zeros(p.shape)
     expected = [f"torchao_blockwise.{kind}.{name}" for name in ("forward", "backward")]
-    assert names_of_a_step(converted(kind, FP8), *rest) == expected
-
-
-@both_formats
-def test_a_pass_that_adds_to_main_grad_has_a_name(config):
-    layer = converted("linear", config)
-    layer.weight.main_grad = torch.zeros(32, 32)
-    assert names_of_a_step(layer)[-1] == "torchao_blockwise.linear.backward"
-    assert layer.weight.main_grad.any()
+    assert names_of_a_step(model, *rest) == expected
 
 
 @pytest.mark.usefixtures("fresh_dynamo")

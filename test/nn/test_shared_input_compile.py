@@ -48,13 +48,6 @@ def test_classes_are_compiled_apart():
             torch.compile(model, backend="eager", fullgraph=True)(tokens(33))
 
 
-@both_formats
-def test_inductor_gives_the_bits_of_layers_that_share_nothing(config):
-    expected = forward_backward(torch.compile(attention(config, fused=False), fullgraph=True), tokens(33))
-    torch._dynamo.reset()
-    assert_same(forward_backward(torch.compile(attention(config), fullgraph=True), tokens(33)), expected)
-
-
 class Residual(nn.Module):
     """A block of a transformer without norms: its attention is not the only one to read the input."""
 
@@ -84,10 +77,11 @@ def test_a_checkpointed_region_is_one_graph(config, variant):
 
 
 @both_formats
-def test_inductor_compiles_a_checkpointed_region(config):
-    expected = forward_backward(torch.compile(Residual(config, fused=False), fullgraph=True), tokens(33))
+@pytest.mark.parametrize("make", (attention, Residual), ids=("whole", "checkpointed"))
+def test_inductor_gives_the_bits_of_layers_that_share_nothing(config, make):
+    expected = forward_backward(torch.compile(make(config, fused=False), fullgraph=True), tokens(33))
     torch._dynamo.reset()
-    assert_same(forward_backward(torch.compile(Residual(config), fullgraph=True), tokens(33)), expected)
+    assert_same(forward_backward(torch.compile(make(config), fullgraph=True), tokens(33)), expected)
 
 
 class Broken(Attention):

@@ -48,24 +48,18 @@ def test_bits_are_those_of_the_operations(routing, config):
 
 
 @pytest.mark.parametrize("hidden", (96, 128, 130), ids=str)
-def test_blocks_of_both_halves(hidden):
-    """Blocks of the merged gradient hold parts of both; rows of the second half start off 16 bytes."""
-    module = experts_of(FP8, 3, hidden=hidden)
-    inputs = inputs_of(ROUTINGS["ragged"])
-    assert_same(results(module, *inputs), results(module, *inputs, composed(module)))
-
-
 @pytest.mark.parametrize("weights", (torch.float32, torch.bfloat16), ids=lambda d: f"weights_{str(d)[6:]}")
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16, torch.float32), ids=lambda d: str(d)[6:])
-def test_dtypes(dtype, weights):
-    module = experts_of(FP8, 3, dtype=weights)
+def test_dtypes_and_blocks_of_both_halves(dtype, weights, hidden):
+    """Blocks of the merged gradient hold parts of both halves; rows of the second may start off 16 bytes."""
+    module = experts_of(FP8, 3, hidden=hidden, dtype=weights)
     inputs = inputs_of(ROUTINGS["ragged"], dtype=dtype)
     got = results(module, *inputs)
     assert_same(got, results(module, *inputs, composed(module)))
     assert (got["out"].dtype, got["x"].dtype, got["down"].dtype) == (dtype, dtype, weights)
 
 
-def test_each_weight_keeps_its_own_recipe():
+def test_each_weight_keeps_its_recipe():
     module = experts_of(FP8, 3)
     module.down = experts_of(NVFP4, 3).down
     inputs = inputs_of(ROUTINGS["ragged"])
@@ -107,15 +101,6 @@ def test_one_weight_alone_may_be_converted(which):
     got, expected = results(module, *inputs), results(plain, *inputs)
     for name, value in expected.items():
         assert 0 < relative_error(got[name], value) < 0.1, name
-
-
-def test_the_error_is_that_of_low_precision():
-    exact, module = experts_of(None, 3, 256, 384).double(), experts_of(FP8, 3, 256, 384)
-    x, dy, ends = torch.randn(300, 256), torch.randn(300, 256), torch.tensor([100, 110, 300], dtype=torch.int32)
-    expected = results(exact, x.double(), dy.double(), ends, lambda x, ends: by_loop(exact, x, ends))
-    got = results(module, x, dy, ends)
-    for name, value in expected.items():
-        assert relative_error(got[name], value) < 0.1, name
 
 
 # --- in a layer ------------------------------------------------------------------------------------------------------
@@ -215,15 +200,14 @@ def test_refusals(args, error, message):
 
 @pytest.mark.parametrize("config", (FP8, None), ids=("fp8", "high_precision"))
 @pytest.mark.parametrize(
-    "ends, error, message",
+    ("ends", "message"),
     (
-        ([3, 2], ValueError, r"group_ends\[1\] = 2"),
-        ([3, 7], ValueError, r"group_ends\[1\] = 7"),
-        ([-1, 6], ValueError, r"group_ends\[0\] = -1"),
-        ([6], ValueError, r"group_ends must be \[E\] = \[2\], got shape \[1\]"),
+        ([3, 2], r"group_ends\[1\] = 2"),
+        ([3, 7], r"group_ends\[1\] = 7"),
+        ([-1, 6], r"group_ends\[0\] = -1"),
+        ([6], r"group_ends must be \[E\] = \[2\], got shape \[1\]"),
     ),
 )
-def test_malformed_ends_are_refused_on_a_cpu(config, ends, error, message):
-    module = experts_of(config, 2)
-    with pytest.raises(error, match=message):
-        module(X, torch.tensor(ends, dtype=torch.int32))
+def test_malformed_ends_are_refused_on_a_cpu(config, ends, message):
+    with pytest.raises(ValueError, match=message):
+        experts_of(config, 2)(X, torch.tensor(ends, dtype=torch.int32))

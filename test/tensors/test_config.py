@@ -59,13 +59,25 @@ def test_wrong_values(cls, fields, message):
         cls(**fields)
 
 
+def loaded(cls, **changes):
+    """As pickle makes it, which calls no constructor."""
+    config = object.__new__(cls)
+    config.__setstate__(vars(cls()) | changes)
+    return config
+
+
 @both_classes
-def test_the_name_that_a_format_had_for_what_it_saves_is_still_taken(cls):
-    """Saved configs have it."""
-    assert cls(save_activations=cls.quantized_activations) == cls()
-    loaded = object.__new__(cls)
-    loaded.__setstate__({**dataclasses.asdict(cls()), "save_activations": cls.quantized_activations})
-    assert loaded == cls()
+def test_states_of_files_are_checked_and_take_fields_alone(cls):
+    """Saved configs have the name that a format had for the copies that it saves."""
+    name = cls.quantized_activations
+    assert cls(save_activations=name) == cls() == loaded(cls, save_activations=name)
+    config = loaded(cls, weight_format=3, of_an_older_version="cached")
+    assert config == cls() and vars(config).keys() == vars(cls()).keys()
+    for field, value in {"save_activations": 7, "out_dtype": torch.int8, "master_weights": 1}.items():
+        with pytest.raises((TypeError, ValueError), match=f"{field} must be"):
+            loaded(cls, **{field: value})
+    with pytest.raises(ValueError, match="no backend 'nonsense'"):
+        loaded(cls, backend="nonsense")
 
 
 @both_classes

@@ -178,7 +178,7 @@ def damaged(data: bytes, rng: random.Random) -> bytes:
 @pytest.mark.filterwarnings("ignore")
 @every_kind
 def test_damaged_files_are_refused_or_multiply(from_hp):
-    """Kernels take sizes from the payload: parts that do not fit each other must not come as far as one."""
+    """Kernels take sizes from the payload: parts that do not fit each other must not reach a kernel."""
     file = io.BytesIO()
     torch.save(from_hp(weight(130, 140)), file)
     loaded = 0

@@ -6,63 +6,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from expecttest import assert_expected_inline
-from helpers import FP8, NVFP4, every_recipe, master, mlp, saved_and_loaded, weight
+from helpers import FP8, NVFP4, every_recipe, master, mlp, weight
 from torch import nn
 
 from torchao_blockwise import BlockwiseFP8Tensor, MasterWeightTensor, weights_unchanged
 from torchao_blockwise.testing import assert_bitwise_equal
 
 pytestmark = pytest.mark.usefixtures("no_interpreter")
-
-OPTIMIZERS = {
-    "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
-    "sgd_momentum_foreach": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, foreach=True),
-    "sgd_fused": lambda p: torch.optim.SGD(p, lr=0.1, fused=True),
-    "adamw": lambda p: torch.optim.AdamW(p, lr=0.1, foreach=False),
-    "adamw_foreach": lambda p: torch.optim.AdamW(p, lr=0.1, foreach=True, amsgrad=True),
-    "adamw_fused": lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),
-    "adafactor": lambda p: torch.optim.Adafactor(p, lr=0.1),
-    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.1, momentum=0.5),
-    "lbfgs": lambda p: torch.optim.LBFGS(p, lr=0.1, max_iter=2),
-}
-
-
-def step(optimizer, parameter, grad) -> None:
-    def closure():
-        parameter.grad = grad.clone()
-        return torch.zeros(())
-
-    closure()
-    optimizer.step(closure) if isinstance(optimizer, torch.optim.LBFGS) else optimizer.step()
-
-
-@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
-@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
-def test_optimizers_step_as_on_a_plain_parameter(make, dtype):
-    plain, ours = nn.Parameter(weight(40, 24, dtype=dtype)), master(40, 24, dtype=dtype)
-    optimizers = make([plain]), make([ours])
-    for seed in range(3):
-        grad, before = weight(40, 24, dtype=dtype, seed=seed + 9), ours.hp.clone()
-        for optimizer, parameter in zip(optimizers, (plain, ours)):
-            step(optimizer, parameter, grad)
-        assert_bitwise_equal(ours.hp, plain.data, f"step {seed}")
-        # PyTorch's fused SGD for CPUs leaves bf16 parameters as they are.
-        assert dtype is torch.bfloat16 or not torch.equal(ours.hp, before)
-    states = [s for s in optimizers[1].state[ours].values() if isinstance(s, torch.Tensor)]
-    assert not any(isinstance(s, MasterWeightTensor) for s in states)
-
-
-def test_optimizer_state_dicts_load_across():
-    plain, ours = nn.Parameter(weight(40, 24)), master(40, 24)
-    a, b = OPTIMIZERS["adamw"]([plain]), OPTIMIZERS["adamw"]([ours])
-    step(a, plain, weight(40, 24, seed=1))
-    with torch.no_grad():
-        ours.copy_(plain)
-    b.load_state_dict(saved_and_loaded(a.state_dict()))
-    for optimizer, parameter in ((a, plain), (b, ours)):
-        step(optimizer, parameter, weight(40, 24, seed=2))
-    assert_bitwise_equal(ours.hp, plain.data)
-
 
 INITS = {
     "kaiming_uniform_": lambda w: nn.init.kaiming_uniform_(w, a=5**0.5),

@@ -228,7 +228,7 @@ def test_copies_in_another_dtype_are_refused_with_the_remedy():
     for make in (lambda: w.double(), lambda: w * torch.ones(K, dtype=torch.float64)):
         with pytest.raises(NotImplementedError, match=r"can be bfloat16, float16 or float32, got .* weight\.hp"):
             make()
-    # What has no values of the weight is no copy.
+    # Tensors without values of the weight are not copies.
     for empty in (torch.empty_like(w, dtype=torch.float64), w.new_zeros(2, 3, dtype=torch.float64)):
         assert type(empty) is torch.Tensor and empty.dtype is torch.float64
     with pytest.raises(

@@ -231,7 +231,7 @@ def test_rounded_values_are_quantized_as_those_of_a_rounded_weight(config):
 
 
 def test_a_view_of_the_same_shape_has_the_same_values():
-    """What `DTensor.to_local` makes: what `weights_unchanged` keeps is found by them."""
+    """`DTensor.to_local` makes such views: kept copies are found by the values."""
     w = MasterWeightTensor(weight(*SHAPE), FP8)
     assert w.view_as(w).hp is w.hp and w.view(3, 40, 72).hp is w.hp
     assert w.view(3, 72, 40).hp is not w.hp

@@ -1,4 +1,4 @@
-"""What looks past operations at a weight's memory: a master weight's values, and a quantized tensor's address alone."""
+"""Code that reads a weight's memory directly: it gets a master weight's values, and only a quantized one's address."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def stager_of_state_dicts():
 @pytest.mark.parametrize("from_hp", (BlockwiseFP8Tensor.from_hp, NVFP4Tensor.from_hp), ids=("fp8", "nvfp4"))
 @pytest.mark.parametrize("read", QUANTIZED_READS.values(), ids=QUANTIZED_READS)
 def test_nothing_reads_a_quantized_tensors_memory(from_hp, read):
-    """What copied or saved it would do so with bytes that are no values."""
+    """Code that copied or saved it would copy bytes that are not values."""
     with pytest.raises(TypeError, match=r"blocks, not its values; take weight.dequantize\(\), or model.state_dict"):
         read(nn.Parameter(from_hp(weight(40, 32)), requires_grad=False))
 

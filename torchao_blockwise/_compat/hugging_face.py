@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import itertools
+import re
 import sys
 from contextvars import ContextVar
 from typing import Any
@@ -81,6 +83,65 @@ def ignored_on_load(model: torch.nn.Module) -> set[str]:
     named = getattr(model, "_keys_to_ignore_on_load_unexpected", None)
     is_theirs = hasattr(model, "_tied_weights_keys")
     return {*(named or ()), *[r"rotary_emb\.inv_freq$"] * is_theirs}
+
+
+def model_on_meta(config: Any, dtype: torch.dtype | None, options: dict[str, Any]) -> Any:
+    """Return the model that `config` names, with Parameters and buffers on the meta device.
+
+    dtype: default that of `config`, else bfloat16. What transformers keeps in fp32 when it loads files is in fp32.
+    """
+    import transformers
+
+    named: Any = getattr(transformers, next(iter(config.architectures or ()), ""), None)
+    is_model = isinstance(named, type) and issubclass(named, transformers.PreTrainedModel)
+    make: Any = named._from_config if is_model else transformers.AutoModelForCausalLM.from_config
+    dtype = dtype or config.dtype or torch.bfloat16
+    with torch.device("meta"):
+        model = make(config, dtype=dtype, **options)
+    kept = {*(getattr(model, "_keep_in_fp32_modules_strict", None) or ())}
+    if dtype is torch.float16:
+        kept.update(kept_in_fp32(model) or ())
+    for name, x in itertools.chain(model.named_parameters(), model.named_buffers()):
+        if any(re.search(pattern.replace("*", ".*"), name) for pattern in kept):
+            x.data = x.data.float()
+    return model
+
+
+def materialize(model: Any, device: torch.device) -> None:
+    """Give a model on the meta device memory on `device`, and buffers that no state dict has their values.
+
+    If `device` is the meta device too, only these buffers get memory, on the CPU.
+    """
+    if device.type == "meta":
+        for module in model.modules():
+            for name in module._non_persistent_buffers_set:
+                setattr(module, name, torch.empty_like(getattr(module, name), device="cpu"))
+    else:
+        model.to_empty(device=device)
+        model.tie_weights()
+    # transformers initializes what it has not loaded.
+    saved = itertools.chain(*(_compat.saved_buffers_of(module).values() for module in model.modules()))
+    for x in itertools.chain(model.parameters(), saved):
+        x._is_hf_initialized = True
+    model.initialize_weights()
+
+
+def advise_on_stored_formats(kind: type, advice: str) -> None:
+    """Append `advice` to transformers' error about quantized files that are loaded with a config of class `kind`."""
+    from transformers.quantizers.auto import AutoHfQuantizer
+
+    merge = AutoHfQuantizer.merge_quantization_configs
+
+    @functools.wraps(merge)
+    def advising(stored: Any, given: Any) -> Any:
+        try:
+            return merge(stored, given)
+        except ValueError as error:
+            if not isinstance(given, kind):
+                raise
+            raise ValueError(f"{error} {advice}") from None
+
+    AutoHfQuantizer.merge_quantization_configs = staticmethod(advising)  # type: ignore[method-assign,assignment]
 
 
 _given_state_dict: ContextVar[dict[str, Any] | None] = ContextVar("given_state_dict", default=None)

@@ -24,7 +24,7 @@ _PLAN, _PART = "plan.json", "part"
 _SHARD = re.compile(r"model-\d+-of-(\d+)\.safetensors")
 _SHOWN = 3
 # Keys of config.json. compressed-tensors used the second one at first.
-_SETTINGS = ("quantization_config", "compression_config")
+SETTINGS = ("quantization_config", "compression_config")
 # Open files are mapped, so everything that was read from them stays in memory.
 _OPEN_FILES = 8
 # The files of a tokenizer.
@@ -303,21 +303,26 @@ class Files:
 
     def config(self) -> dict[str, Any]:
         """Return `quantization_config` of the model or of its language model; empty for unquantized files."""
-        file = self.path / "config.json"
-        content = _object_in(file) if file.exists() else {}
-        found = (part[key] for part in _parts_of(content) for key in _SETTINGS if part.get(key))
-        config: Any = next(found, {})
-        if not isinstance(config, dict):
-            raise ValueError(f"load: {_SETTINGS[0]} of {file} is a {type(config).__name__}; copy it again")
-        return config
+        return quantization_settings(self.path)
 
     def plain_config(self) -> dict[str, Any]:
         """Return config.json without quantization settings."""
         content = _object_in(self.path / "config.json")
         for part in _parts_of(content):
-            for key in _SETTINGS:
+            for key in SETTINGS:
                 part.pop(key, None)
         return content
+
+
+def quantization_settings(folder: Path) -> dict[str, Any]:
+    """Return `quantization_config` in config.json of the folder; empty for unquantized files."""
+    file = folder / "config.json"
+    content = _object_in(file) if file.exists() else {}
+    found = (part[key] for part in _parts_of(content) for key in SETTINGS if part.get(key))
+    config: Any = next(found, {})
+    if not isinstance(config, dict):
+        raise ValueError(f"load: {SETTINGS[0]} of {file} is a {type(config).__name__}; copy it again")
+    return config
 
 
 def shown(names: Sequence[str]) -> str:

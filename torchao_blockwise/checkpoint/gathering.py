@@ -16,20 +16,26 @@ from torchao_blockwise.tensors import MasterWeightTensor, QuantizedShard, Quanti
 _T = TypeVar("_T")
 
 
+def reshard(model: nn.Module) -> bool:
+    """Reshard the Parameters that FSDP2 has left gathered, and return whether the model is sharded."""
+    if dist.is_available():
+        from torch.distributed.fsdp import FSDPModule
+
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+    return any(_compat.local_of(p) is not p for p in model.parameters())
+
+
 def prepare_gather(model: nn.Module) -> bool:
     """Prepare the model for gathering and return whether it is sharded; a collective if FSDP2 shards it.
 
     Parameters that FSDP2 has left gathered are resharded, and shards are quantized from their current values.
     """
-    if dist.is_available():
-        from torch.distributed.fsdp import FSDPModule
-
-        sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
-        for module in sharded:
-            module.reshard()
-        if sharded:
-            sync_weight_scales(model)
-    return any(_compat.local_of(p) is not p for p in model.parameters())
+    is_sharded = reshard(model)
+    if is_sharded:
+        sync_weight_scales(model)
+    return is_sharded
 
 
 def gather_weights(tensors: Iterable[tuple[torch.Tensor, bool]]) -> Iterator[torch.Tensor]:

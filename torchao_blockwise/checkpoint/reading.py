@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torchao_blockwise._compat import hugging_face
 from torchao_blockwise._names import did_you_mean
 from torchao_blockwise.checkpoint.files import shown
 from torchao_blockwise.checkpoint.fused_layers import TENSOR_MAX
-from torchao_blockwise.checkpoint.gathering import on_all_ranks, prepare_gather, shard_of
+from torchao_blockwise.checkpoint.gathering import on_all_ranks, reshard, shard_of
 from torchao_blockwise.checkpoint.layouts import FP8
 from torchao_blockwise.checkpoint.model_tensors import (
     ENGINE_SCALES,
@@ -27,8 +28,9 @@ from torchao_blockwise.checkpoint.model_tensors import (
     unwrapped,
 )
 from torchao_blockwise.checkpoint.stored_weights import StoredWeights
+from torchao_blockwise.ops.quantization.reference import expand_blocks
 from torchao_blockwise.tensors import MasterWeightTensor, NVFP4Tensor, QuantizedShard, QuantizedTensor
-from torchao_blockwise.tensors.state_values import over_blocks, plain_values
+from torchao_blockwise.tensors.state_values import plain_values
 
 # Prefixes of dtypes as files spell them.
 _INTEGERS = ("I", "U", "BOOL")
@@ -59,45 +61,51 @@ def load(model: nn.Module, directory: str | os.PathLike[str]) -> None:
     shards, one weight at a time.
     Everything is checked, on all ranks, before the first value changes.
     Raises ValueError for other quantization methods, truncated files, scales that are missing, not finite or of a wrong
-    shape, and tensors of a wrong shape; KeyError for names that do not match; NotImplementedError for shards of
-    quantized Parameters. All ranks raise the error of the first rank that fails.
+    shape, and tensors of a wrong shape; KeyError for names that do not match. All ranks raise the error of the first
+    rank that fails.
     """
-    weights, tensors, wanted = on_all_ranks(
-        prepare_gather(model), lambda: _checked(unwrapped("load", model), directory)
-    )
-    with torch.no_grad():
-        for name, x in tensors.items():
-            _fill(x, wanted[name], weights)
+    inner, weights, parts = on_all_ranks(reshard(model), lambda: _prepared(unwrapped("load", model), directory))
+    fill(inner, weights, parts)
 
 
-def _checked(
+def _prepared(
     model: nn.Module, directory: str | os.PathLike[str]
-) -> tuple[StoredWeights, dict[str, torch.Tensor], dict[str, list[Part]]]:
-    """Check everything; return the folder's weights, the model's tensors by name, and the parts of each on disk."""
-    weights, tensors = StoredWeights(directory), tensors_of(model)
-    for name, x in tensors.items():
-        if isinstance(_compat.local_of(x), QuantizedShard):
-            raise NotImplementedError(f"load: {name} is a shard of a quantized Parameter; load before fully_shard")
-    wanted = {
+) -> tuple[nn.Module, StoredWeights, dict[str, list[Part]]]:
+    weights = StoredWeights(directory)
+    parts = parts_in_files(model, weights)
+    warn_of_scales(model, weights, parts, check(model, weights, parts))
+    return model, weights, parts
+
+
+def parts_in_files(model: nn.Module, weights: StoredWeights) -> dict[str, list[Part]]:
+    """Return the parts in the files of each tensor of `model`, by the tensor's name."""
+    return {
         # Files may store experts as the model does, in one tensor.
         name: [Part(name)] if name in weights.names and weights.names.isdisjoint(x.name for x in parts) else parts
-        for name, parts in all_parts_on_disk(model, tensors).items()
+        for name, parts in all_parts_on_disk(model, tensors_of(model)).items()
     }
+
+
+def check(model: nn.Module, weights: StoredWeights, parts: Mapping[str, list[Part]]) -> dict[str, bool | None]:
+    """Raise unless the files hold the tensors of `model`, which may be on the meta device, and nothing else.
+
+    Returns {name in the files: whether the scales of an FP8 weight are powers of two, None for other weights}.
+    """
     ignored_on_load = hugging_face.ignored_on_load(model) | {ENGINE_SCALES}
-    _check_names(weights, {part.name for parts in wanted.values() for part in parts}, ignored_on_load)
-    # {(whether scales of the files are powers of two, whether those of the model are): one of these weights}
-    kinds: dict[tuple[bool, bool], str] = {}
-    for name, x in tensors.items():
-        for part in wanted[name]:
-            in_files = weights.check(part.name, part.of(torch.empty(x.shape, device="meta")).shape)
+    _check_names(weights, {part.name for found in parts.values() for part in found}, ignored_on_load)
+    powers_of_2 = {}
+    for name, x in tensors_of(model).items():
+        for part in parts[name]:
+            powers_of_2[part.name] = weights.check(part.name, part.of(torch.empty(x.shape, device="meta")).shape)
             _check_kind(weights, part.name, x)
-            in_model = has_power_of_2_scales(x)
-            # Without power_of_2_scales a quantized Parameter accepts any scales.
-            decides = in_model or isinstance(_compat.local_of(x), MasterWeightTensor)
-            if in_files is not None and format_of(x) is FP8.format and decides:
-                kinds.setdefault((in_files, in_model), part.name)
-    _warn_of_scales(weights, kinds)
-    return weights, tensors, wanted
+    return powers_of_2
+
+
+@torch.no_grad()
+def fill(model: nn.Module, weights: StoredWeights, parts: Mapping[str, list[Part]]) -> None:
+    """Copy the values in the files, which were checked, to the tensors of `model`, one at a time."""
+    for name, x in tensors_of(model).items():
+        _fill(x, parts[name], weights)
 
 
 def _check_kind(weights: StoredWeights, name: str, x: torch.Tensor) -> None:
@@ -126,8 +134,9 @@ def _check_names(weights: StoredWeights, wanted: set[str], ignored_on_load: set[
 def _fill(x: torch.Tensor, parts: list[Part], weights: StoredWeights) -> None:
     """Copy the values of its parts in the files to `x`, a tensor of the model or this rank's shard of one."""
     local: Any = _compat.local_of(x)
-    if isinstance(x, QuantizedTensor) and (payload := _payload(x, parts, weights)) is not None:
-        x.copy_(payload)
+    is_whole = local is x or (isinstance(local, QuantizedShard) and local.part.shape == x.shape)
+    if isinstance(local, QuantizedTensor) and is_whole and why_requantized(local, parts, weights) is None:
+        local.copy_(_payload(local, x.shape, parts, weights))
         return
     is_master = isinstance(local, MasterWeightTensor)
     target = local.hp if is_master else x if local is x else local.detach()
@@ -142,26 +151,46 @@ def _fill(x: torch.Tensor, parts: list[Part], weights: StoredWeights) -> None:
         target.copy_(values.to(x.device) if local is x else shard_of(values, x))
 
 
-def _payload(x: Any, parts: list[Part], weights: StoredWeights) -> QuantizedTensor | None:
-    """Return the payload of a quantized Parameter if the files have the same blocks and kind of scales, else None."""
-    rows = x.fmt.block[0]
-    if any(part.cuts(rows) for part in parts):
-        return None
-    made: Any = torch.empty_like(x.detach())
-    factor = None
+def why_requantized(x: torch.Tensor, parts: list[Part], weights: StoredWeights) -> str | None:
+    """Return why the converted weight `x` cannot have the payload that the files have for its parts, or None.
+
+    x: a quantized Parameter, a shard of one, or a master weight, whose scales `warn_of_scales` checks.
+    """
+    fmt, tensor_scale = format_of(x), None
+    assert fmt is not None
+    needs_powers_of_2 = has_power_of_2_scales(x) and not isinstance(_compat.local_of(x), MasterWeightTensor)
+    for part in parts:
+        stored_as, factor, are_powers_of_2 = weights.blocks(part.name) or (None, None, False)
+        if stored_as is not fmt:
+            found = "in high precision" if stored_as is None else f"in {stored_as.name}"
+            return f"{part.name} is stored {found}, and the weight has blocks of {fmt.name}"
+        if part.cuts(fmt.block[0]):
+            return f"{part.name} begins inside of a block of {fmt.block[0]} rows of the weight that holds it"
+        if needs_powers_of_2 and not are_powers_of_2:
+            return f"scales of {part.name} are not powers of two"
+        tensor_scale = factor if tensor_scale is None else tensor_scale
+        if factor != tensor_scale:
+            return f"{part.name} has another tensor scale than {parts[0].name}, with which it is one weight"
+    return None
+
+
+def _payload(x: Any, shape: torch.Size, parts: list[Part], weights: StoredWeights) -> QuantizedTensor:
+    """Return the payload in the files for `x`, a quantized Parameter of this shape or this rank's rows of one."""
+    fmt, factor = x.fmt, None
+    qdata = torch.empty(fmt.qdata_shape(*shape), dtype=fmt.element.storage_dtype, device="cpu")
+    scale = torch.empty(fmt.scale_shape(*shape), dtype=fmt.scale_dtype, device="cpu")
     for part in parts:
         read: Any = weights.read(part.name, x.dtype)
-        if not isinstance(read, QuantizedTensor) or read.fmt is not x.fmt:
-            return None
-        if has_power_of_2_scales(x) and not has_power_of_2_scales(read):
-            return None
-        part.of(made.qdata).copy_(read.qdata)
-        part.in_blocks(rows).of(made.scale).copy_(read.scale)
-        if read.global_scale is not None:
-            if factor is not None and not torch.equal(factor, read.global_scale):
-                return None
-            factor = read.global_scale
-            made.global_scale.copy_(factor)
+        part.of(qdata).copy_(read.qdata)
+        part.in_blocks(fmt.block[0]).of(scale).copy_(read.scale)
+        factor = read.global_scale
+    if factor is not None:
+        # One for each expert with `scale_per_expert`.
+        factor = factor.expand(x.global_scale.shape).clone()
+    if isinstance(x, QuantizedShard):
+        rows = slice(x.part.start, x.part.start + x.part.local_shape[0])
+        return QuantizedShard(qdata[rows], scale, x.part, x.dtype, factor)
+    made: QuantizedTensor = x._make(qdata=qdata, scale=scale, global_scale=factor)
     return made
 
 
@@ -181,7 +210,7 @@ def _master_values(x: Any) -> torch.Tensor:
     again = ops.quantize(values, x.fmt, power_of_2_scales=True).rowwise
     assert again is not None
     is_half = x.qdata.float().abs() == x.fmt.element.max / 2
-    moved = is_half & over_blocks(again.scale < x.scale, values.shape, x.fmt)
+    moved = is_half & expand_blocks(again.scale < x.scale, x.fmt, *values.shape[-2:])
     bits = values.view(torch.int32 if values.element_size() == 4 else torch.int16)
     return (bits + moved.to(bits.dtype)).view(values.dtype)
 
@@ -193,8 +222,23 @@ def _quantized_as(x: NVFP4Tensor, values: torch.Tensor) -> NVFP4Tensor:
     return NVFP4Tensor(made.qdata, made.scale, made.global_scale, x.columns, x.block_size, x.dtype)
 
 
-def _warn_of_scales(weights: StoredWeights, kinds: dict[tuple[bool, bool], str]) -> None:
-    """Warn if the files have power-of-two scales and the model trains with other scales, or the reverse."""
+def warn_of_scales(
+    model: nn.Module, weights: StoredWeights, parts: Mapping[str, list[Part]], powers_of_2: Mapping[str, bool | None]
+) -> None:
+    """Warn if the files have power-of-two scales and the model trains with other scales, or the reverse.
+
+    powers_of_2: what `check` returned.
+    """
+    # {(whether scales of the files are powers of two, whether those of the model are): one of these weights}
+    kinds: dict[tuple[bool, bool], str] = {}
+    for name, x in tensors_of(model).items():
+        in_model = has_power_of_2_scales(x)
+        # Without power_of_2_scales a quantized Parameter accepts any scales.
+        decides = in_model or isinstance(_compat.local_of(x), MasterWeightTensor)
+        for part in parts[name]:
+            in_files = powers_of_2[part.name]
+            if in_files is not None and format_of(x) is FP8.format and decides:
+                kinds.setdefault((in_files, in_model), part.name)
     # The scales of a single weight may be powers of two by chance.
     if (True, False) in kinds and (False, False) not in kinds:
         name, theirs, option = kinds[True, False], "powers of two", True

@@ -20,8 +20,8 @@ from torchao_blockwise.checkpoint.layouts import (
     why_not_read,
 )
 from torchao_blockwise.formats import NVFP4_1X16, NVFP4_16X16, BlockFormat
+from torchao_blockwise.ops.quantization.reference import expand_blocks
 from torchao_blockwise.tensors import BlockwiseFP8Tensor, NVFP4Tensor, QuantizedTensor
-from torchao_blockwise.tensors.state_values import over_blocks
 
 # Formats that are read, told apart by names of tensors. compressed-tensors calls the scales of FP8 `weight_scale`.
 _READ = (FP8, FP8_UE8M0, FP8._replace(suffixes=("", "_scale")), COMPRESSED_TENSORS, MODELOPT)
@@ -69,6 +69,26 @@ class StoredWeights:
         """Return the format of a quantized weight, None for a plain tensor."""
         return self._quantized[name][0].format if name in self._quantized else None
 
+    def blocks(self, name: str) -> tuple[BlockFormat, float | None, bool] | None:
+        """Return (format of the blocks, tensor scale, whether FP8 scales are powers of two), None for a plain tensor.
+
+        The payload is not read.
+        """
+        if name not in self._quantized:
+            return None
+        layout, (_, scale_name, *factors) = self._quantized[name]
+        scale = self.files.read(scale_name)
+        if not factors:
+            return layout.format, None, _are_powers_of_2(scale.float())
+        fmt = layout.format if _in_squares(scale) is not None else NVFP4_1X16
+        return fmt, self._decode_factor(name).item(), False
+
+    def _decode_factor(self, name: str) -> torch.Tensor:
+        """Return the tensor scale of an NVFP4 weight, which multiplies; f32 []."""
+        layout, (*_, factor) = self._quantized[name]
+        stored = self.files.read(factor)
+        return (decode_factor(stored) if layout.has_reciprocal else stored).reshape(())
+
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a weight's values."""
         if name not in self._quantized:
@@ -109,7 +129,7 @@ class StoredWeights:
             codes = files.read(payload)
             # A code is zero if no bit except the sign is set.
             is_sound = not bool(
-                (codes.view(torch.uint8) & 0x7F)[over_blocks(is_zero, codes.shape, layout.format)].any()
+                (codes.view(torch.uint8) & 0x7F)[expand_blocks(is_zero, layout.format, *codes.shape[-2:])].any()
             )
         if not is_sound:
             raise ValueError(f"load: {files.where(scale_name)} has scales that are not positive numbers; {_COPY}")
@@ -123,11 +143,14 @@ class StoredWeights:
         """Return a plain tensor unchanged, a quantized weight as a `QuantizedTensor` with values in `dtype`."""
         if name not in self._quantized:
             return self.files.read(name)
-        layout, names = self._quantized[name]
-        qdata, scale, *factor = (self.files.read(part) for part in names)
-        if not factor:
+        _, names = self._quantized[name]
+        qdata, scale = (self.files.read(part) for part in names[:2])
+        if len(names) == 2:
             return _fp8_tensor(qdata, scale.float(), dtype)
-        return _nvfp4_tensor(qdata, scale, decode_factor(*factor) if layout.has_reciprocal else factor[0], dtype)
+        squares = _in_squares(scale)
+        fmt, scale = (NVFP4_1X16, scale) if squares is None else (NVFP4_16X16, squares)
+        columns = fmt.element.per_byte * qdata.shape[-1]
+        return NVFP4Tensor(qdata, scale, self._decode_factor(name), columns, fmt.block, dtype)
 
     def values(self, name: str, dtype: torch.dtype) -> torch.Tensor:
         """Return a plain tensor unchanged, a quantized weight decoded to `dtype`."""
@@ -148,16 +171,13 @@ def _fp8_tensor(qdata: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) ->
     return BlockwiseFP8Tensor(qdata, torch.where(scale == 0, of_zeros.scale, scale), dtype, powers_of_2)
 
 
-def _nvfp4_tensor(qdata: torch.Tensor, rows: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> NVFP4Tensor:
-    """Return a weight with blocks of 16×16 if each 16 rows have equal scales, else with blocks of 1×16.
-
-    rows: block scales, e4m3 [.., N, K/16]. factor: the tensor scale, f32 with one element.
-    """
+def _in_squares(rows: torch.Tensor) -> torch.Tensor | None:
+    """Return the scales of blocks of 16×16 if each 16 rows have equal scales e4m3 [.., N, K/16], else None."""
     codes, block = rows.view(torch.uint8), NVFP4_16X16.block[0]
     first = codes[..., ::block, :]
-    square = torch.equal(first.repeat_interleave(block, -2)[..., : codes.shape[-2], :], codes)
-    fmt, scale = (NVFP4_16X16, first.contiguous().view(rows.dtype)) if square else (NVFP4_1X16, rows)
-    return NVFP4Tensor(qdata, scale, factor.reshape(()), fmt.element.per_byte * qdata.shape[-1], fmt.block, dtype)
+    if not torch.equal(first.repeat_interleave(block, -2)[..., : codes.shape[-2], :], codes):
+        return None
+    return first.contiguous().view(rows.dtype)
 
 
 def decode_factor(stored: torch.Tensor) -> torch.Tensor:

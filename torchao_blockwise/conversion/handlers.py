@@ -95,8 +95,9 @@ def _why_no_codes(weight: torch.Tensor | None) -> str | None:
     if weight is None or not weight.dtype.is_floating_point or weight.dtype.itemsize > 1:
         return None
     return (
-        f"its weight is {weight.dtype}, codes whose scales are stored elsewhere and would be lost; make the model in "
-        "high precision (from_config in transformers), convert it, and load its files with checkpoint.load"
+        f"its weight is {weight.dtype}, codes whose scales are stored elsewhere and would be lost; load its files with "
+        "torchao_blockwise.integrations.transformers.from_pretrained, or make the model in high precision (from_config "
+        "in transformers), convert it, and load its files with checkpoint.load"
     )
 
 

@@ -31,8 +31,8 @@ _MAGNITUDE = 2**31 - 1
 class Tally(NamedTuple):
     """Statistics of one or more tensors; `merge` adds tallies.
 
-    sums: f64 [.., SUMS], in which counts are exact. maxima: f64 [.., MAXIMA], the bits of fp32 magnitudes as integers,
-        which keep the order and put NaN above all; minima are negated, and -inf stands for no values.
+    sums: f64 [.., SUMS], in which counts are exact. maxima: f64 [.., MAXIMA], fp32 magnitudes read as integers, which
+        keep the order and put NaN above all; minima are negated, and -inf stands for no values.
     """
 
     sums: torch.Tensor

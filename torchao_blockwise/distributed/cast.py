@@ -1,17 +1,17 @@
-"""The cast of weights that ranks share: amaxes of all blocks, one MAX over the ranks, scales, payload.
+"""The cast of weights that several ranks hold: block amaxes, one MAX all-reduce, scales, payload.
 
-    parts ─ amax of block ∩ part ─▶ one buffer ─ MAX over ranks ─▶ scales, alike on every rank ─▶ payload of the parts
+    shards ─ amax of block ∩ shard ─▶ one buffer ─ MAX over ranks ─▶ scales, equal on all ranks ─▶ payload of shards
 
-FP8 parts that cut no block, which is what FSDP2 makes of most weights, are read once: their amaxes and their payload
-are written together, and only the scales wait for the ranks.
+FP8 shards that cut no block are read once: amaxes and payload are written together, and only the scales wait for the
+other ranks. With FSDP2 most shards are of this kind.
 
-It is the same for the master weights that FSDP2 shards, for quantized Parameters, and for masters that a program has
-split by itself. MAX is exact, so the result is bitwise identical to the whole weight quantized at once, for every
-split. Amaxes travel as integers, the bits of magnitudes: among floats a MAX loses a NaN.
+The cast is the same for master weights that FSDP2 shards, for quantized Parameters, and for masters that a program has
+split itself. MAX is exact, so for every split the result is bitwise identical to the whole weight quantized at once.
+Amaxes are reduced as integers, magnitudes viewed as int32, because a MAX of floats loses NaN.
 
-A part of dim 0 is a flat range of the weight, whatever blocks it cuts, and all such parts go through one call. A part
-of another dim is not: it is quantized as a separate tensor, its frame, begun at a block border by zeros, whose blocks
-are a part of the weight's grid.
+A shard of dim 0 is a flat range of the weight, which may begin and end inside of blocks. All such shards go through one
+call. A shard of another dim is not a flat range. It is quantized as a separate tensor, its frame, which zeros extend to
+the border of a block; the blocks of the frame are a part of the weight's grid.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from torchao_blockwise.distributed.rank_consistency import naming_absent
+from torchao_blockwise.distributed.rank_consistency import name_absent_ranks
 from torchao_blockwise.formats import BlockFormat
 from torchao_blockwise.ops import Backend, casting_backend
 from torchao_blockwise.ops.shards import (
@@ -37,8 +37,8 @@ from torchao_blockwise.ops.shards.flat import CODES, ENTRIES, Shards, cuts_no_bl
 from torchao_blockwise.tensors import QuantizedShard
 
 
-class Recipe(NamedTuple):
-    """The options that weights quantized by one call share. dtype: what values are rounded to first."""
+class CastOptions(NamedTuple):
+    """The options that all weights of one call share. dtype: what values are rounded to first."""
 
     fmt: BlockFormat
     power_of_2_scales: bool
@@ -49,22 +49,22 @@ class Recipe(NamedTuple):
         return f"{self.fmt.name} of {self.dtype}" + ", power-of-2 scales" * self.power_of_2_scales
 
 
-class Part(NamedTuple):
-    """A rank's part of a weight, and where its cast goes.
+class PartialCast(NamedTuple):
+    """The tensors that a rank reads and writes to quantize its shard of a weight.
 
-    shape: of the whole weight [.., N, K]. values: the rank's, contiguous, maybe offloaded; flat [n] if `dim` is 0; None
-        where other ranks have them all.
-    start: index in the flat weight of the first value, or, if `dim` is not 0, its index in that dim.
-    target: contiguous bytes of the payload, as `partial_cast_op` writes them by `into`; of the part only, in its
-        shape, if `dim` is not 0. May be None without values.
-    scale: an entry a block of the whole weight, contiguous; with `split_groups` one more, of no meaning: for the amax
+    shape: of the whole weight [.., N, K]. values: of the shard, contiguous, maybe offloaded; flat [n] if `dim` is 0;
+        None if other ranks have all of them.
+    start: index in the flat weight of the first value; if `dim` is not 0, its index in that dim.
+    target: contiguous bytes of the payload, as `partial_cast_op` writes them by `into`; if `dim` is not 0, only those
+        of the shard, in its shape. May be None without values.
+    scale: an entry for each block of the whole weight, contiguous; with `split_groups` an unused one more, for the amax
         of the whole tensor.
     global_scale: f32 of one element, or of one for each matrix [N, K] of the weight.
-    split_groups: groups of ranks over which tensor parallelism has split the tensor that has the global scale.
-    first_block: where its weight's blocks begin in the buffers of all blocks; `cast_parts` sets it.
+    split_groups: the process groups over which tensor parallelism splits the tensor that has the global scale.
+    first_block: where its weight's blocks begin in the buffers of all blocks; `run_partial_casts` sets it.
     """
 
-    recipe: Recipe
+    options: CastOptions
     shape: tuple[int, ...]
     values: torch.Tensor | None
     start: int
@@ -77,156 +77,157 @@ class Part(NamedTuple):
     first_block: int = 0
 
 
-def shard_part(shard: QuantizedShard, values: torch.Tensor) -> Part:
-    """The part of a weight that `shard` holds, to be made of `values`, in its shape."""
+def cast_of_shard(shard: QuantizedShard, values: torch.Tensor) -> PartialCast:
+    """Return the cast of `values`, in the shape of `shard`, into `shard`."""
     layout, config = shard.part, shard.part.config
-    recipe = Recipe(shard.fmt, config.power_of_2_scales, layout.dtype, casting_backend(config.backend))
+    options = CastOptions(shard.fmt, config.power_of_2_scales, layout.dtype, casting_backend(config.backend))
     payload, start = shard.qdata.view(torch.uint8), layout.start
     if layout.dim == 0:
-        values, payload, start = values.reshape(-1), payload.view(-1), layout.flat_start
+        values, payload = values.reshape(-1), payload.view(-1)
+        start *= torch.Size(layout.shape[1:]).numel()
     scales = shard.scale, shard.global_scale
-    return Part(recipe, layout.shape, values, start, payload, ENTRIES, *scales, layout.dim)
+    return PartialCast(options, layout.shape, values, start, payload, ENTRIES, *scales, layout.dim)
 
 
-def cast_parts(parts: Sequence[Part], group: dist.ProcessGroup | None, subject: str, what: str) -> None:
-    """Write the payload of `parts` and the scales of their weights; a collective.
+def run_partial_casts(casts: Sequence[PartialCast], group: dist.ProcessGroup | None, subject: str, what: str) -> None:
+    """Write payload and scales; a collective.
 
-    parts: of the same weights on every rank of `group`, of one device. group: the ranks that share them, None if this
-        rank has all. subject, what: name the all-reduce where it fails, as `naming_absent` takes them.
-    One MAX all-reduce of 4 bytes a block; the number of launches does not grow with the list, and nothing waits.
+    casts: of the same weights on every rank of `group`, all on one device. group: the ranks that hold them, None if
+        this rank holds all. subject, what: for errors of the all-reduce, as in `name_absent_ranks`.
+    One MAX all-reduce of 4 bytes a block. The number of launches does not grow with the list. Does not synchronize.
     """
-    if not parts:
+    if not casts:
         return
-    *first_blocks, blocks = itertools.accumulate((part.scale.numel() for part in parts), initial=0)
-    parts = [part._replace(first_block=first) for part, first in zip(parts, first_blocks)]
-    device = parts[0].scale.device
+    *first_blocks, blocks = itertools.accumulate((cast.scale.numel() for cast in casts), initial=0)
+    casts = [cast._replace(first_block=first) for cast, first in zip(casts, first_blocks)]
+    device = casts[0].scale.device
     bits = torch.zeros(blocks, dtype=torch.int32, device=device)
     waiting = []
-    for batch in _batches(parts, device):
-        part, backend = batch[0], batch[0].recipe.backend
-        if _is_of_whole_blocks(part):
+    for batch in _batches(casts, device):
+        cast, backend = batch[0], batch[0].options.backend
+        if _is_of_whole_blocks(cast):
             shards = _shards(batch, device)
-            whole_block_cast_op(_targets(batch), bits, shards, part.recipe.power_of_2_scales, part.into, backend)
+            whole_block_cast_op(_targets(batch), bits, shards, cast.options.power_of_2_scales, cast.into, backend)
             continue
-        if part.dim:
-            frame, _ = _frame(part, device)
-            of_part = _part_of_grid(part, bits)
+        if cast.dim:
+            frame, _ = _frame(cast, device)
+            of_part = _part_of_grid(cast, bits)
             of_frame = torch.zeros_like(of_part, memory_format=torch.contiguous_format).view(-1)
-            partial_block_amax_op(of_frame, _whole(frame, part.recipe), backend)
+            partial_block_amax_op(of_frame, _whole(frame, cast.options), backend)
             of_part.copy_(of_frame.view(of_part.shape))
         else:
             partial_block_amax_op(bits, _shards(batch, device), backend)
         waiting.append(batch)
     if group is not None and group.size() > 1 and blocks:
-        with naming_absent(subject, what, group):
+        with name_absent_ranks(subject, what, group):
             dist.all_reduce(bits, op=dist.ReduceOp.MAX, group=group)
-    _reduce_tensor_amaxes(parts, bits)
+    _reduce_tensor_amaxes(casts, bits)
     encode = torch.empty_like(bits, dtype=torch.float32)
-    for recipe in dict.fromkeys(part.recipe for part in parts):
-        alike = [part for part in parts if part.recipe == recipe]
+    for options in dict.fromkeys(cast.options for cast in casts):
+        alike = [cast for cast in casts if cast.options == options]
         block_scales_op(
             encode,
-            [part.scale for part in alike],
-            [part.global_scale for part in alike if part.global_scale is not None],
+            [cast.scale for cast in alike],
+            [cast.global_scale for cast in alike if cast.global_scale is not None],
             bits,
-            [part.first_block for part in alike],
-            recipe.fmt,
-            recipe.power_of_2_scales,
-            recipe.backend,
+            [cast.first_block for cast in alike],
+            options.fmt,
+            options.power_of_2_scales,
+            options.backend,
         )
     for batch in waiting:
         _write_payload(batch, encode)
-    # Autograd must see that values which it saved are gone; kernels do not count what they write.
-    written = [x for part in parts for x in (part.scale, part.global_scale) if x is not None]
-    written += [part.target for part in parts if part.values is not None and part.target is not None]
+    # Kernels do not count what they write, and autograd must notice that saved values are gone.
+    written = [x for cast in casts for x in (cast.scale, cast.global_scale) if x is not None]
+    written += [cast.target for cast in casts if cast.values is not None and cast.target is not None]
     torch.autograd.graph.increment_version([x for x in written if not x.is_inference()])
 
 
-def _batches(parts: Sequence[Part], device: torch.device) -> list[list[Part]]:
-    """Group parts by call; frames and offloaded values one by one, so that one copy at a time is on the device."""
-    together: dict[tuple[Recipe, str, bool], list[Part]] = {}
-    alone = []
-    for part in parts:
-        if part.values is None:
+def _batches(casts: Sequence[PartialCast], device: torch.device) -> list[list[PartialCast]]:
+    """Group casts by call. Frames and offloaded values go one by one, so that only one copy is on the device."""
+    together: dict[tuple[CastOptions, str, bool], list[PartialCast]] = {}
+    single = []
+    for cast in casts:
+        if cast.values is None:
             continue
-        if part.dim or part.values.device != device:
-            alone.append([part])
+        if cast.dim or cast.values.device != device:
+            single.append([cast])
         else:
-            together.setdefault((part.recipe, part.into, _is_of_whole_blocks(part)), []).append(part)
-    return [*together.values(), *alone]
+            together.setdefault((cast.options, cast.into, _is_of_whole_blocks(cast)), []).append(cast)
+    return [*together.values(), *single]
 
 
-def _is_of_whole_blocks(part: Part) -> bool:
-    """Whether a part's payload can be written before ranks have exchanged anything."""
-    fmt = part.recipe.fmt
-    if part.values is None or part.dim or fmt.has_global_scale:
+def _is_of_whole_blocks(cast: PartialCast) -> bool:
+    """Whether the payload can be written before the all-reduce."""
+    fmt = cast.options.fmt
+    if cast.values is None or cast.dim or fmt.has_global_scale:
         return False
-    return cuts_no_block(part.start, part.values.numel(), part.shape, fmt)
+    return cuts_no_block(cast.start, cast.values.numel(), cast.shape, fmt)
 
 
-def _write_payload(batch: list[Part], encode: torch.Tensor) -> None:
-    """Write what this rank sends: its values times the `encode` of their blocks, rounded to elements."""
-    part, recipe = batch[0], batch[0].recipe
-    if not part.dim:
-        partial_cast_op(_targets(batch), _shards(batch, encode.device), encode, part.into, recipe.backend)
+def _write_payload(batch: list[PartialCast], encode: torch.Tensor) -> None:
+    """Write the payload: values times the `encode` of their blocks, rounded to elements."""
+    cast, options = batch[0], batch[0].options
+    if not cast.dim:
+        partial_cast_op(_targets(batch), _shards(batch, encode.device), encode, cast.into, options.backend)
         return
-    frame, border = _frame(part, encode.device)
+    frame, border = _frame(cast, encode.device)
     codes = torch.empty_like(frame, dtype=torch.uint8)
-    factors = _part_of_grid(part, encode).clone(memory_format=torch.contiguous_format).view(-1)
-    partial_cast_op([codes.view(-1)], _whole(frame, recipe), factors, CODES, recipe.backend)
-    assert part.target is not None and part.values is not None
-    codes = codes.narrow(part.dim, border, part.values.shape[part.dim])
-    part.target.copy_(codes if recipe.fmt.element.per_byte == 1 else recipe.fmt.element.pack(codes))
+    factors = _part_of_grid(cast, encode).clone(memory_format=torch.contiguous_format).view(-1)
+    partial_cast_op([codes.view(-1)], _whole(frame, options), factors, CODES, options.backend)
+    assert cast.target is not None and cast.values is not None
+    codes = codes.narrow(cast.dim, border, cast.values.shape[cast.dim])
+    cast.target.copy_(codes if options.fmt.element.per_byte == 1 else options.fmt.element.pack(codes))
 
 
-def _shards(batch: list[Part], device: torch.device) -> Shards:
-    """The parts that this rank holds of the weights, on the device."""
-    values = [part.values.to(device, non_blocking=True) for part in batch if part.values is not None]
-    starts, shapes, firsts = zip(*((part.start, part.shape, part.first_block) for part in batch))
-    return Shards.of(values, starts, shapes, batch[0].recipe.dtype, batch[0].recipe.fmt, firsts)
+def _shards(batch: list[PartialCast], device: torch.device) -> Shards:
+    """Return the flat shards of a batch, on the device."""
+    values = [cast.values.to(device, non_blocking=True) for cast in batch if cast.values is not None]
+    starts, shapes, firsts = zip(*((cast.start, cast.shape, cast.first_block) for cast in batch))
+    return Shards.of(values, starts, shapes, batch[0].options.dtype, batch[0].options.fmt, firsts)
 
 
-def _whole(frame: torch.Tensor, recipe: Recipe) -> Shards:
-    return Shards.of([frame.view(-1)], [0], [frame.shape], recipe.dtype, recipe.fmt)
+def _whole(frame: torch.Tensor, options: CastOptions) -> Shards:
+    return Shards.of([frame.view(-1)], [0], [frame.shape], options.dtype, options.fmt)
 
 
-def _targets(batch: list[Part]) -> list[torch.Tensor]:
-    return [part.target for part in batch if part.target is not None]
+def _targets(batch: list[PartialCast]) -> list[torch.Tensor]:
+    return [cast.target for cast in batch if cast.target is not None]
 
 
-def _frame(part: Part, device: torch.device) -> tuple[torch.Tensor, int]:
-    """(this rank's values behind the zeros that begin their first block, how many along the part's dim)."""
-    assert part.values is not None
-    values = part.values.to(device, non_blocking=True)
-    border = part.start % _block(part)
+def _frame(cast: PartialCast, device: torch.device) -> tuple[torch.Tensor, int]:
+    """Return (values behind zeros that complete their first block, the number of these zeros along the dim)."""
+    assert cast.values is not None
+    values = cast.values.to(device, non_blocking=True)
+    border = cast.start % _block(cast)
     if not border:
         return values.contiguous(), 0
-    return F.pad(values, [0, 0] * (values.dim() - 1 - part.dim) + [border, 0]), border
+    return F.pad(values, [0, 0] * (values.dim() - 1 - cast.dim) + [border, 0]), border
 
 
-def _part_of_grid(part: Part, of_blocks: torch.Tensor) -> torch.Tensor:
-    """The part that the frame covers of a buffer with a value a block: a view."""
-    assert part.values is not None
-    block = _block(part)
-    *batch, rows, columns = part.shape
-    shape = torch.Size([*batch, *part.recipe.fmt.grid(rows, columns)])
-    grid = of_blocks[part.first_block : part.first_block + shape.numel()].view(shape)
-    begin, end = part.start // block, part.start + part.values.shape[part.dim]
-    return grid.narrow(part.dim, begin, -(-end // block) - begin)
+def _part_of_grid(cast: PartialCast, of_blocks: torch.Tensor) -> torch.Tensor:
+    """Return a view of the blocks that the frame covers, in a buffer with one value for each block."""
+    assert cast.values is not None
+    block = _block(cast)
+    *batch, rows, columns = cast.shape
+    shape = torch.Size([*batch, *cast.options.fmt.grid(rows, columns)])
+    grid = of_blocks[cast.first_block : cast.first_block + shape.numel()].view(shape)
+    begin, end = cast.start // block, cast.start + cast.values.shape[cast.dim]
+    return grid.narrow(cast.dim, begin, -(-end // block) - begin)
 
 
-def _block(part: Part) -> int:
-    """Elements of a block along the part's dim."""
-    rows, columns = part.recipe.fmt.block
-    return {-1: columns, -2: rows}.get(part.dim - len(part.shape), 1)
+def _block(cast: PartialCast) -> int:
+    """Return the size of a block along the dim of the shard."""
+    rows, columns = cast.options.fmt.block
+    return {-1: columns, -2: rows}.get(cast.dim - len(cast.shape), 1)
 
 
-def _reduce_tensor_amaxes(parts: Sequence[Part], bits: torch.Tensor) -> None:
-    """Give each part of a tensor that tensor parallelism has split the tensor's amax, as that of its one more block."""
+def _reduce_tensor_amaxes(casts: Sequence[PartialCast], bits: torch.Tensor) -> None:
+    """Write the amax of each tensor that tensor parallelism has split to the additional entry of its shards."""
     by_group: dict[dist.ProcessGroup, list[torch.Tensor]] = {}
-    for part in parts:
-        of_weight = bits[part.first_block : part.first_block + part.scale.numel()]
-        for group in part.split_groups:
+    for cast in casts:
+        of_weight = bits[cast.first_block : cast.first_block + cast.scale.numel()]
+        for group in cast.split_groups:
             by_group.setdefault(group, []).append(of_weight)
     for group, blocks in by_group.items():
         amaxes = torch.stack([of_weight.amax() for of_weight in blocks])

@@ -5,8 +5,7 @@
     sorted by expert again                 rank 1: | 2 of rank 0 | 2 of rank 1 | 3 of rank 0 | 3 of rank 1 |
     its experts, then the same way back
 
-Every rank's tokens of an expert lie one behind another, rank by rank, so an expert sees what it would see on one device
-that had the ranks' tokens one behind another.
+An expert gets the tokens of all ranks, ordered by rank, as on one device that holds the concatenated tokens.
 """
 
 from __future__ import annotations
@@ -29,11 +28,11 @@ from torchao_blockwise.tensors.rounding import RoundingKeys
 from torchao_blockwise.tensors.weight_operands import group_names
 
 
-class Journey(NamedTuple):
-    """How a rank's tokens travelled, which is how results travel back.
+class TokenExchange(NamedTuple):
+    """How tokens were exchanged, so that results can be sent back.
 
-    source: where each received row lay before rows were sorted by expert. sent, received: rows to and from each rank.
-    tokens: rows that the rank had, those of no expert included.
+    source: index of each received row before rows were sorted by expert. sent, received: rows to and from each rank.
+    tokens: rows that the rank had, including those of no expert.
     """
 
     source: torch.Tensor
@@ -44,15 +43,15 @@ class Journey(NamedTuple):
 
 def dispatch_tokens(
     x: torch.Tensor, group_ends: torch.Tensor, group: dist.ProcessGroup
-) -> tuple[torch.Tensor, torch.Tensor, Journey]:
+) -> tuple[torch.Tensor, torch.Tensor, TokenExchange]:
     """Send each row to the rank that holds its expert; a collective, differentiable in `x`.
 
-    x: [M, H], sorted by expert. group_ends: [E] int32, cumulative; rows after the last group stay at home.
-    group: ranks that hold ⌈E / ranks⌉ experts each, the last ones fewer: as `torch.chunk` deals them out.
-    Returns the rows of this rank's experts [M', H], sorted by expert and then by the rank that they come from, their
-    group ends [E'], and what `combine_tokens` needs. The sizes of the exchange are read by the host once: as tensors of
-    unknown size cannot be allocated, this is the one sync of an expert layer.
-    Raises TypeError or ValueError for group ends that are none.
+    x: [M, H], sorted by expert. group_ends: [E] int32, cumulative; rows after the last group are not sent.
+    group: ranks that hold ⌈E / ranks⌉ experts each, the last ones fewer, as `torch.chunk` splits them.
+    Returns the rows of this rank's experts [M', H], sorted by expert and then by source rank, their group ends [E'],
+    and what `combine_tokens` needs. The host reads the sizes of the exchange once, to allocate the results. An expert
+    layer does not synchronize elsewhere.
+    Raises TypeError or ValueError for invalid group ends.
     """
     ranks, experts = group.size(), group_ends.shape[0]
     check_group_ends("dispatch_tokens", group_ends, x.shape[0], x.device)
@@ -70,17 +69,17 @@ def dispatch_tokens(
     expert_of_run = torch.arange(most, device=x.device).repeat(ranks)
     ids = torch.repeat_interleave(expert_of_run, arriving.flatten(), output_size=sum(received))
     tokens, source, own_ends = permute(rows, ids[:, None], most)
-    return tokens, own_ends[:own], Journey(source, sent, received, x.shape[0])
+    return tokens, own_ends[:own], TokenExchange(source, sent, received, x.shape[0])
 
 
-def combine_tokens(y: torch.Tensor, journey: Journey, group: dist.ProcessGroup) -> torch.Tensor:
-    """Send each row of `y` [M', H] back to where `dispatch_tokens` had it from; a collective, differentiable.
+def combine_tokens(y: torch.Tensor, exchange: TokenExchange, group: dist.ProcessGroup) -> torch.Tensor:
+    """Send each row of `y` [M', H] back to the rank that `dispatch_tokens` had it from; a collective, differentiable.
 
-    Returns [M, H] in the order of before; rows of no expert are zeros.
+    Returns [M, H] in the original order; rows of no expert are zeros.
     """
-    rows = unpermute(y, journey.source, 1)
-    back = _exchange(rows, journey.received, journey.sent, group)
-    stayed = journey.tokens - back.shape[0]
+    rows = unpermute(y, exchange.source, 1)
+    back = _exchange(rows, exchange.received, exchange.sent, group)
+    stayed = exchange.tokens - back.shape[0]
     return back if not stayed else torch.cat([back, back.new_zeros(stayed, back.shape[1])])
 
 
@@ -92,12 +91,11 @@ class ExpertParallel(ParallelStyle):
     """A `parallelize_module` style for modules of experts: their 3D parameters, sharded by expert, and an exchange.
 
     For a module whose parameters are [E, ..], and which is called with tokens [M, H], sorted by expert, and group ends
-    [E]: `SwiGLUExperts` is one. After it, a rank holds E / ranks of the experts as DTensors, the module is still called
-    with a rank's tokens of all experts, and returns their results. `quantize_` comes first, `fully_shard` after it.
+    [E], such as `SwiGLUExperts`. Each rank then holds E / ranks of the experts as DTensors. The module is still called
+    with a rank's tokens of all experts, and returns their results. Call `quantize_` before it and `fully_shard` after.
 
-    What an expert computes does not depend on the ranks, bit for bit, in FP8, and in NVFP4 with `scale_per_expert`.
-    Else in NVFP4 the tensor scale of a weight is that of all experts, and that of activations comes from the tokens
-    that a rank has received.
+    In FP8, and in NVFP4 with `scale_per_expert`, results are bitwise independent of the number of ranks. Otherwise in
+    NVFP4 all experts share the tensor scale of a weight, and a rank's received tokens share that of the activations.
     Raises ValueError for a parameter that is not [E, ..], a mesh of several dims, or fewer experts than all ranks need.
     Source: GShard (arXiv 2006.16668), §3.2.
     """
@@ -131,10 +129,10 @@ class ExpertParallel(ParallelStyle):
                 RoundingKeys(first).attach(local)
             module.register_parameter(name, nn.Parameter(sharded, requires_grad=parameter.requires_grad))
         group = device_mesh.get_group()
-        journey: Any = None
+        exchange: Any = None
 
         def before(module: nn.Module, args: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-            nonlocal journey
+            nonlocal exchange
             for parameter in module.parameters(recurse=False):
                 local: Any = _compat.local_of(parameter)
                 is_master = isinstance(local, MasterWeightTensor)
@@ -142,12 +140,12 @@ class ExpertParallel(ParallelStyle):
                     # The experts of all ranks have one tensor scale. It is noted on the values, which compiled graphs
                     # read without the weight around them.
                     local.hp.amax_groups = group_names([group])
-            tokens, own_ends, journey = dispatch_tokens(*args, group)
+            tokens, own_ends, exchange = dispatch_tokens(*args, group)
             return tokens, own_ends
 
         def after(module: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
-            nonlocal journey
-            taken, journey = journey, None
+            nonlocal exchange
+            taken, exchange = exchange, None
             return combine_tokens(output, taken, group)
 
         module.register_forward_pre_hook(before)

@@ -1,12 +1,12 @@
-"""FSDP2 gathers weights quantized: their shards are cast where a pass of their root begins.
+"""FSDP2 gathers weights quantized: their shards are cast at the beginning of each forward pass of the root.
 
     master weight       ─ in each pass ──────────────────▶ the QuantizedShard next to it ┐
-    quantized Parameter ─ where values were loaded since ▶ its own QuantizedShard ───────┴─▶ gathers (tensors/fsdp.py)
+    quantized Parameter ─ if values were loaded since ───▶ its QuantizedShard ───────────┴─▶ gathers (tensors/fsdp.py)
 
-When? A rank cannot see that another's values changed, and a collective that only some ranks enter hangs them all. So no
-rank decides locally: shards are cast where each forward pass of a root begins, and where `unshard()` is called by hand.
-It is left out in backward, and inside `weights_unchanged` after the first time, which the program, the same on all
-ranks, says. What an earlier pass left gathered is let go of, and gathered again.
+A rank cannot know that another rank's values changed, and a collective that only some ranks enter hangs all of them. So
+no rank decides locally: shards are cast at the beginning of each forward pass of a root, and when `unshard()` is called
+by hand. They are not cast in backward, nor again inside `weights_unchanged`, which programs enter on all ranks. Weights
+that an earlier pass left gathered are released and gathered again.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import nn
 from torchao_blockwise import _compat
 from torchao_blockwise._compat import torch_fsdp
 from torchao_blockwise._compat.torch_fsdp import FsdpParameter
-from torchao_blockwise.distributed.cast import Part, cast_parts, shard_part
+from torchao_blockwise.distributed.cast import PartialCast, cast_of_shard, run_partial_casts
 from torchao_blockwise.distributed.rank_consistency import check_same
 from torchao_blockwise.tensors import MasterWeightTensor, QuantizedShard
 from torchao_blockwise.tensors.config import TrainingConfig
@@ -38,14 +38,14 @@ _NOTE = "root"
 def sync_weight_scales(model: nn.Module) -> None:
     """Make the scales and the payload of all sharded weights of `model` match their values; a collective.
 
-    One MAX all-reduce of int32 amaxes, 4 bytes a block, for all weights of a shard group together. It runs by itself
-    where a forward pass or `unshard()` begins; call it, on all ranks, where values were changed by hand between the
-    forward pass and the gathers of its backward pass. A model without FSDP2 has nothing to do.
-    Raises ValueError if ranks differ in their weights, configs or dtypes, RuntimeError if a rank does not come, naming
+    One MAX all-reduce of int32 amaxes, 4 bytes a block, for all weights of a shard group. It runs automatically when a
+    forward pass or `unshard()` begins. Call it on all ranks after changing values by hand between the forward pass and
+    the gathers of its backward pass. It does nothing for a model without FSDP2.
+    Raises ValueError if ranks differ in their weights, configs or dtypes, RuntimeError if a rank is missing. Both name
     the rank and the weight.
     """
     states = _states_of(model)
-    # Before the first forward pass no state knows its root: those go together.
+    # Before the first forward pass states do not know their root; they are synchronized together.
     fresh = tuple(state for state in states if torch_fsdp.scope_of(state) is None)
     scopes = [torch_fsdp.scope_of(state) or (fresh[0], fresh) for state in states]
     names: dict[torch.Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
@@ -54,7 +54,7 @@ def sync_weight_scales(model: nn.Module) -> None:
 
 
 def parameters_of(model: nn.Module, names: Mapping[torch.Tensor, str]) -> list[FsdpParameter]:
-    """Return the parameters that FSDP2 shards of `model`, before a first forward pass too."""
+    """Return the parameters that FSDP2 shards in `model`, also before the first forward pass."""
     return torch_fsdp.parameters_of(_states_of(model), names)
 
 
@@ -71,8 +71,9 @@ def _before_gathers(state: torch_fsdp.State) -> None:
 class Root:
     """All quantized weights that FSDP2 shards below one root.
 
-    masters: and what gathers of them send: a shard, or, in high precision, the layout of that.
-    scopes: those of `weights_unchanged` that were open at the last sync.
+    masters: master weights, each with the shard that its gathers send, or the shard's layout if it is gathered in high
+        precision.
+    scopes: the scopes of `weights_unchanged` that were open at the last sync.
     """
 
     def __init__(self, states: tuple[torch_fsdp.State, ...], names: Mapping[torch.Tensor, str]):
@@ -86,7 +87,7 @@ class Root:
         _check_same(self.parameters, [_described(p) for p in self.parameters])
 
     def begin_pass(self) -> None:
-        """Cast the shards and let go of what is gathered, unless the program says that weights do not change."""
+        """Cast the shards and release gathered weights, unless `weights_unchanged` says that they are current."""
         if any(scope in self.scopes for scope in self._open_scopes()):
             for p, shard in self.masters:
                 if isinstance(shard, QuantizedShard) and not is_current(shard, _master(p)):
@@ -101,12 +102,12 @@ class Root:
     @torch.no_grad()
     def sync(self) -> None:
         self.scopes = self._open_scopes()
-        parts = [(p, s, _part_of_master(p, s)) for p, s in self.masters if isinstance(s, QuantizedShard)]
+        casts = [(p, s, _cast_of_master(p, s)) for p, s in self.masters if isinstance(s, QuantizedShard)]
         waiting = [(p, p.local) for p in self.parameters if isinstance(p.local, QuantizedShard) and p.local.awaits_cast]
-        # By position: values that only one rank has changed would be cast into another rank's weights.
+        # Amaxes are reduced by position, so all ranks must have loaded values for the same weights.
         _check_same([p for p, _ in waiting], [f"values for {p.name}" for p, _ in waiting])
-        parts += [(p, shard, _part_of_loaded(p, shard)) for p, shard in waiting]
-        cast_shards([(p.group, shard, part) for p, shard, part in parts])
+        casts += [(p, shard, _cast_of_loaded(p, shard)) for p, shard in waiting]
+        cast_shards([(p.group, shard, cast) for p, shard, cast in casts])
         for p, shard in self.masters:
             if isinstance(shard, QuantizedShard):
                 attach(shard, _master(p))
@@ -120,28 +121,28 @@ class Root:
 def _root_of(
     owner: object, states: tuple[torch_fsdp.State, ...], names: Mapping[torch.Tensor, str] | None = None
 ) -> Root:
-    """The root of `states`, made once and kept with `owner`, which lives as long as they do."""
+    """Return the root of `states`, created once and stored with `owner`, which lives as long as they do."""
     notes = torch_fsdp.notes_of(owner)
     root = notes.get(_NOTE)
     if root is None or root.states != states:
         for state in states:
-            # What was made before FSDP2 knew the root.
+            # Roots that were created before FSDP2 knew the real one.
             torch_fsdp.notes_of(state).pop(_NOTE, None)
-        # Outside of inference mode: what is made here is changed again in training.
+        # Tensors created in inference mode could not be changed in training.
         with torch.inference_mode(False):
             root = notes[_NOTE] = Root(states, names or {})
     return root
 
 
 @torch.no_grad()
-def cast_shards(shards: Sequence[tuple[dist.ProcessGroup | None, QuantizedShard, Part]]) -> None:
-    """Quantize what ranks hold of weights, bit for bit as the whole is quantized; one all-reduce a group of ranks."""
-    by_group: dict[tuple[dist.ProcessGroup | None, torch.device], list[tuple[QuantizedShard, Part]]] = {}
-    for group, shard, part in shards:
-        by_group.setdefault((group, shard.device), []).append((shard, part))
+def cast_shards(shards: Sequence[tuple[dist.ProcessGroup | None, QuantizedShard, PartialCast]]) -> None:
+    """Quantize shards, bitwise identical to the whole weights quantized; one all-reduce for each process group."""
+    by_group: dict[tuple[dist.ProcessGroup | None, torch.device], list[tuple[QuantizedShard, PartialCast]]] = {}
+    for group, shard, cast in shards:
+        by_group.setdefault((group, shard.device), []).append((shard, cast))
     for (group, device), members in by_group.items():
         what = f"reduce the amaxes of {len(members)} weights, {members[0][0].part.name} the first,"
-        cast_parts([part for _, part in members], group, _SUBJECT, what)
+        run_partial_casts([cast for _, cast in members], group, _SUBJECT, what)
         ready = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
         for shard, _ in members:
             shard.ready = ready
@@ -159,10 +160,10 @@ def _shard_of_master(p: FsdpParameter) -> QuantizedShard | ShardLayout:
     master = _master(p)
     layout = _layout_of(p, master.config)
     if len(p.modules) > 1 and not all(isinstance(module, nn.Linear) for module in p.modules):
-        # A module other than a linear layer, as an embedding, needs the values.
+        # Modules other than linear layers, such as embeddings, need the values.
         return layout
     fmt = master.config.weight_format
-    # Zeros, because 4-bit rows of odd length end within a byte.
+    # Zeros, because 4-bit rows of odd length end inside of a byte.
     qdata = torch.zeros(fmt.qdata_shape(*layout.local_shape), dtype=torch.uint8, device=p.device)
     scale = torch.empty(fmt.scale_shape(*layout.shape), dtype=fmt.scale_dtype, device=p.device)
     matrices = layout.shape[:-2] if master.config.scale_per_expert else ()
@@ -170,8 +171,8 @@ def _shard_of_master(p: FsdpParameter) -> QuantizedShard | ShardLayout:
     return QuantizedShard(qdata.view(fmt.element.storage_dtype), scale, layout, master.dtype, global_scale)
 
 
-def _part_of_master(p: FsdpParameter, shard: QuantizedShard) -> Part:
-    """Return what a cast reads and writes, with new scales: gathered weights hold the old ones."""
+def _cast_of_master(p: FsdpParameter, shard: QuantizedShard) -> PartialCast:
+    """Return the cast of a master weight, with new scale tensors, since gathered weights hold the old ones."""
     split_groups: tuple[dist.ProcessGroup, ...] = ()
     if shard.global_scale is not None:
         shard.global_scale = torch.empty_like(shard.global_scale)
@@ -179,22 +180,22 @@ def _part_of_master(p: FsdpParameter, shard: QuantizedShard) -> Part:
     blocks = shard.scale.numel()
     scale = torch.empty(blocks + bool(split_groups), dtype=shard.scale.dtype, device=shard.device)
     shard.scale = scale[:blocks].view(shard.scale.shape)
-    return shard_part(shard, _master(p).hp)._replace(scale=scale, split_groups=split_groups)
+    return cast_of_shard(shard, _master(p).hp)._replace(scale=scale, split_groups=split_groups)
 
 
 def _groups_of_matrices(p: FsdpParameter) -> tuple[dist.ProcessGroup, ...]:
-    """Over which each expert, which has a tensor scale of its own, is split: none, as ranks hold whole ones."""
+    """Return the groups over which single experts are split: none, since each has a separate tensor scale."""
     if any(dim >= len(p.shape) - 2 for dim in p.split_dims):
         raise ValueError(
             f"fully_shard: {p.name} {list(p.shape)} is split in dim {max(p.split_dims)} by tensor parallelism, and "
-            "each of its experts has a tensor scale of its own; spread whole experts over ranks (ExpertParallel), "
+            "each of its experts has a separate tensor scale; spread whole experts over ranks (ExpertParallel), "
             "or take scale_per_expert=False"
         )
     return ()
 
 
 def _reshard_wholly(states: tuple[torch_fsdp.State, ...]) -> None:
-    """FSDP2 refuses to gather what has hooks of its own, as ours have, from shards among fewer ranks."""
+    """Reshard to all ranks: FSDP2 cannot gather tensors with all-gather hooks, such as ours, from fewer ranks."""
     partial = torch_fsdp.partial_reshards(states)
     modules: list[Any] = [module for module, shards in partial if any(isinstance(x, _KINDS) for x in shards)]
     for module in modules:
@@ -210,15 +211,15 @@ def _reshard_wholly(states: tuple[torch_fsdp.State, ...]) -> None:
 # --- quantized Parameters ---------------------------------------------------------------------------------------------
 
 
-def _part_of_loaded(p: FsdpParameter, shard: QuantizedShard) -> Part:
-    # Without values it was given those that it stands for, as a state dict has them: its master's, then.
+def _cast_of_loaded(p: FsdpParameter, shard: QuantizedShard) -> PartialCast:
+    # Without loaded values it was given its own decoded ones, from a state dict; the master has the exact ones.
     master = None if shard.pending_master.hp is not None else shard.pending_master.master(p.parameter)
     values = shard.values() if master is None else _compat.local_of(master)
-    return shard_part(shard, values.to(shard.device))
+    return cast_of_shard(shard, values.to(shard.device))
 
 
 def lay_out_shards(parameters: Iterable[FsdpParameter]) -> None:
-    """Tell shards what `fully_shard` did not: their names, their ranks, and what FSDP2 rounds their values to."""
+    """Set the layouts of quantized shards, which `fully_shard` does not know: name, ranks, and gathered dtype."""
     for p in parameters:
         if isinstance(p.local, QuantizedShard):
             if p.offloaded:
@@ -242,7 +243,7 @@ def _check_same(parameters: Sequence[FsdpParameter], entries: Sequence[str]) -> 
 
 
 def _described(p: FsdpParameter) -> str:
-    """Describe what must be the same on all ranks: of a quantized Parameter also scales that no cast has made."""
+    """Describe what must be equal on all ranks, for a quantized Parameter also scales that were not made by a cast."""
     local: Any = p.local
     gathered = f"{local.config.of_all_ranks}"
     if isinstance(local, QuantizedShard) and not local.awaits_cast:

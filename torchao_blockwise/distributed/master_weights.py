@@ -1,7 +1,7 @@
-"""Partial cast: quantized model weights written from shards of their high-precision masters (`cast.py` does the work).
+"""Partial cast: write quantized model weights from shards of their high-precision masters, with `cast.py`.
 
-For flat shards of ZeRO-1, ZeRO-2 and FSDP: a rank owns the elements [start, start + n) of a weight, wherever that cuts
-rows, blocks or bytes. The bits are those of casting the gathered master to the weight's dtype and quantizing it whole.
+For flat shards of ZeRO-1, ZeRO-2 and FSDP: a rank owns the elements [start, start + n) of a weight, which may cut rows,
+blocks or bytes. The result is bitwise identical to casting the gathered master to the weight's dtype and quantizing it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from torchao_blockwise import _compat, ops
-from torchao_blockwise.distributed.cast import Part, Recipe, cast_parts
+from torchao_blockwise.distributed.cast import CastOptions, PartialCast, run_partial_casts
 from torchao_blockwise.distributed.rank_consistency import check_same_once
 from torchao_blockwise.formats import HIGH_PRECISION_DTYPES
 from torchao_blockwise.ops.shards import flat
@@ -29,18 +29,18 @@ def cast_master_weights_to_fp8(
 ) -> None:
     """Quantize masters into `model_weights`, each rank the elements that it owns; scales alike on every rank.
 
-    model_weights: [.., h, w], the same list on every rank of `group`; leading dims, such as experts, hold matrices with
-        blocks of their own. Their dtype is what masters are rounded to first; scale grids are written whole.
-    master_weights: flat [n] bf16 | f16 | f32, contiguous, or None where other ranks own the weight.
-    start_offsets: element of the flat weight that the master begins with, or None without one.
-    group: ranks that share the masters; None is the default group, or this process alone where there is none.
-    fsdp_shard_model_weights: flat [n] uint8 or e4m3 buffers that take the payload in place of the weights' own.
-    One MAX all-reduce for the whole call, of 4 bytes a block, and launches that do not grow with the list; nothing
-    waits for the device. What no rank owns counts as zeros; NaN and Inf reach every rank's scales.
+    model_weights: [.., h, w], the same list on every rank of `group`. Each matrix of the leading dims, such as experts,
+        has separate blocks. Masters are first rounded to the dtype of the weight. All scales are written.
+    master_weights: flat [n] bf16 | f16 | f32, contiguous, or None if other ranks own the weight.
+    start_offsets: index in the flat weight of the master's first element, or None without a master.
+    group: ranks that share the masters. None is the default group, or only this process without one.
+    fsdp_shard_model_weights: flat [n] uint8 or e4m3 buffers for the payload, which then is not written to the weights.
+    One MAX all-reduce of 4 bytes a block for the whole call. The number of launches does not grow with the list. Does
+    not synchronize. Elements that no rank owns count as zeros. NaN and Inf reach the scales of all ranks.
 
-    Raises TypeError for a weight or master of another kind, ValueError for sizes, offsets, devices, or where ranks
-    differ in their weights, RuntimeError where a rank does not come: all name the weight, the latter two the rank.
-    A new list of weights is compared between ranks once, at the first call with it.
+    Raises TypeError for a weight or master of another kind; ValueError for sizes, offsets and devices, and if ranks
+    have different weights; RuntimeError if a rank is missing. All name the weight, the latter two the rank. Ranks
+    compare a list of weights at the first call with it.
     Source: DeepSeek-V3 report (arXiv 2412.19437), §3.3; docs/numerics.md, "Partial cast".
     """
     lists = model_weights, master_weights, start_offsets, fsdp_shard_model_weights
@@ -56,8 +56,9 @@ def cast_master_weights_to_nvfp4(
 ) -> None:
     """`cast_master_weights_to_fp8` for NVFP4 weights in blocks of 16×16; global scales are written too.
 
-    fsdp_shard_model_weights: flat uint8 buffers of the bytes that hold the shard, `ops.shard_entries` of them. The
-        first and the last may be shared with a neighbor, whose nibble stays; `ops.merge_shards_` joins gathered ones.
+    fsdp_shard_model_weights: flat uint8 buffers of the bytes that hold the shard, as many as `ops.shard_entries` says.
+        The first and the last byte may be shared with a neighbor, whose nibble does not change; `ops.merge_shards_`
+        joins gathered buffers.
     """
     lists = model_weights, master_weights, start_offsets, fsdp_shard_model_weights
     _cast("cast_master_weights_to_nvfp4", NVFP4Tensor, *lists, group)
@@ -70,7 +71,7 @@ def cast_master_weights(
     group: dist.ProcessGroup | None = None,
     fsdp_shard_model_weights: Sequence[torch.Tensor | None] | None = None,
 ) -> None:
-    """`cast_master_weights_to_fp8` and `_to_nvfp4` in one: weights of any formats and dtypes, still one all-reduce."""
+    """`cast_master_weights_to_fp8` for weights of any formats and dtypes, with one all-reduce for all."""
     lists = model_weights, master_weights, start_offsets, fsdp_shard_model_weights
     _cast("cast_master_weights", QuantizedTensor, *lists, group)
 
@@ -114,40 +115,40 @@ def write_masters(
     group: dist.ProcessGroup | None,
     targets: Sequence[torch.Tensor | None] | None = None,
 ) -> None:
-    """What `cast_master_weights` does, for a caller that has its group and lists that fit. name: for errors.
+    """`cast_master_weights` without its checks. name: of the caller, for errors.
 
-    group: ranks that share the masters, or None: this process has whole ones, whatever other ranks do.
-    targets: where the bytes of payloads go, if not to the weights' own.
+    group: ranks that share the masters, or None if this process has whole ones.
+    targets: buffers for the payloads, None for the weights themselves.
     """
     with _compat.no_torch_function():
         into = flat.ENTRIES
         if targets is None:
             targets, into = [w.qdata for w in weights], flat.WHOLE
-        parts = [
-            Part(_recipe(w), tuple(w.shape), master, start or 0, target, into, w.scale, w.global_scale)
+        casts = [
+            PartialCast(_options(w), tuple(w.shape), master, start or 0, target, into, w.scale, w.global_scale)
             for w, master, start, target in zip(weights, masters, starts, targets)
         ]
         if group is not None:
             # The buffer of amaxes means the same on all ranks only if their weights are the same.
-            layout = [(part.recipe, part.shape) for part in parts]
-            entries = (f"weight {i} ({recipe}, shape {list(shape)})" for i, (recipe, shape) in enumerate(layout))
+            layout = [(cast.options, cast.shape) for cast in casts]
+            entries = (f"weight {i} ({options}, shape {list(shape)})" for i, (options, shape) in enumerate(layout))
             check_same_once(name, group, tuple(layout), entries)
-        cast_parts(parts, group, name, f"reduce the amaxes of {len(weights)} weights")
+        run_partial_casts(casts, group, name, f"reduce the amaxes of {len(weights)} weights")
         torch.autograd.graph.increment_version([w for w in weights if not w.is_inference()])
 
 
-def _recipe(w: QuantizedTensor) -> Recipe:
-    return Recipe(w.fmt, getattr(w, "power_of_2_scales", False), w.dtype)
+def _options(w: QuantizedTensor) -> CastOptions:
+    return CastOptions(w.fmt, getattr(w, "power_of_2_scales", False), w.dtype)
 
 
 def _group(name: str, group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    """The group to reduce over, by default all ranks; None where this process is alone."""
+    """Return the group to reduce over, by default all ranks; None if there is only this process."""
     if group is None:
         if not (dist.is_available() and dist.is_initialized()):
             return None
         group = dist.group.WORLD
     if dist.get_rank(group) < 0:
-        raise ValueError(f"{name}: rank {dist.get_rank()} is not in the group; call it on the group's ranks alone")
+        raise ValueError(f"{name}: rank {dist.get_rank()} is not in the group; call it only on the group's ranks")
     return group
 
 

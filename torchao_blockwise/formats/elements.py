@@ -47,7 +47,7 @@ class Element:
         return torch.stack((qdata & 0xF, qdata >> 4), dim=-1).flatten(-2)[..., :columns]
 
     def pack(self, codes: torch.Tensor) -> torch.Tensor:
-        """Contiguous payload [.., packed(K)] of codes [.., K] in memory of its own; an odd K leaves a zero nibble."""
+        """Contiguous payload [.., packed(K)] of codes [.., K] in new memory; an odd K leaves a zero nibble."""
         if self.per_byte == 1:
             return codes.clone(memory_format=torch.contiguous_format)
         codes = F.pad(codes.contiguous(), (0, codes.shape[-1] % 2))

@@ -17,7 +17,7 @@ HADAMARD_SIZE = 16
 # TransformerEngine's and torchao's, so that runs can be compared.
 DEFAULT_SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 
-# Bit i of the number by which options carry signs says that sign i is negative; bit 16 that there is a transform.
+# Bit i of the number by which options carry signs says that sign i is negative; bit 16 stands for the transform itself.
 _PRESENT = 1 << HADAMARD_SIZE
 
 

@@ -34,7 +34,7 @@ class Operand(NamedTuple):
 
 
 class Copies(NamedTuple):
-    """What one read of a tensor [.., M, K] gives, each of it where it was asked for.
+    """The quantized copies of a tensor [.., M, K] that one read makes, those that were asked for.
 
     rowwise: blocks along K. columnwise: the transpose, contiguous, [.., K, M], blocks along M.
     """
@@ -45,7 +45,7 @@ class Copies(NamedTuple):
 
 
 class CastOptions(NamedTuple):
-    """What an operation that quantizes is to give: which copies, in which format, and how.
+    """Options of an operation that quantizes: which copies, in which format, and how.
 
     rowwise, columnwise: which of `Copies`.
     power_of_2_scales: FP8 only; rounds the encode factor down to a power of two.
@@ -53,7 +53,7 @@ class CastOptions(NamedTuple):
         such copies, to which they add nothing. Without it, rows that are no such multiple cost a copy.
     hadamard: NVFP4 only; the columnwise copy is that of the transform which `formats.hadamard_number` gives the number
         of; 0 for none. It is whole chunks of 16 tokens wide, the last one filled with zeros, and so is not `padded`.
-    scale_per_group: NVFP4 only; each group of tokens has a tensor scale of its own, and so has, without groups, each
+    scale_per_group: NVFP4 only; each group of tokens has its tensor scale, and so has, without groups, each
         matrix [M, K] of a tensor [.., M, K]. Else the whole tensor has one.
     columnwise_format_name: the format of the columnwise copy, if it is not `fmt`: "fp8_128x128" next to FP8_1X128.
     """

@@ -1,8 +1,9 @@
-"""transformers: configs with which `from_pretrained` converts models, and callbacks for Trainer.
+"""transformers: configs with which its `from_pretrained` converts models, and callbacks for Trainer.
 
-    from torchao_blockwise.integrations.transformers import BlockwiseFP8Config
+    from torchao_blockwise.integrations.transformers import BlockwiseFP8Config, from_pretrained
 
     model = AutoModelForCausalLM.from_pretrained(name, quantization_config=BlockwiseFP8Config())
+    model = from_pretrained(folder, "fp8")  # files that are quantized
 
 Importing this module registers the configs. A saved model has plain weights, and its config.json has the recipe.
 Loading it converts the model again if this module is imported; otherwise transformers warns and loads a plain model.
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -21,6 +23,7 @@ from torchao.quantization.transform_module import register_quantize_module_handl
 
 from torchao_blockwise import _versions
 from torchao_blockwise._compat import hugging_face
+from torchao_blockwise.checkpoint.files import quantization_settings
 from torchao_blockwise.conversion import custom, recipe_state, unconvert
 from torchao_blockwise.conversion.handlers import refuse_config
 from torchao_blockwise.conversion.recommended import recommended
@@ -39,7 +42,13 @@ from transformers.quantizers.quantizers_utils import should_convert_module  # no
 from transformers.trainer_callback import ExportableState  # noqa: E402
 from transformers.utils.quantization_config import QuantizationConfigMixin  # noqa: E402
 
+from torchao_blockwise.integrations.pretrained import from_pretrained  # noqa: E402, F401  # a public name
+
 hugging_face.remember_given_state_dicts()
+_USE_OURS = (
+    "For files that are quantized, call from_pretrained(path, recipe) of torchao_blockwise.integrations.transformers, "
+    "which converts the model and loads their values."
+)
 
 
 class BlockwiseConfig(QuantizationConfigMixin, metaclass=ConfigClass):
@@ -109,6 +118,7 @@ class NVFP4Config(BlockwiseConfig):
     recipe = _NVFP4
 
 
+hugging_face.advise_on_stored_formats(BlockwiseConfig, _USE_OURS)
 # `quantize_` refuses these configs with a message that names the training config.
 AOBaseConfig.register(BlockwiseConfig)
 for _config in (BlockwiseFP8Config, NVFP4Config):
@@ -142,6 +152,13 @@ class BlockwiseQuantizer(HfQuantizer):
     def get_state_dict_and_metadata(self, model: nn.Module) -> tuple[dict[str, Any] | None, dict[str, Any]]:
         """Return the state dict that was passed to `save_pretrained`, or None for the model's own, which is plain."""
         return hugging_face.given_state_dict(), {}
+
+    def _process_model_before_weight_loading(self, model: Any, checkpoint_files: Any = None, **kwargs: Any) -> None:
+        """Raise ValueError for files in a format that transformers does not know, such as Model Optimizer's."""
+        for folder in {Path(file).parent for file in checkpoint_files or ()}:
+            method = quantization_settings(folder).get("quant_method")
+            if method not in (None, BlockwiseFP8Config.method, NVFP4Config.method):
+                raise ValueError(f"from_pretrained: {folder} is quantized by {method!r}. {_USE_OURS}")
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> nn.Module:
         config = self.quantization_config

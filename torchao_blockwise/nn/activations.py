@@ -70,6 +70,18 @@ class Input:
         """Gradients of the inputs, from that of the activation."""
         return (grad,)
 
+    @staticmethod
+    def backward_quantize(
+        grad: torch.Tensor,
+        prepared: Prepared,
+        spec: GemmSpec,
+        rowwise: bool,
+        columnwise: bool,
+        rounding_bits: RoundingBits | None,
+    ) -> Copies:
+        """Copies of the gradient of the inputs for the GEMMs of this spec, whose output they are."""
+        return quantize(grad, spec, rowwise, columnwise, False, spec.amax_groups.grad_output, rounding_bits)
+
 
 class NormInput(Input):
     """norm(x) of inputs x, weight, bias, kind ("rms" or "layer") and eps."""
@@ -166,7 +178,7 @@ class SwiGLUInput(Input):
         columnwise: bool,
         rounding_bits: RoundingBits | None,
     ) -> Copies:
-        """Copies of the gradient of (gate | up) for the GEMMs of this spec, computed and quantized in one pass."""
+        """Copies of the gradient of (gate | up), computed and quantized in one pass."""
         options = cast_options(spec.config, rowwise, columnwise, is_input=False)
         backend = ops.casting_backend(spec.config.backend)
         gate, up = prepared

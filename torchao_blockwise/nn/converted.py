@@ -205,7 +205,6 @@ def _checked_forward(base: Any) -> Callable[..., Any]:
             return out
         weights = _weights_of(self)
         if not weights:
-            _check_not_flattened(self)
             _warn_replaced(self.fqn)
         if self.training in self.checked:
             return base.forward(self, *args, **kwargs)
@@ -228,26 +227,18 @@ def _checked_forward(base: Any) -> Callable[..., Any]:
     return forward
 
 
-def _weights_of(module: nn.Module) -> dict[str, Any]:
-    """The converted weights that `module` itself holds, of shards this rank's part."""
+def _weights_of(module: ConvertedModule) -> dict[str, Any]:
+    """The converted weights that `module` itself holds, of shards this rank's part.
+
+    Raises NotImplementedError where FSDP1 has put plain tensors in the place of all of them.
+    """
     # Replicas of `nn.DataParallel` have tensors in the places of Parameters.
-    own = {
-        name: _compat.local_of(p)
-        for name, p in (_tensors_in(module) | _compat.parameters_of(module)).items()
-        if p is not None
-    }
-    return {name: weight for name, weight in own.items() if is_low_precision(weight)}
-
-
-def _check_not_flattened(module: ConvertedModule) -> None:
-    """Raise NotImplementedError where FSDP1 has put plain tensors in the place of all weights of `module`."""
-    for name, x in _tensors_in(module).items():
+    tensors = {name: x for name, x in vars(module).items() if isinstance(x, torch.Tensor)}
+    own = {name: _compat.local_of(p) for name, p in (tensors | _compat.parameters_of(module)).items() if p is not None}
+    weights = {name: weight for name, weight in own.items() if is_low_precision(weight)}
+    for name, x in tensors.items() if not weights else ():
         torch_fsdp.check_not_flattened(x, f"{module.fqn}.{name}".lstrip("."))
-
-
-def _tensors_in(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Tensors that are attributes of `module` without being Parameters or buffers."""
-    return {name: x for name, x in vars(module).items() if isinstance(x, torch.Tensor)}
+    return weights
 
 
 def _has_empty(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -135,15 +135,6 @@ def weight_gemm(
     return multiply(a, b, quantized.shape[-1], columnwise, out_dtype, bias, spec.groups, backend)
 
 
-def _gemm(
-    a: Operand, b: Operand, out_dtype: torch.dtype, bias: torch.Tensor | None, groups: Groups | None, backend: Backend
-) -> torch.Tensor:
-    if groups is None:
-        return ops.matmul(a, b, out_dtype=out_dtype, bias=bias, backend=backend)
-    assert bias is None, "grouped GEMMs have no bias"
-    return ops.grouped_matmul(a, b, groups, out_dtype=out_dtype, backend=backend)
-
-
 def grad_weight(
     dy: Operand, x: Operand, tokens: int, weight: torch.Tensor, spec: GemmSpec, out_dtype: torch.dtype
 ) -> torch.Tensor | None:
@@ -194,7 +185,7 @@ def weight_comes_first(dy: torch.Tensor, spec: GemmSpec) -> bool:
 def gemm_flops(tokens: int, weight: Sequence[int]) -> int:
     """Floating point operations of one of the three GEMMs: 2 · tokens · N · K for a weight [.., N, K].
 
-    Of experts too, whose numbers of tokens are on the device: each token counts as one of an expert.
+    Of experts too, whose numbers of tokens are on the device: each token counts once.
     """
     return 2 * tokens * weight[-2] * weight[-1]
 
@@ -222,7 +213,9 @@ def _master_matmul(
 ) -> torch.Tensor:
     casts_by = ops.casting_backend(backend)
     b = weight_operand(hp, options, amax_groups=amax_groups, rounded_to=rounded_to, backend=casts_by)
-    return _gemm(a, b, out_dtype, bias, groups, backend)
+    if groups is None:
+        return ops.matmul(a, b, out_dtype=out_dtype, bias=bias, backend=backend)
+    return ops.grouped_matmul(a, b, groups, out_dtype=out_dtype, backend=backend)
 
 
 # One operation from the master's values to the output: the quantized copy is never a value of a compiled graph, which
@@ -251,7 +244,9 @@ def _quantized_matmul(
     backend: Backend,
 ) -> torch.Tensor:
     b = ops.transpose(weight, columns=columns, backend=ops.casting_backend(backend)) if columnwise else weight
-    return _gemm(a, b, out_dtype, bias, groups, backend)
+    if groups is None:
+        return ops.matmul(a, b, out_dtype=out_dtype, bias=bias, backend=backend)
+    return ops.grouped_matmul(a, b, groups, out_dtype=out_dtype, backend=backend)
 
 
 # One operation in graphs, for the same reason: PyTorch's partitioner would as soon hold the transposed copy as the

@@ -28,7 +28,6 @@ from torchao_blockwise.nn.gemms import (
     AmaxGroups,
     GemmSpec,
     grad_weight,
-    quantize,
     weight_comes_first,
     weight_gemm,
     with_groups,
@@ -83,8 +82,8 @@ class Layer(torch.autograd.Function):
                 at = weights_at + 3 * i
                 weight: Any
                 weight, bias, rounding_key = tensors[at : at + 3]
-                weight = stored_weight(weight, spec.rounded_to)
-                spec = spec if groups is None else with_groups(spec, groups)
+                if groups is not None:
+                    weight, spec = stored_weight(weight, spec.rounded_to), with_groups(spec, groups)
                 prepared = kind.prepare(inputs, spec)
                 saves_copy = saves and needs[at] and spec.config.saves_quantized_activations
                 if copies is None:
@@ -118,41 +117,36 @@ class Layer(torch.autograd.Function):
         groups = None if ends is None else Groups(ends, tables)
         needs, last = ctx.needs_input_grad[5:], len(ctx.steps) - 1
         grads: list[torch.Tensor | None] = [None] * len(needs)
-        # Of the activation of the step behind.
-        grad: torch.Tensor | None = None
-        outer: Any = None
-        outer_prepared: list[Any] = []
         with profiled(ctx.layer, "backward"):
             dy = as_rows(grad_output)
+            # The gradient of the activation of the step behind, its kind, and what it is computed from.
+            grad: Any = dy
+            behind: type[Input] = Input
+            prepared: list[Any] = []
             for i in range(last, -1, -1):
                 at = ctx.weights_at + 3 * i
                 wanted = any(needs[:at]), needs[at]
                 if not any(wanted):
+                    grad = None
                     break
                 kind, spec = ctx.steps[i]
                 spec = spec if groups is None else with_groups(spec, groups)
-                (weight, rounding_key), prepared, copy = saved[3 * i : 3 * i + 3]
+                weight, rounding_key = saved[3 * i]
                 bits = ops.next_rounding_bits(rounding_key, grad_output, spec.places)
-                observer = ctx.observers[i]
-                if i == last:
-                    if observer is not None:
-                        observer(dy)
-                    copies = [*quantize(dy, spec, *wanted, False, spec.amax_groups.grad_output, bits)]
-                else:
-                    if observer is not None:
-                        observer(torch.cat(outer.backward(grad, outer_prepared, spec, (True, True)), 1))
-                    copies = [*outer.backward_quantize(grad, outer_prepared, spec, *wanted, bits)]
-                    outer_prepared.clear()
-                    grad = None
+                if ctx.observers[i] is not None:
+                    parts: Any = behind.backward(grad, prepared, spec, (True, True))
+                    ctx.observers[i](parts[0] if len(parts) == 1 else torch.cat(parts, 1))
+                quantized = [*behind.backward_quantize(grad, prepared, spec, *wanted, bits)]
+                prepared.clear()
+                behind, prepared, grad = kind, saved[3 * i + 1], None
                 # In an MLP the gradient of the first weight comes last, next to two copies in low precision: before
                 # grad_input a columnwise copy of the weight would be there too.
                 weight_first = kind.weight_first or (last == 0 and weight_comes_first(dy, spec))
-                activation = prepared, copy
-                grad, grads[at] = gradients(copies, kind, activation, dy.shape[0], weight, spec, weight_first)
-                outer, outer_prepared = kind, prepared
+                activation = prepared, saved[3 * i + 2]
+                grad, grads[at] = gradients(quantized, kind, activation, dy.shape[0], weight, spec, weight_first)
             if grad is not None:
-                for j, one in enumerate(outer.backward(grad, outer_prepared, spec, needs)):
-                    if one is not None and j < outer.leading:
+                for j, one in enumerate(behind.backward(grad, prepared, spec, needs)):
+                    if one is not None and j < behind.leading:
                         one = one if one.shape == ctx.x_shape else one.view(ctx.x_shape)
                         one = one if one.dtype == ctx.x_dtype else one.to(ctx.x_dtype)
                     grads[j] = one

@@ -23,7 +23,7 @@ class Backend(str, Enum):
 
     REFERENCE: eager torch on any device, the bit oracle. TRITON: GPUs, and CPUs under TRITON_INTERPRET=1.
     CUBLAS: cuBLASLt block scaling through `torch.nn.functional.scaled_mm`. GLUON: kernels for Hopper alone.
-    DEEP_GEMM: the library of that name, where it is installed: `output` and `grad_input` in FP8 on Hopper.
+    DEEP_GEMM: the library of that name, where it is installed: GEMMs in FP8 on Hopper whose b has square blocks.
     CUTLASS: kernels in PyTorch through `torch.nn.functional.scaled_grouped_mm`: the same GEMMs, but of experts, in
     NVFP4 and on Blackwell.
     """

@@ -25,7 +25,7 @@ from torchao_blockwise.ops import Backend, get_backend
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-# What a layer saves for backward: the quantized copy.
+# The value of `save_activations` for the quantized copy.
 QUANTIZED = "quantized"
 _GRAD_WEIGHT_FORMATS = {"1x128": FP8_1X128, "128x128": FP8_128X128}
 
@@ -58,7 +58,7 @@ class ConfigClass(ABCMeta):
 
     @property
     def quant_method(cls) -> NoReturn:
-        """Raise: what `from_pretrained` asks its `quantization_config` for."""
+        """Raise, where `from_pretrained` reads it of its `quantization_config`."""
         _refuse_quantization_config(f"the class {cls.__name__}", cls.in_transformers)
 
 
@@ -75,7 +75,7 @@ def _refuse_quantization_config(got: str, name: str) -> NoReturn:
 
 @dataclass(frozen=True)
 class TrainingConfig(AOBaseConfig, metaclass=ConfigClass):
-    """What every training config decides; use `BlockwiseFP8TrainingConfig` or `NVFP4TrainingConfig`."""
+    """Base class of training configs; use `BlockwiseFP8TrainingConfig` or `NVFP4TrainingConfig`."""
 
     weight_format: ClassVar[BlockFormat]
     activation_format: ClassVar[BlockFormat]
@@ -119,7 +119,7 @@ class TrainingConfig(AOBaseConfig, metaclass=ConfigClass):
             )
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """What loads and copies set: fields, checked as those of a new config; those of other versions are left out."""
+        """Set the fields of a loaded or copied config, checked as in a new one; skip those of other versions."""
         without_removed(type(self).__name__, state)
         for field in fields(self):
             if field.name in state:
@@ -128,7 +128,7 @@ class TrainingConfig(AOBaseConfig, metaclass=ConfigClass):
 
     @property
     def quant_method(self) -> NoReturn:
-        """Raise: what `from_pretrained` asks its `quantization_config` for."""
+        """Raise, where `from_pretrained` reads it of its `quantization_config`."""
         _refuse_quantization_config(f"a {type(self).__name__}", self.in_transformers)
 
     @property
@@ -162,8 +162,8 @@ class BlockwiseFP8TrainingConfig(TrainingConfig):
     master_weights: True (default) keeps the Parameter in high precision and quantizes it where a product reads it,
         forward and backward (`weights_unchanged` keeps the copies of several passes); False makes the Parameter the
         quantized tensor itself, 1 byte a parameter: for frozen bases, and for `distributed.MasterWeightOptimizer`,
-        which has the masters alone.
-    backend: who computes, AUTO or one by name; see `ops.Backend`.
+        which owns the masters.
+    backend: AUTO or a backend by name; see `ops.Backend`.
     out_dtype: dtype of the layer's output; None (default) is the input's, or autocast's.
 
     Raises ValueError or TypeError for a value or combination that cannot work.
@@ -201,14 +201,14 @@ class NVFP4TrainingConfig(TrainingConfig):
         for any split of the tensors over ranks. `recipe_state(model)` has what a run must remember to resume.
     seed: of these bits, 64 bits; give each data-parallel rank another.
     scale_per_expert: each expert of a weight [E, N, K], and the tokens of each expert, have their own tensor scale.
-        An expert's bits then depend on its own values and tokens alone: under expert parallelism they are those of one
+        An expert's bits then depend only on its values and tokens: under expert parallelism they are those of one
         device, activations' too, and ranks exchange no amax for them. False (default): one for all of them. Layers
         without experts are the same either way.
     Other fields as in `BlockwiseFP8TrainingConfig`, without power_of_2_scales (block scales are e4m3) and
-    grad_weight_blocks. Where there are no FP4 tensor cores, products are computed from decoded values in bf16 with fp32
+    grad_weight_blocks. Where there are no FP4 tensor cores, GEMMs are computed from decoded values in bf16 with fp32
     accumulation. Keep the last blocks and the head in higher precision (`keep_last_blocks`, `skip_lm_head`). An
-    activation has one tensor scale for the whole batch, or for the tokens of an expert: what a token is quantized to
-    depends on the tokens beside it.
+    activation has one tensor scale for the whole batch, or for the tokens of an expert: the quantized values of a token
+    depend on the other tokens.
 
     Raises ValueError or TypeError for a value that cannot work.
     Source: NVIDIA, Pretraining Large Language Models with NVFP4 (arXiv 2509.25149).

@@ -61,11 +61,6 @@ class ShardLayout:
         return min(self.rank * self.padded_shape[self.dim], self.shape[self.dim])
 
     @property
-    def flat_start(self) -> int:
-        """Index in the flat weight of the first element of a shard of dim 0."""
-        return self.start * torch.Size(self.shape[1:]).numel()
-
-    @property
     def local_shape(self) -> tuple[int, ...]:
         return self._with_size(min(self.padded_shape[self.dim], self.shape[self.dim] - self.start))
 
@@ -81,7 +76,7 @@ class ShardLayout:
 
     @property
     def payload_shape(self) -> tuple[int, ...]:
-        """Shape of what the rank sends, in bytes."""
+        """Shape of the payload that the rank sends, in bytes."""
         return self.config.weight_format.qdata_shape(*self.padded_shape) if self.packs else self.padded_shape
 
     def _with_size(self, size: int) -> tuple[int, ...]:
@@ -191,7 +186,7 @@ def post_all_gather(
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
     """The gathered weight and the tensors in it that FSDP2 must free; into `out`, an earlier result, where given.
 
-    A quantized weight is a view of what was gathered, or, where codes came one a byte, packed memory of its own.
+    A quantized weight is a view of the gathered bytes, or packed in new memory if codes came one a byte.
     """
     layout = metadata.layout
     (gathered,) = all_gather_outputs

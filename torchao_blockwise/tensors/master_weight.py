@@ -82,7 +82,7 @@ class MasterWeightTensor(WeightTensor):
     # The values that this is a cast of, where GEMMs may read those, and its own change count when it was made. No part
     # of a weight's state, as the next one.
     cast_of: tuple[torch.Tensor, int] | None = None
-    # What FSDP2 gathers of it: a shard of its own, or, in high precision, the layout of that.
+    # What FSDP2 gathers: a quantized shard, or, in high precision, the layout of one.
     shard: QuantizedShard | fsdp.ShardLayout | None = None
 
     @property
@@ -90,8 +90,8 @@ class MasterWeightTensor(WeightTensor):
         """(hp, dtype): the values that GEMMs read, rounded to `dtype`; (its own, None) if it was not cast from others.
 
         Models cast weights on every use. GEMMs with a cast that autograd records read the weight's present values,
-        forward and backward, so that the cast is neither kept nor saved for backward. One that was changed is a weight
-        with values of its own.
+        forward and backward, so that the cast is neither kept nor saved for backward. GEMMs with a cast that was
+        changed afterwards read its values.
         """
         if self.cast_of is None or _compat.version_of(self.hp) != self.cast_of[1]:
             return self.hp, None
@@ -212,7 +212,7 @@ class MasterWeightTensor(WeightTensor):
         if shapes is not None and not _stays_weight(func, args, masters):
             return out
 
-        # What is flattened together, as by `parameters_to_vector`, is no weight.
+        # Flattened weights, joined as by `parameters_to_vector`, are not a weight.
         flat = func in _JOINS and first.dim() < 2
 
         def rewrap(x: torch.Tensor) -> torch.Tensor:
@@ -259,7 +259,7 @@ def _refusal(func: Operation, masters: list[MasterWeightTensor]) -> str:
 
 
 def _stays_weight(func: Operation, args: Args, masters: list[MasterWeightTensor]) -> bool:
-    """Whether what an operation makes of a weight, in its shape, is to be used as one.
+    """Whether the result of an operation on a weight, in its shape, is a weight.
 
     Under `no_grad` no sum that begins with another tensor: optimizers compute there, and their `grad.add(w)` is not a
     weight. Gradients are none either.

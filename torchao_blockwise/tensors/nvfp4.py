@@ -24,7 +24,7 @@ class NVFP4Tensor(QuantizedTensor):
     qdata: [.., N, ⌈K/2⌉] uint8, the even element in the low nibble.
     global_scale: f32 scalar; f32 [..] where each matrix [N, K], an expert, has its own.
     scale: e4m3 [.., ⌈N/16⌉, ⌈K/16⌉] for block_size (16, 16), [.., N, ⌈K/16⌉] for (1, 16).
-    columns: K, which the payload alone does not tell where it is odd.
+    columns: K, which the payload does not determine: it may be odd.
     config: how a layer with this weight trains; None is `NVFP4TrainingConfig`'s defaults, without
         transform and stochastic rounding.
     rounding_key: of stochastic rounding; see `tensors.rounding`.
@@ -57,9 +57,8 @@ class NVFP4Tensor(QuantizedTensor):
         check_attributes(cls.__name__, fmt, dtype, config)
         shape = (*qdata.shape[:-1], columns)
         # Of a part whose rows lie apart it must be seen that they do: `contiguous()` looks at nothing else.
-        apart = () if qdata.is_contiguous() else (*(fmt.element.per_byte * s for s in qdata.stride()[:-1]), 1)
-        layout = {"strides": apart} if apart else {}
-        x = _compat.make_wrapper(cls, shape, inner=qdata, dtype=dtype, device=qdata.device, **layout)
+        apart = None if qdata.is_contiguous() else (*(fmt.element.per_byte * s for s in qdata.stride()[:-1]), 1)
+        x = _compat.make_wrapper(cls, shape, inner=qdata, strides=apart, dtype=dtype, device=qdata.device)
         x.qdata, x.scale, x.global_scale = qdata, scale, global_scale
         x.columns, x.block_size, x.config = columns, fmt.block, config
         if rounding_key is not None:
@@ -78,7 +77,7 @@ class NVFP4Tensor(QuantizedTensor):
     ) -> NVFP4Tensor:
         """Quantize `w` [.., N, K] bf16 | f16 | f32 in blocks of (16, 16) or (1, 16).
 
-        scale_per_expert: each matrix [N, K] has a tensor scale of its own, global_scale [..]; None (default) is as the
+        scale_per_expert: each matrix [N, K] has its tensor scale, global_scale [..]; None (default) is as the
             config says, without one False.
         Raises TypeError for another dtype, ValueError for a block size that does not exist or fewer than 2 dims.
         """

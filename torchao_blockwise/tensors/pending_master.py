@@ -24,7 +24,7 @@ class PendingMaster:
 
     hp: [.., N, K], or None where the values were taken or freed, or only quantized ones are known.
     changed: values were copied into the weight after an optimizer took the last ones.
-    awaits_cast: the payload is not of these values yet; only of a shard, which a rank cannot quantize alone.
+    awaits_cast: the payload is not of these values yet; only of a shard, which all ranks quantize together.
     """
 
     def __init__(self, hp: torch.Tensor | None = None):

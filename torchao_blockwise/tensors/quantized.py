@@ -184,7 +184,7 @@ def _names(types: Types, args: Args, kwargs: Kwargs | None) -> str:
 
 # --- whether the parts of a tensor fit each other ---------------------------------------------------------------------
 #
-# Kernels rely on it: they take sizes from the payload alone. Parts come from files, from gathers and from callers. They
+# Kernels rely on it: they take sizes only from the payload. Parts come from files, from gathers and from callers. They
 # are checked where a tensor is made, which is every view and copy too, and again where they become an operand:
 # attributes can be set from outside after a tensor was made.
 
@@ -281,13 +281,16 @@ torch.serialization.add_safe_globals([_rebuild])
 
 
 _OPS: dict[Operation, Callable[..., Any]] = {}
+# Those that are the same for the rows of a rank as for a whole weight: copies, moves, and plain tensors like it.
+OPS_OF_SHARDS: set[Operation] = set()
 
 
-def implements(*funcs: Operation) -> Callable[[_F], _F]:
+def implements(*funcs: Operation, of_shards: bool = False) -> Callable[[_F], _F]:
     def register(implementation: _F) -> _F:
         for func in funcs:
             assert func not in _OPS, f"{func} is registered twice"
             _OPS[func] = implementation
+        OPS_OF_SHARDS.update(funcs if of_shards else ())
         return implementation
 
     return register
@@ -333,7 +336,7 @@ def _set_data(func: Function, types: Types, args: Args, kwargs: Kwargs) -> None:
 
 @QuantizedTensor.implements_torch_function([torch.isfinite, Tensor.isfinite])
 def _isfinite(func: Function, types: Types, args: Args, kwargs: Kwargs) -> Tensor:
-    """As PEFT asks of what it merges."""
+    """PEFT checks merged weights by it."""
     return func(args[0].dequantize())
 
 

@@ -54,15 +54,12 @@ def _slice(
     return x._make(qdata=qdata, scale=scale, columns=end - start if axis == -1 else None)
 
 
-@implements(aten.split.Tensor)
-def _split(func: Operation, x: QuantizedTensor, size: int, dim: int = 0) -> list[QuantizedTensor]:
+@implements(aten.split.Tensor, aten.split_with_sizes.default)
+def _split(func: Operation, x: QuantizedTensor, sizes: int | Sequence[int], dim: int = 0) -> list[QuantizedTensor]:
     length = x.shape[dim]
-    return [_slice(aten.slice.Tensor, x, dim, start, min(start + size, length)) for start in range(0, length, size)]
-
-
-@implements(aten.split_with_sizes.default)
-def _split_with_sizes(func: Operation, x: QuantizedTensor, sizes: Sequence[int], dim: int = 0) -> list[QuantizedTensor]:
-    ends = list(itertools.accumulate(sizes))
+    if isinstance(sizes, int):
+        sizes = [min(sizes, length - start) for start in range(0, length, sizes)]
+    ends = itertools.accumulate(sizes)
     return [_slice(aten.slice.Tensor, x, dim, end - size, end) for size, end in zip(sizes, ends)]
 
 
@@ -135,12 +132,7 @@ def _as_strided(
     return map_tensors(x, lambda t: t.detach())
 
 
-@implements(aten.t.default)
-def _t(func: Operation, x: QuantizedTensor) -> QuantizedTensor:
-    return x.transposed_view()
-
-
-@implements(aten.transpose.int, aten.permute.default)
+@implements(aten.t.default, aten.transpose.int, aten.permute.default)
 def _transpose(func: Operation, x: QuantizedTensor, *dims: Any) -> QuantizedTensor | TransposedWeight:
     """A view with the last two dims swapped, as `.T` and `.mT` ask for; of experts a `TransposedWeight`."""
     if swaps_last_dims(func, (x, *dims)):
@@ -152,8 +144,9 @@ def _transpose(func: Operation, x: QuantizedTensor, *dims: Any) -> QuantizedTens
 
 
 @implements(
-    aten.detach.default, aten.alias.default, aten.clone.default, aten.contiguous.default, aten._pin_memory.default
-)
+    aten.detach.default, aten.alias.default, aten.clone.default, aten.contiguous.default, aten.lift_fresh.default,
+    aten._pin_memory.default, of_shards=True,
+)  # fmt: skip
 def _map_op(func: Operation, x: QuantizedTensor, *args: Any, **kwargs: Any) -> QuantizedTensor:
     result = map_tensors(x, lambda t: func(t, *args, **kwargs))
     if func is aten.clone.default:
@@ -165,12 +158,7 @@ def _map_op(func: Operation, x: QuantizedTensor, *args: Any, **kwargs: Any) -> Q
     return result
 
 
-@implements(aten.lift_fresh.default)
-def _same(func: Operation, x: QuantizedTensor) -> QuantizedTensor:
-    return x
-
-
-@implements(aten.empty_like.default)
+@implements(aten.empty_like.default, of_shards=True)
 def _empty_like(
     func: Operation, x: QuantizedTensor, *, dtype: torch.dtype | None = None, **kwargs: Any
 ) -> QuantizedTensor:
@@ -181,7 +169,7 @@ def _empty_like(
     return empty
 
 
-@implements(aten._to_copy.default)
+@implements(aten._to_copy.default, of_shards=True)
 def _to_copy(
     func: Operation,
     x: QuantizedTensor,
@@ -200,7 +188,7 @@ def _to_copy(
 
 @implements(
     aten.full_like.default, aten.ones_like.default, aten.rand_like.default, aten.zeros_like.default,
-    aten.new_empty.default, aten.new_full.default, aten.new_ones.default, aten.new_zeros.default,
+    aten.new_empty.default, aten.new_full.default, aten.new_ones.default, aten.new_zeros.default, of_shards=True,
 )  # fmt: skip
 def _plain(func: Operation, x: QuantizedTensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     """Optimizer states and the like are plain tensors."""
@@ -230,7 +218,7 @@ def _copy_(func: Operation, x: torch.Tensor, src: torch.Tensor, non_blocking: bo
     return x
 
 
-@implements(aten.equal.default)
+@implements(aten.equal.default, of_shards=True)
 def _equal(func: Operation, x: torch.Tensor, y: torch.Tensor) -> bool:
     if not (isinstance(x, QuantizedTensor) and isinstance(y, QuantizedTensor)):
         return False
@@ -238,7 +226,7 @@ def _equal(func: Operation, x: torch.Tensor, y: torch.Tensor) -> bool:
     return same_kind and all(func(as_bits(a), as_bits(b)) for a, b in zip(x.parts().values(), y.parts().values()))
 
 
-@implements(aten.is_pinned.default)
+@implements(aten.is_pinned.default, of_shards=True)
 def _is_pinned(func: Operation, x: QuantizedTensor, *args: Any) -> bool:
     return x.qdata.is_pinned()
 

@@ -5,7 +5,7 @@
     gather: payload ─ all-gather, 1 byte (FP8) or half a byte (NVFP4) an element ─▶ BlockwiseFP8Tensor | NVFP4Tensor
 
 Rows may end anywhere in a block: no payload lies across two ranks, and every rank has every scale. High-precision
-values that are copied in cannot be quantized by a rank alone; they wait for a cast, which all ranks make together. A
+values that are copied in cannot be quantized by one rank; they wait for a cast, which all ranks make together. A
 master weight has one next to it, which each pass casts again.
 """
 
@@ -24,7 +24,7 @@ from torchao_blockwise.tensors.blockwise_fp8 import BlockwiseFP8Tensor
 from torchao_blockwise.tensors.fsdp import Gather, ShardLayout
 from torchao_blockwise.tensors.nvfp4 import NVFP4Tensor
 from torchao_blockwise.tensors.pending_master import PendingMaster
-from torchao_blockwise.tensors.quantized import QuantizedTensor, check_attributes, check_parts
+from torchao_blockwise.tensors.quantized import OPS_OF_SHARDS, QuantizedTensor, check_attributes, check_parts
 from torchao_blockwise.tensors.rounding import carry_key
 from torchao_blockwise.tensors.state_values import same_bits
 
@@ -35,32 +35,11 @@ if TYPE_CHECKING:
 
 aten = torch.ops.aten
 
-# Operations that are the same for the rows as for the whole weight: copies, moves, and plain tensors like it.
-_ROW_BY_ROW = {
-    aten.alias.default,
-    aten.clone.default,
-    aten.contiguous.default,
-    aten.detach.default,
-    aten.empty_like.default,
-    aten.equal.default,
-    aten.full_like.default,
-    aten.is_pinned.default,
-    aten.lift_fresh.default,
-    aten.new_empty.default,
-    aten.new_full.default,
-    aten.new_ones.default,
-    aten.new_zeros.default,
-    aten.ones_like.default,
-    aten.rand_like.default,
-    aten.zeros_like.default,
-    aten._to_copy.default,
-}
-
 _COPIES = {aten.clone.default, aten.contiguous.default}
 
 
 class QuantizedShard(QuantizedTensor):
-    """A part of a quantized weight: qdata of its own, scale and global_scale of the whole weight, alike on every rank.
+    """A part of a quantized weight: its qdata, and scale and global_scale of the whole weight, alike on every rank.
 
     qdata: of part.local_shape, in the format's storage. scale: grid of part.shape. global_scale: f32, or None.
     part: which part of which weight; rows, where it is a Parameter. dtype: that of the Parameter; values are rounded to
@@ -151,7 +130,9 @@ class QuantizedShard(QuantizedTensor):
         got = self.qdata.shape
         if got[:-1] != part.local_shape[:-1]:
             wanted = f"{list(part.local_shape)} of {part.name}"
-            raise ValueError(f"{name}: qdata must be the rows {wanted}, got {list(got)}; shard anew with fully_shard")
+            raise ValueError(
+                f"{name}: qdata must be the rows {wanted}, got {list(got)}; shard it again with fully_shard"
+            )
         parts = self.qdata, self.scale, self.global_scale
         check_parts(name, self.fmt, *parts, part.shape, part.local_shape[-1])
 
@@ -168,7 +149,7 @@ class QuantizedShard(QuantizedTensor):
         module: torch.nn.Module,
         mp_policy: MixedPrecisionPolicy,
     ) -> tuple[tuple[torch.Tensor], Gather]:
-        """FSDP2 calls it for what this rank sends: the payload, and the scales beside it, which do not travel."""
+        """Return the payload that this rank sends, and the scales, which do not travel; FSDP2 calls it."""
         fsdp.check_supported(module)
         if self.awaits_cast:
             raise RuntimeError(
@@ -187,7 +168,7 @@ class QuantizedShard(QuantizedTensor):
         One 4-bit code a byte where rows split unevenly.
         """
         if self.ready is not None:
-            # Gathers run on a stream of their own.
+            # Gathers run on a separate stream.
             torch.cuda.current_stream(self.device).wait_event(self.ready)
         payload = self.qdata.view(torch.uint8)
         if not self.part.travels_as_stored:
@@ -207,7 +188,7 @@ class QuantizedShard(QuantizedTensor):
             func, args = aten.alias.default, args[:1]
         if func is aten.slice.Tensor and args[0].chunks is not None:
             return _narrow(*args)
-        if func not in _ROW_BY_ROW:
+        if func not in OPS_OF_SHARDS:
             raise NotImplementedError(
                 f"{func}: not exact on the rows of a quantized weight that FSDP2 shards, so it is not done; copy "
                 "values into the parameter; to train, take torchao_blockwise.distributed.MasterWeightOptimizer or "

@@ -83,7 +83,7 @@ class RoundingKeys:
 
 
 def carry_key(weight: Any, other: Any, *, copied: bool = False) -> None:
-    """Let `other`, made of `weight`, have its key, or with `copied` one of its own that begins where that is."""
+    """Let `other`, made of `weight`, have its key, or with `copied` a new one that begins where that is."""
     key, keys = weight.rounding_key, weight.rounding_keys
     if key is None:
         return
@@ -92,5 +92,5 @@ def carry_key(weight: Any, other: Any, *, copied: bool = False) -> None:
     if keys is not None:
         (keys.__deepcopy__({}) if copied else keys).attach(other)
     else:
-        # What compilers trace knows the key alone.
+        # Traced weights have only the key.
         other.rounding_key = key.clone() if copied else key

@@ -7,17 +7,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from torchao_blockwise import ops
-from torchao_blockwise.formats import BlockFormat
-from torchao_blockwise.ops.shards import partial_block_amax_op
-from torchao_blockwise.ops.shards.flat import Shards
+from torchao_blockwise.ops.quantization.reference import block_amax, expand_blocks
 
 if TYPE_CHECKING:
     from torchao_blockwise.tensors.quantized import QuantizedTensor
-
-
-def _integer(values: torch.Tensor) -> torch.dtype:
-    return torch.int32 if values.element_size() == 4 else torch.int16
 
 
 @torch.no_grad()
@@ -36,27 +29,14 @@ def plain_values(x: QuantizedTensor, quantize: Callable[[torch.Tensor], Quantize
         if not x.numel() or same_bits(again.dequantize(), decoded):
             break
         # Integers of the same width count through magnitudes, whatever the sign.
-        bits = values.view(_integer(values))
+        bits = values.view(torch.int32 if values.element_size() == 4 else torch.int16)
         too_small, too_large = again.scale.float() < x.scale.float(), again.scale.float() > x.scale.float()
-        steps = over_blocks(too_small.to(bits.dtype) - too_large.to(bits.dtype), x.shape, x.fmt)
-        values = torch.where(_is_peak(x, values), bits + steps, bits).view(values.dtype)
+        steps = too_small.to(bits.dtype) - too_large.to(bits.dtype)
+        steps, peaks = (expand_blocks(t, x.fmt, *x.shape[-2:]) for t in (steps, block_amax(values, x.fmt)))
+        # Blocks of zeros keep the scales of any tool.
+        is_peak = (values.float().abs() == peaks) & (values != 0)
+        values = torch.where(is_peak, bits + steps, bits).view(values.dtype)
     return values
-
-
-def _is_peak(x: QuantizedTensor, values: torch.Tensor) -> torch.Tensor:
-    """Whether each value is as large as any of its block, and not zero: blocks of zeros keep scales of any tool."""
-    flat = values.contiguous().view(-1)
-    peaks = torch.zeros(x.scale.numel(), dtype=torch.int32, device=values.device)
-    shards = Shards.of([flat], [0], [values.shape], values.dtype, x.fmt)
-    partial_block_amax_op(peaks, shards, ops.Backend.AUTO)
-    largest = over_blocks(peaks.view(torch.float32).view(x.scale.shape), x.shape, x.fmt)
-    return (values.float().abs() == largest) & (values != 0)
-
-
-def over_blocks(grid: torch.Tensor, shape: torch.Size, fmt: BlockFormat) -> torch.Tensor:
-    """A value of each block, repeated over its elements: `shape` [.., N, K]."""
-    rows, columns = fmt.block
-    return grid.repeat_interleave(rows, -2)[..., : shape[-2], :].repeat_interleave(columns, -1)[..., : shape[-1]]
 
 
 def same_bits(mine: torch.Tensor, theirs: torch.Tensor) -> bool:

@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torchao.utils import TorchAOBaseTensor
 
 from torchao_blockwise import _compat
 from torchao_blockwise._compat import pytree
@@ -48,9 +47,6 @@ class TransposedWeight(WeightTensor):
 
     @staticmethod
     def __new__(cls, weight: torch.Tensor) -> Self:
-        if not isinstance(weight, TorchAOBaseTensor) or weight.dim() != 3:
-            got = f"a {type(weight).__name__} of shape {list(weight.shape)}"
-            raise TypeError(f"TransposedWeight: weight must be experts [E, N, K] of ours, got {got}; use x.mT")
         experts, rows, columns = weight.shape
         expert_stride, row_stride, column_stride = weight.stride()
         x = _compat.make_wrapper(
@@ -96,6 +92,8 @@ class TransposedWeight(WeightTensor):
 
 def swaps_last_dims(func: Operation, args: Args) -> bool:
     """Whether the operation `func(*args)` swaps the last two dims of a tensor, and does nothing else."""
+    if func is aten.t.default:
+        return args[0].dim() == 2
     if func not in (aten.transpose.int, aten.permute.default) or args[0].dim() < 2:
         return False
     x, *dims = args

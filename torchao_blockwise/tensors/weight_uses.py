@@ -1,4 +1,4 @@
-"""What a forward pass does with weights, for the check of a module's forward pass in nn/converted.py.
+"""Records of how a forward pass uses weights, for the check of forward passes in nn/converted.py.
 
 A weight is multiplied in low precision, or its high-precision values are read. Records are of one thread.
 """

@@ -1,8 +1,8 @@
-"""Quantized Parameters whose masters an optimizer has, whole or split over ranks (ZeRO-1 and ZeRO-2), or as FSDP2 does.
+"""An optimizer with the master weights of quantized Parameters, whole, split by ZeRO-1 or ZeRO-2, or split by FSDP2.
 
 optimizer.py    gradients ─ the wrapped optimizer ─▶ masters of this rank's range
-weights.py      what ranks exchange: masters ─ cast, all-gather ─▶ payloads; gradients ─ reduce-scatter ─▶ means
-groups.py       parameter groups, what is refused of them, and state dicts
+weights.py      collectives: masters ─ cast, all-gather ─▶ payloads; gradients ─ reduce-scatter ─▶ means
+groups.py       checks of parameter groups, and state dicts
 """
 
 from torchao_blockwise.distributed.zero.optimizer import MasterWeightOptimizer

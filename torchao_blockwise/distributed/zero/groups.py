@@ -1,4 +1,4 @@
-"""Parameter groups and state dicts of `MasterWeightOptimizer`: what it is given and refuses, and what it saves."""
+"""Parameter groups and state dicts of `MasterWeightOptimizer`."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from torchao_blockwise.distributed.rank_consistency import check_same
 from torchao_blockwise.distributed.zero.weights import PrimaryWeight, gather_parts
 from torchao_blockwise.tensors import QuantizedShard, QuantizedTensor
 
-# Keys of a group that are no options.
+# Keys of a group that are not options.
 PARAMETERS = ("params", "param_names")
 # The key of a master among the states of its parameter.
 MASTER = "master"
-# In errors, of a parameter without a name.
+# The name of an unnamed parameter in errors.
 UNNAMED = "a parameter that is not the model's"
 
 
 def quantized_of(p: torch.Tensor) -> QuantizedTensor | None:
-    """Return what this rank holds of a quantized Parameter, sharded or not; None for another parameter."""
+    """Return this rank's tensor of a quantized Parameter, sharded or not; None for another parameter."""
     return local if isinstance(local := _compat.local_of(p), QuantizedTensor) else None
 
 
 def drop_frozen(group: dict[str, Any]) -> None:
-    """Take the quantized parameters that are frozen out of a group."""
+    """Remove frozen quantized parameters from a group."""
     stepped = [quantized_of(p) is None or p.requires_grad for p in group["params"]]
     for key in PARAMETERS:
         if key in group:
@@ -41,7 +41,7 @@ def options_of(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def described_options(group: dict[str, Any]) -> str:
-    """Options in words; a tensor's value is left on its device."""
+    """Describe options, without tensors, since reading their values would synchronize."""
     plain = {key: value for key, value in options_of(group).items() if not isinstance(value, torch.Tensor)}
     return ", ".join(f"{key}={value}" for key, value in sorted(plain.items())) or "no options"
 
@@ -66,9 +66,9 @@ def check_parameters(
     group: dist.ProcessGroup | None,
     what: str,
 ) -> None:
-    """Check the parameters that will be stepped, and that ranks are about to do the same.
+    """Check the parameters of groups, and that all ranks have the same ones with the same options.
 
-    names: of all parameters of the model. group: ranks with the same whole weights; else those of FSDP2's shards.
+    names: of all parameters of the model. group: ranks with the same whole weights; None: the ranks of FSDP2's shards.
     """
     given = [p for g in groups for p in g["params"]]
     ranks = set() if group is None else set(dist.get_process_group_ranks(group))
@@ -100,7 +100,7 @@ def checked_group(name: str, group: dist.ProcessGroup | None, shard: str | None)
             raise ValueError(f"{name}: shard={shard!r} needs ranks; call torch.distributed.init_process_group first")
         group = dist.group.WORLD
     if group is not None and dist.get_rank(group) < 0:
-        raise ValueError(f"{name}: rank {dist.get_rank()} is not in process_group; make it on the group's ranks alone")
+        raise ValueError(f"{name}: rank {dist.get_rank()} is not in process_group; make it only on the group's ranks")
     return group
 
 
@@ -113,7 +113,7 @@ def whole_states(
     weights: Mapping[torch.Tensor, PrimaryWeight],
     group: dist.ProcessGroup | None,
 ) -> dict[int, dict[str, Any]]:
-    """The states of all ranks, by the index of their parameter; a collective where states are split."""
+    """Return unsharded states by the index of their parameter; a collective if states are sharded."""
     whole = {}
     for index, state in states.items():
         weight = weights.get(parameters[index])
@@ -131,9 +131,9 @@ def checked_states(
     weights: Mapping[torch.Tensor, PrimaryWeight],
     shard: dict[str, int] | None,
 ) -> tuple[list[tuple[PrimaryWeight, torch.Tensor]], dict[int, dict[str, Any]]]:
-    """(weights with masters of their shape, states of the wrapped optimizer), this rank's part of whole ones.
+    """Return ((weight, loaded master) pairs, states of the wrapped optimizer), of both this rank's shard.
 
-    name: of the optimizer, for errors. shard: which part this rank has, None if it has all.
+    name: of the optimizer, for errors. shard: this rank and the number of ranks, None if masters are not split.
     Raises ValueError for another rank's part, or masters of other shapes.
     """
     saved_by = state_dict.get("shard")
@@ -162,9 +162,9 @@ def checked_states(
 
 
 def _own_part(name: str, weight: PrimaryWeight, state: dict[str, Any], is_part: bool) -> dict[str, Any]:
-    """What this rank has of the states of `weight`, which are whole ones, or, if `is_part`, its own already."""
+    """Return this rank's shard of the states of `weight`, which are unsharded or, if `is_part`, its shard already."""
     whole, master = weight.weight.shape, state.get(MASTER)
-    # torch.distributed.checkpoint may have made a rank's part of what says no longer whose.
+    # torch.distributed.checkpoint drops the record of the rank.
     wanted = weight.master.shape if is_part else whole
     if master is not None and master.shape != wanted:
         raise ValueError(
@@ -177,7 +177,7 @@ def _own_part(name: str, weight: PrimaryWeight, state: dict[str, Any], is_part: 
 
 
 def _placed_as(like: torch.Tensor, x: Any) -> Any:
-    """`x`, if it is whole and `like` a DTensor of its shape, placed as that; all ranks have the same `x`."""
+    """Return `x`, equal on all ranks, distributed as `like` if that is a DTensor of the same shape."""
     if not hasattr(like, "placements") or hasattr(x, "placements") or getattr(x, "shape", None) != like.shape:
         return x
     from torch.distributed.tensor import distribute_tensor

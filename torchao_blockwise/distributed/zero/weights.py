@@ -1,11 +1,11 @@
-"""Primary weights: quantized Parameters, whose masters only an optimizer has, and what ranks exchange of them.
+"""Primary weights, which are quantized Parameters whose masters only an optimizer has, and their collectives.
 
-    masters of my range ─ cast ─▶ my payload entries ─ one all-gather of bytes ─▶ whole payloads, merged at the edges
-    whole gradients of a rank ─ one reduce-scatter (ZeRO-2) ─▶ mean of my range, f32, added to my masters' gradients
+    masters of a rank ─ cast ─▶ payload entries ─ one all-gather of bytes ─▶ whole payloads, merged at the edges
+    gradients of a rank ─ one reduce-scatter (ZeRO-2) ─▶ mean of its range, f32, added to its masters' gradients
 
-ZeRO-1's split: the weights of a call lie one after the other in one flat range of elements, which the ranks divide
-evenly, wherever that cuts weights, rows, blocks or bytes. FSDP2's split: each rank has rows of each weight and its
-master, a DTensor placed as the weight; nothing is gathered before the layer is used.
+ZeRO concatenates the weights to one flat range of elements, which is divided evenly over the ranks, also inside of
+weights, rows, blocks and bytes. FSDP2 gives each rank rows of each weight. The master is a DTensor with the placement
+of the weight, and nothing is gathered before the layer is used.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ import torch
 import torch.distributed as dist
 
 from torchao_blockwise import _compat, ops
-from torchao_blockwise.distributed.cast import shard_part
+from torchao_blockwise.distributed.cast import cast_of_shard
 from torchao_blockwise.distributed.fsdp import cast_shards
 from torchao_blockwise.distributed.master_weights import write_masters
-from torchao_blockwise.distributed.rank_consistency import check_same_once, naming_absent
+from torchao_blockwise.distributed.rank_consistency import check_same_once, name_absent_ranks
 from torchao_blockwise.tensors import QuantizedShard, QuantizedTensor
 from torchao_blockwise.tensors.pending_master import PendingMaster
 
-# What errors of the cast name.
+# The caller in errors of the cast.
 _CAST = "cast_master_weights"
 
 
@@ -34,8 +34,8 @@ class PrimaryWeight:
     """A quantized Parameter and the fp32 master of the elements that this rank steps.
 
     weight: a QuantizedTensor, or the DTensor of FSDP2 around a QuantizedShard.
-    master: [.., N, K], a DTensor where the weight is one; under ZeRO's split flat [edges[rank + 1] - edges[rank]].
-    edges: rank r has the elements [edges[r], edges[r + 1]) of the flat weight; (0, numel) without that split.
+    master: [.., N, K], a DTensor if the weight is one; with ZeRO flat [edges[rank + 1] - edges[rank]].
+    edges: rank r has the elements [edges[r], edges[r + 1]) of the flat weight; (0, numel) without ZeRO.
     """
 
     name: str
@@ -46,38 +46,38 @@ class PrimaryWeight:
 
     @property
     def quantized(self) -> QuantizedTensor:
-        """The part that this rank holds of the weight; another object after a move."""
+        """This rank's tensor of the weight; another object after a move."""
         return _compat.local_of(self.weight)  # type: ignore[return-value]
 
     @property
     def shard(self) -> QuantizedShard | None:
-        """FSDP2's, if it shards the weight."""
+        """FSDP2's shard, if it shards the weight."""
         return quantized if isinstance(quantized := self.quantized, QuantizedShard) else None
 
     @property
     def pending(self) -> PendingMaster:
-        """The values that are yet to become the master's."""
+        """Loaded values that the master does not have yet."""
         if self.quantized.pending_master is None:
             self.quantized.pending_master = PendingMaster()
         return self.quantized.pending_master
 
     @property
     def is_split(self) -> bool:
-        """Whether the ranks of ZeRO divide the weight's elements."""
+        """Whether ZeRO splits the master."""
         return self.master.dim() == 1
 
     @property
     def lengths(self) -> list[int]:
-        """Elements that each rank has."""
+        """The number of elements of each rank."""
         return [end - start for start, end in itertools.pairwise(self.edges)]
 
     def part(self, whole: torch.Tensor) -> torch.Tensor:
-        """Return what the master covers of a tensor in the weight's shape; a view where that is contiguous."""
+        """Return the elements of the master in a tensor of the weight's shape; a view if that is contiguous."""
         return whole.reshape(-1)[self.edges[self.rank] : self.edges[self.rank + 1]] if self.is_split else whole
 
 
 def flat_edges(sizes: Sequence[int], ranks: int) -> list[tuple[int, ...]]:
-    """Where each rank begins in tensors of `sizes` elements laid end to end and divided evenly, and each one's end."""
+    """Return, of each tensor of `sizes` in an evenly divided concatenation, where ranks begin, and its end."""
     chunk = -(-sum(sizes) // ranks)
     begins = itertools.accumulate(sizes, initial=0)
     return [
@@ -88,13 +88,13 @@ def flat_edges(sizes: Sequence[int], ranks: int) -> list[tuple[int, ...]]:
 
 @torch.no_grad()
 def write_weights(weights: Sequence[PrimaryWeight], group: dist.ProcessGroup | None) -> None:
-    """Quantize the masters into the weights, bit for bit what quantizing them whole gives; a collective where split.
+    """Quantize masters into weights, bitwise identical to unsharded ones; a collective if masters are split.
 
-    group: ranks that split the masters, or None. One all-reduce of amaxes and one all-gather of payload a device; of
-        weights that FSDP2 shards, one all-reduce a shard group.
+    group: ranks that split the masters, or None. One all-reduce of amaxes and one all-gather of payload per device; for
+        weights that FSDP2 shards, one all-reduce per shard group.
     """
     shards = [(w, w.shard, _compat.local_of(w.master.detach())) for w in weights]
-    cast_shards([(_shard_group(w.weight), x, shard_part(x, values)) for w, x, values in shards if x is not None])
+    cast_shards([(_shard_group(w.weight), x, cast_of_shard(x, values)) for w, x, values in shards if x is not None])
     weights = [w for w in weights if w.shard is None]
     for device in dict.fromkeys(w.weight.device for w in weights):
         here = [w for w in weights if w.weight.device == device]
@@ -111,24 +111,24 @@ def write_weights(weights: Sequence[PrimaryWeight], group: dist.ProcessGroup | N
 
 
 def _shard_group(weight: torch.Tensor) -> dist.ProcessGroup | None:
-    """The ranks over which FSDP2 has split a weight; None where each has all of it."""
+    """Return the group over which FSDP2 splits a weight; None if each rank has all of it."""
     dims = [i for i, placement in enumerate(weight.placements) if placement.is_shard()]  # type: ignore[attr-defined]
     return weight.device_mesh.get_group(dims[-1]) if dims else None  # type: ignore[attr-defined]
 
 
 def _pieces(buffer: torch.Tensor, lengths: Sequence[int]) -> Sequence[torch.Tensor]:
-    """Parts of weights that lie one after the other in a rank's buffer, which is as long as the largest rank's."""
+    """Split the concatenated parts of weights in a rank's buffer, which has the length of the largest rank's."""
     return buffer[: sum(lengths)].split(list(lengths))
 
 
 def _bytes_of_ranks(w: PrimaryWeight) -> list[int]:
-    """Bytes of the payload that each rank sends."""
+    """Return the number of payload bytes that each rank sends."""
     columns, fmt = w.weight.shape[-1], w.quantized.fmt
     return [ops.shard_entries(start, n, columns, fmt)[1] for start, n in zip(w.edges, w.lengths)]
 
 
 def _merge(weights: Sequence[PrimaryWeight], of_ranks: Sequence[Sequence[torch.Tensor]]) -> None:
-    """Write the ranks' bytes to whole payloads; at the edges two ranks may share a byte."""
+    """Merge the bytes of all ranks into whole payloads; two ranks may share a byte at their edge."""
     for fmt in dict.fromkeys(w.quantized.fmt for w in weights):
         of_format = [(i, w) for i, w in enumerate(weights) if w.quantized.fmt is fmt]
         owners = [[rank for rank, n in enumerate(w.lengths) if n] for _, w in of_format]
@@ -143,15 +143,15 @@ def _merge(weights: Sequence[PrimaryWeight], of_ranks: Sequence[Sequence[torch.T
 
 
 def _gathered(sent: torch.Tensor, group: dist.ProcessGroup, what: str) -> torch.Tensor:
-    """[ranks, n]: what each rank has sent."""
+    """Return [ranks, n], the buffers that ranks have sent."""
     received = sent.new_empty(dist.get_world_size(group), sent.numel())
-    with naming_absent("MasterWeightOptimizer", what, group):
+    with name_absent_ranks("MasterWeightOptimizer", what, group):
         _compat.all_gather(received.view(-1), sent, group)
     return received
 
 
 def gather_parts(weight: PrimaryWeight, part: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """The whole tensor [.., N, K] of which each rank has the part of its master; a collective where split."""
+    """Return the unsharded tensor [.., N, K] of which each rank has `part`; a collective if ZeRO splits it."""
     if not weight.is_split:
         return part
     assert group is not None, "ranks that split it"
@@ -166,17 +166,17 @@ def gather_parts(weight: PrimaryWeight, part: torch.Tensor, group: dist.ProcessG
 def reduce_gradients(
     weights: Sequence[PrimaryWeight], others: Sequence[torch.Tensor], group: dist.ProcessGroup, subject: str
 ) -> None:
-    """Average over the ranks of `group`: each master's gradient takes its part, `others` whole gradients in place.
+    """Average gradients over the ranks of `group`: shards go to the masters of `weights`, `others` change in place.
 
-    weights: split over `group`. Their gradients, this rank's own, are added to their masters' and dropped.
-    others: parameters that each rank steps whole; gradients that are averaged already stay as they are.
-    Each rank's gradient is divided by the number of ranks and then summed, in f32 for `weights`, in the gradient's
-    dtype for `others`: with two ranks the bits of an all-reduce in that dtype, with more of another order of summation.
-    Raises ValueError if ranks have gradients of different parameters, RuntimeError for a rank that does not come.
+    weights: split over `group`. Shards are added to the gradients of masters, and the unsharded gradients are dropped.
+    others: parameters that each rank steps unsharded; gradients that are averaged already do not change.
+    Gradients are divided by the number of ranks and then summed, in f32 for `weights`, in the gradient's dtype for
+    `others`. With two ranks this is bitwise identical to an all-reduce; with more ranks sums have another order.
+    Raises ValueError if ranks have gradients of different parameters, RuntimeError if a rank is missing.
     """
     with_grad = [w for w in weights if w.weight.grad is not None]
     grads = [p.grad for p in others if p.grad is not None]
-    # Once for a set of parameters: gradients are summed by position.
+    # Gradients are summed by position. Ranks compare each set of parameters once.
     names, shapes = [w.name for w in with_grad], [tuple(grad.shape) for grad in grads]
     entries = [f"a gradient of {name}" for name in names]
     entries += [f"a gradient of shape {list(shape)} of a parameter without a master" for shape in shapes]
@@ -195,9 +195,9 @@ def reduce_gradients(
 def clip_gradients(
     weights: Sequence[PrimaryWeight], others: Sequence[torch.Tensor], group: dist.ProcessGroup, max_norm: float
 ) -> torch.Tensor:
-    """Scale averaged gradients by min(1, max_norm / (norm + 1e-6)), as PyTorch does; the norm before, on all ranks.
+    """Scale averaged gradients by min(1, max_norm / (norm + 1e-6)), as PyTorch does, and return the norm before.
 
-    norm² = Σ over ranks of ‖parts‖² + ‖others‖², f32.
+    norm² = Σ over ranks of ‖shards‖² + ‖others‖², f32.
     """
     masters = [w.master for w in weights if w.master.grad is not None]
     wholes = [p for p in others if p.grad is not None]
@@ -214,7 +214,7 @@ def clip_gradients(
 
 def _reduce_scatter(weights: Sequence[PrimaryWeight], group: dist.ProcessGroup) -> None:
     of_ranks = list(zip(*(w.lengths for w in weights)))
-    # Zeros, because the padding of a short range travels too.
+    # Zeros, because the padding of shorter ranges is reduced as well.
     sent = torch.zeros(len(of_ranks), max(map(sum, of_ranks)), dtype=torch.float32, device=weights[0].weight.device)
     targets = zip(*(_pieces(buffer, lengths) for buffer, lengths in zip(sent, of_ranks)))
     for weight, of_weight in zip(weights, targets):
@@ -224,19 +224,19 @@ def _reduce_scatter(weights: Sequence[PrimaryWeight], group: dist.ProcessGroup) 
             target.copy_(values)
         weight.weight.grad = None
     received = torch.empty_like(sent[0])
-    with naming_absent("MasterWeightOptimizer", f"average the gradients of {len(weights)} weights", group):
+    with name_absent_ranks("MasterWeightOptimizer", f"average the gradients of {len(weights)} weights", group):
         _compat.reduce_scatter(received, sent.div_(len(of_ranks)).view(-1), group)
     for weight, mean in zip(weights, _pieces(received, of_ranks[weights[0].rank])):
         weight.master.grad = mean.clone() if weight.master.grad is None else weight.master.grad.add_(mean)
 
 
 @torch.no_grad()
-def send_from_first(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
-    """Give every rank of `group` the values of its first rank, bit for bit."""
+def broadcast_from_first(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
+    """Broadcast the values of the first rank of `group`."""
     for x in tensors:
         for plain in _plain_tensors(x.detach()):
             if plain.numel():
-                # As bytes: gloo knows no fp8.
+                # As bytes, because gloo does not support fp8.
                 dense = plain.contiguous()
                 dist.broadcast(dense.view(-1).view(torch.uint8), group=group, group_src=0)
                 if dense is not plain:
@@ -247,7 +247,7 @@ def _plain_tensors(x: torch.Tensor) -> Iterator[torch.Tensor]:
     if not hasattr(x, "__tensor_flatten__"):
         yield x
         return
-    # Not the key of its random bits: each rank has its own.
+    # Without the key of its random bits, which each rank has separately.
     names = list(x.parts()) if isinstance(x, QuantizedTensor) else x.__tensor_flatten__()[0]
     for name in names:
         yield from _plain_tensors(getattr(x, name))

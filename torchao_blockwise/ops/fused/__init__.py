@@ -1,8 +1,8 @@
 """Norms and SwiGLU with quantization: one kernel computes an activation and quantizes it.
 
 So the activation never goes to memory in high precision. The bits are those of the two operations one after the other.
-Formats with a tensor scale (NVFP4) need all of a tensor before any block of it can be quantized, and 128×128 blocks
-have no kernel: with these formats they do run as two. None of these operations is differentiable.
+Formats with a tensor scale (NVFP4) need all of a tensor before any block of it can be quantized, and rowwise copies in
+128×128 blocks have no kernel: with these formats they do run as two. None of these operations is differentiable.
 
 Source: DeepSeek-V3 report (arXiv 2412.19437), §3.3 and §5 (fusing the cast with the layer before).
 """

@@ -4,7 +4,8 @@
     b's scales [N/128, K/128] as they lie
 
 It promotes partial sums to fp32 every 128 of K, as our kernels do. It writes bf16 and adds nothing, so a GEMM with a
-bias, which must be rounded once, is not its. Nor is `grad_weight`: that kernel adds into fp32 in memory and is slower.
+bias, which must be rounded once, is not its. Nor is `grad_weight` of one-row blocks: that kernel adds into fp32 in
+memory and is slower. With the layer's input in square blocks, `grad_weight` is the same GEMM as `output`.
 """
 
 from __future__ import annotations

@@ -141,8 +141,9 @@ def _preferred(
     In NVFP4 without FP4 tensor cores Triton up to 64 rows: it reads 4 bits an element, and with so few rows that is
     what counts. Else Gluon before cuBLASLt; GPUs other than Hopper have at most one of the two.
 
-    Two rules for the two kinds of FP8 GEMMs: with square blocks in b (`output`, `grad_input`) Gluon, or DeepGEMM
-    where it is installed and pays; with one-row blocks (`grad_weight`, where K counts tokens) Gluon up to 256 tokens.
+    Two rules for the two kinds of FP8 GEMMs: with square blocks in b (`output`, `grad_input`, and `grad_weight` with
+    them) Gluon, or DeepGEMM where it is installed and pays; with one-row blocks (`grad_weight`, where K counts tokens)
+    Gluon up to 256 tokens.
     docs/design.md says what they cost.
     """
     capability = compute_capability(a.qdata.device)

@@ -1,11 +1,12 @@
-"""Blockwise quantization in Triton: a read of `x` writes a copy, or both copies where blocks are square.
+"""Blockwise quantization in Triton: a read of `x` writes a copy, or both where the columnwise one has square blocks.
 
 A program takes one tile of a matrix, and every block that touches it lies in it whole:
 
             K                     rowwise                    columnwise
       ┌───┬───┬───┐               q  [M, K]   tile as it is   qᵀ [K, M]   tile transposed through shared memory
     M │   │ x │   │  one tile →   1×B blocks: max along K     1×B blocks: max along M
-      └───┴───┴───┘               B×B blocks: one max over the block, both copies share the payload
+      └───┴───┴───┘               B×B blocks: one max over the block, both copies share the payload, or the
+                                  rowwise one has 1×B blocks, whose maxima give that of the block
 
 FP8: a tile is as long as a block (128) along the dims that blocks run along. Both copies of one-row blocks take a
 launch each: a tile held in registers, with two sets of scaled values, would spill.

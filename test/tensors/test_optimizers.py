@@ -1,4 +1,4 @@
-"""Compiled optimizer steps on master weights: as many graph breaks as on plain weights, and the same values."""
+"""Optimizer steps on master weights, eager and compiled: the values of plain weights, and as many graph breaks."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import inspect
 
 import pytest
 import torch
-from helpers import FP8, assert_same, mlp
+from helpers import FP8, assert_same, mlp, saved_and_loaded
 from torch._dynamo.utils import counters
+
+from torchao_blockwise import MasterWeightTensor
 
 pytestmark = [
     pytest.mark.usefixtures("no_interpreter", "fresh_dynamo"),
@@ -29,6 +31,8 @@ OPTIMIZERS = {
     "AdamW_tensor_lr": (torch.optim.AdamW, LR),
     "AdamW_single": (torch.optim.AdamW, {"foreach": False}),
     "AdamW_fused": (torch.optim.AdamW, {"fused": True}),
+    "AdamW_amsgrad": (torch.optim.AdamW, {"foreach": True, "amsgrad": True}),
+    "SGD_fused": (torch.optim.SGD, {"fused": True}),
 }
 # Those whose steps needed an operation that was refused, or fall back to eager.
 QUICK = ("SGD_tensor_lr", "RMSprop", "Adafactor", "AdamW")
@@ -37,22 +41,49 @@ STEPS = [
 ]
 
 
-def steps(optimizer, options, config, compiled):
+def steps(optimizer, options, config, compiled=None, dtype=torch.float32):
     """(values of the weights after three steps, number of graph breaks)."""
-    model = mlp(config, features=(32, 48, 32))
+    model = mlp(config, features=(32, 48, 32), dtype=dtype)
     weights = [p for p in model.parameters() if optimizer is not torch.optim.Muon or p.dim() == 2]
     optimizer = optimizer(weights, **options)
     torch._dynamo.reset()
     counters.clear()
-    step = optimizer.step
-    if compiled is not None:
-        step = torch.compile(step, backend=compiled)
+    step = optimizer.step if compiled is None else torch.compile(optimizer.step, backend=compiled)
     for i in range(3):
         for j, p in enumerate(weights):
-            grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(10 * i + j))
+            grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(10 * i + j)).to(dtype)
             p.grad = grad.to_sparse() if isinstance(optimizer, torch.optim.SparseAdam) else grad
         step(*([lambda: torch.ones(())] if isinstance(optimizer, torch.optim.LBFGS) else []))
+    states = [x for state in optimizer.state.values() for x in state.values()]
+    assert not any(isinstance(x, MasterWeightTensor) for x in states)
     return [getattr(p, "hp", p).detach() for p in weights], sum(counters["graph_break"].values())
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+@pytest.mark.parametrize(("optimizer", "options"), OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_steps(optimizer, options, dtype):
+    plain, ours = (steps(optimizer, options, config, dtype=dtype)[0] for config in (None, FP8))
+    assert_same(ours, plain)
+    # PyTorch's fused SGD for CPUs leaves bf16 parameters as they are.
+    assert dtype is torch.bfloat16 or not torch.equal(ours[0], mlp(features=(32, 48, 32))[0].weight)
+
+
+def test_state_dicts_load_across():
+    weights = []
+    for first, then in ((None, None), (None, FP8), (FP8, None)):
+        a, b = (mlp(config, features=(32, 48, 32)) for config in (first, then))
+        optimizers = [torch.optim.AdamW(model.parameters(), lr=0.1) for model in (a, b)]
+        for p in a.parameters():
+            p.grad = torch.ones(p.shape)
+        optimizers[0].step()
+        b.load_state_dict(saved_and_loaded(a.state_dict()))
+        optimizers[1].load_state_dict(saved_and_loaded(optimizers[0].state_dict()))
+        for p in b.parameters():
+            p.grad = torch.full(p.shape, 0.5)
+        optimizers[1].step()
+        weights.append([getattr(p, "hp", p).detach() for p in b.parameters()])
+    assert_same(weights[1], weights[0])
+    assert_same(weights[2], weights[0])
 
 
 # The first one decomposes as inductor does, and compiles no kernels.
@@ -63,11 +94,9 @@ every_backend = pytest.mark.parametrize("backend", BACKENDS)
 @every_backend
 @pytest.mark.parametrize(("optimizer", "options"), STEPS)
 def test_compiled_steps(optimizer, options, backend):
-    values, breaks = zip(*(steps(optimizer, options, config, backend) for config in (None, FP8)))
-    assert breaks[0] == breaks[1]
-    eager = [steps(optimizer, options, config, None)[0] for config in (None, FP8)]
-    for plain, ours in (values, eager):
-        assert_same(ours, plain)
+    (plain, breaks), (ours, own_breaks) = (steps(optimizer, options, config, backend) for config in (None, FP8))
+    assert own_breaks == breaks
+    assert_same(ours, plain)
 
 
 def adamw_step(p, grad, exp_avg, exp_avg_sq, step, lr, beta1, beta2, eps, decay):

@@ -1,0 +1,129 @@
+"""Checks on every rank of models that `from_pretrained` shards with FSDP2 before they have values."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from exported_models import FORMATS, assert_same_tensors, export, tensors_in
+from pretrained_models import write
+from ranks import device, join, leave, run_each
+from torch.distributed.checkpoint import state_dict as dsd
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from torchao_blockwise.integrations.transformers import from_pretrained
+from torchao_blockwise.testing import assert_bitwise_equal
+
+RECIPE_OF = {format: "fp8" if format.startswith("fp8") else "nvfp4" for format in FORMATS}
+
+
+def run(rank: int, ranks: int, port: int, file: str, cases) -> None:
+    """Leaves what was raised in each case, or None."""
+    join(rank, ranks, port, seconds=180)
+    run_each(globals(), rank, cases, file)
+    leave()
+
+
+def folder_of_all(family: str, format: str) -> Path:
+    """The folder of a checkpoint that the first rank has written."""
+    folders = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folders)
+    folder = Path(folders[0])
+    if dist.get_rank() == 0:
+        write(family, format, folder / "x")
+    dist.barrier()
+    return folder
+
+
+def shard(model) -> None:
+    mesh = init_device_mesh(device().type, (dist.get_world_size(),))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+
+
+def losses(model, steps: int = 3) -> list[float]:
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, lr=1e-3) if parameters else None
+    tokens = torch.arange(16, device=device()).view(2, 8)
+    found = []
+    for _ in range(steps):
+        loss = model(input_ids=tokens, labels=tokens).loss
+        found.append(loss.item())
+        if optimizer is not None:
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return found
+
+
+def every_rank_reads(rank: int, family: str, format: str, trainable: str) -> None:
+    """The losses of the model on one device, bit for bit, and every byte of the files, which the first rank writes."""
+    folder, options = folder_of_all(family, format), {"dtype": torch.float32, "device": device()}
+    model = from_pretrained(folder / "x", RECIPE_OF[format], trainable, parallelize=shard, **options)
+    assert all(hasattr(p, "placements") for p in model.parameters())
+    export(model, folder / "out", format)
+    whole = from_pretrained(folder / "x", RECIPE_OF[format], trainable, **options)
+    assert losses(model) == losses(whole)
+    if rank == 0:
+        assert_same_tensors(tensors_in(folder / "out"), tensors_in(folder / "x"))
+    # Also into shards that have trained, or hold other values.
+    from torchao_blockwise import checkpoint
+
+    checkpoint.load(model, folder / "x")
+    export(model, folder / "again", format)
+    if rank == 0:
+        assert_same_tensors(tensors_in(folder / "again"), tensors_in(folder / "x"))
+
+
+def the_first_rank_sends(rank: int, family: str, format: str) -> None:
+    """PyTorch broadcasts the state dict of the first rank to models without values."""
+    folder, recipe = folder_of_all(family, format), RECIPE_OF[format]
+    state = from_pretrained(folder / "x", recipe, dtype=torch.float32).state_dict() if rank == 0 else {}
+    model = from_pretrained(folder / "x", recipe, dtype=torch.float32, device="meta", parallelize=shard)
+    options = dsd.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    dsd.set_model_state_dict(model, state, options=options)
+    expected = from_pretrained(folder / "x", recipe, dtype=torch.float32)
+    for name, x in expected.state_dict().items():
+        assert_bitwise_equal(model.state_dict()[name].full_tensor(), x, name)
+    assert losses(model) == losses(expected)
+
+
+def adapters_are_sharded(rank: int, family: str, format: str) -> None:
+    """LoRA on a frozen base: added to the whole model, which is sharded after; as on one device."""
+    import peft
+
+    folder, made = folder_of_all(family, format), []
+    for is_sharded in (True, False):
+        base = from_pretrained(folder / "x", RECIPE_OF[format], "adapters", dtype=torch.float32)
+        torch.manual_seed(0)
+        adapted = peft.get_peft_model(base, peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"]))
+        if is_sharded:
+            shard(base)
+        made.append(losses(adapted))
+        assert made[0][-1] < made[0][0]
+        if is_sharded:
+            continue
+        export(adapted.unload(), folder / f"out-{rank}", format)
+        assert_same_tensors(tensors_in(folder / f"out-{rank}"), tensors_in(folder / "x"))
+    torch.testing.assert_close(*made, rtol=1e-5, atol=0)
+
+
+def all_ranks_raise(rank: int, family: str, format: str) -> None:
+    """The error of the rank whose files are damaged, or missing."""
+    folder = folder_of_all(family, format)
+    mine = [folder / "x"] * 2
+    if rank == 1:
+        mine = [folder / "damaged", folder / "empty"]
+        write(family, format, mine[0], num_hidden_layers=1, layer_types=["full_attention"])
+        (mine[0] / "config.json").write_text((folder / "x" / "config.json").read_text())
+        mine[1].mkdir()
+    for path, error in zip(
+        mine, ((KeyError, r"damaged has no model\.layers\.1\."), (FileNotFoundError, "empty has no"))
+    ):
+        with pytest.raises(error[0], match=error[1]):
+            from_pretrained(path, "fp8", parallelize=shard)

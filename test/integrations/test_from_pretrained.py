@@ -1,0 +1,467 @@
+"""`integrations.transformers.from_pretrained`: quantized and plain files of ten families give models that train."""
+
+from __future__ import annotations
+
+import functools
+import json
+import warnings
+
+import pytest
+import torch
+from exported_models import assert_same_tensors, export, logits, save, tensors_in, tiny_mixture
+from helpers import FP8, NVFP4, replace
+from torchao.quantization import quantize_
+
+from torchao_blockwise import (
+    BlockwiseFP8TrainingConfig,
+    MasterWeightTensor,
+    NVFP4TrainingConfig,
+    conversion_report,
+    recommended_layers,
+    skip_fqns,
+)
+from torchao_blockwise.tensors import BlockwiseFP8Tensor, NVFP4Tensor, QuantizedTensor
+from torchao_blockwise.testing import assert_bitwise_equal
+
+transformers = pytest.importorskip("transformers", "5.0")
+
+from pretrained_models import FAMILIES, expected_values, loaded_by_transformers, model_of, write  # noqa: E402
+
+from torchao_blockwise.integrations.transformers import (  # noqa: E402
+    BlockwiseFP8Config,
+    NVFP4Config,
+    from_pretrained,
+)
+
+pytestmark = pytest.mark.usefixtures("no_interpreter")
+TOKENS = torch.arange(16).view(2, 8)
+RECIPE_OF = {"fp8_block": "fp8", "nvfp4_compressed_tensors": "nvfp4", "nvfp4_modelopt": "nvfp4", "plain": "fp8"}
+# Pairs in the default tier: every format, and families whose names or layouts differ between files and model.
+QUICK = {
+    ("Qwen3", "fp8_block"),
+    ("DeepseekV3", "fp8_block"),
+    ("GptOss", "fp8_block"),
+    ("Qwen3Moe", "nvfp4_compressed_tensors"),
+    ("Phi3", "nvfp4_modelopt"),
+    ("Mixtral", "plain"),
+}
+every_family = pytest.mark.parametrize(
+    ("family", "format"),
+    [
+        pytest.param(family, format, marks=() if (family, format) in QUICK else pytest.mark.slow)
+        for family in FAMILIES
+        for format in RECIPE_OF
+    ],
+)
+both_trainables = pytest.mark.parametrize("trainable", ("full", "adapters"))
+
+
+@pytest.fixture
+def qwen(tmp_path):
+    """(folder, tensors) of a Qwen3 in FP8."""
+    return tmp_path / "qwen", write("Qwen3", "fp8_block", tmp_path / "qwen")[1]
+
+
+def converted(model) -> dict[str, torch.Tensor]:
+    return {n: p for n, p in model.named_parameters() if isinstance(p, (MasterWeightTensor, QuantizedTensor))}
+
+
+def quiet(*arguments, **options):
+    """A call that must not warn."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        return from_pretrained(*arguments, **options)
+
+
+def dequantized() -> dict:
+    """Options for transformers to decode FP8 files."""
+    pytest.importorskip("transformers", "5.20")
+    return {"quantization_config": transformers.FineGrainedFP8Config(dequantize=True)}
+
+
+def assert_same_model(model, expected):
+    """Values, dtypes, buffers that no file has, ties, and logits."""
+    for named in ("named_parameters", "named_buffers"):
+        theirs = dict(getattr(expected, named)())
+        ours = dict(getattr(model, named)())
+        assert ours.keys() == theirs.keys()
+        for name, x in theirs.items():
+            assert_bitwise_equal(ours[name].detach(), x.detach(), name)
+    assert_bitwise_equal(logits(model), logits(expected))
+
+
+@every_family
+def test_decoded_values_are_those_of_other_packages(family, format, tmp_path):
+    """Without a recipe: transformers' own model of FP8 and plain files, compressed-tensors' values of NVFP4 files.
+
+    For all others the values by the rules of the formats.
+    """
+    _, found = write(family, format, tmp_path / "x")
+    dtype = torch.bfloat16 if format == "nvfp4_compressed_tensors" else torch.float32
+    model = quiet(tmp_path / "x", None, dtype=dtype)
+    assert not converted(model) and all(p.requires_grad for p in model.parameters()) and not model.training
+    if format == "plain" or (format == "fp8_block" and family != "GptOss"):
+        how = {} if format == "plain" else dequantized()
+        assert_same_model(model, loaded_by_transformers(tmp_path / "x", dtype, **how))
+        return
+    checked = 0
+    for name, got, expected in expected_values(model, found, format):
+        # By the rules of Model Optimizer scales are multiplied in another order.
+        close = 3e-7 if format == "nvfp4_modelopt" else 0
+        where = functools.partial("{}: {}".format, name)
+        torch.testing.assert_close(got, expected.to(got.dtype), rtol=close, atol=0, msg=where)
+        checked += name.endswith("weight")
+    assert checked > 9
+
+
+@every_family
+def test_converted_layers_hold_the_payload_of_the_files(family, format, tmp_path):
+    """As master weights and as quantized Parameters: both export every byte, and compute what the exported model does.
+
+    Except in NVFP4, whose tensor scales the files unify: logits are then those of the decoded values with an error.
+    """
+    written, found = write(family, format, tmp_path / "x")
+    recipe = RECIPE_OF[format]
+    if format == "plain":
+        quantize_(written, FP8, filter_fn=recommended_layers(written))
+    expected = converted(written).keys()
+    for trainable in ("full", "adapters"):
+        model = quiet(tmp_path / "x", recipe, trainable, dtype=torch.float32)
+        masters = trainable == "full"
+        kinds = MasterWeightTensor if masters else (BlockwiseFP8Tensor, NVFP4Tensor)
+        assert converted(model).keys() == expected and all(isinstance(p, kinds) for p in converted(model).values())
+        assert all(p.requires_grad is masters for p in model.parameters())
+        if found:
+            assert_same_tensors(export(model, tmp_path / trainable, format), found)
+        if recipe == "fp8":
+            assert_bitwise_equal(logits(model), logits(written))
+        else:
+            decoded = logits(from_pretrained(tmp_path / "x", None, dtype=torch.float32))
+            assert 0 < (logits(model) - decoded).norm() < 0.5 * decoded.norm()
+
+
+def test_e8m0_files(tmp_path):
+    """DeepSeek-V4's names; the config has power-of-two scales by itself."""
+    model = tiny_mixture("deepseek_v4", "cpu")
+    # Other layers are not made of whole blocks, which transformers' decoder needs.
+    chosen = recommended_layers(model) & skip_fqns("*.q_a_proj", "*.q_b_proj", "*.kv_proj")
+    quantize_(model, BlockwiseFP8TrainingConfig(power_of_2_scales=True), filter_fn=chosen)
+    found = export(model, tmp_path / "x", "fp8_block_ue8m0")
+    assert_same_model(
+        quiet(tmp_path / "x", None, dtype=torch.float32),
+        loaded_by_transformers(tmp_path / "x", torch.float32, **dequantized()),
+    )
+    for trainable in ("full", "adapters"):
+        got = quiet(tmp_path / "x", "fp8", trainable, dtype=torch.bfloat16 if trainable == "full" else torch.float32)
+        assert all(p.config.power_of_2_scales for p in converted(got).values())
+        assert_codes_and_scales(export(got, tmp_path / trainable, "fp8_block_ue8m0"), found)
+
+
+def assert_codes_and_scales(got, found, scales: float = 0.0):
+    """Payloads are bitwise identical, and scales differ by at most the factor 1 ± `scales`."""
+    is_one_byte = [name for name, x in found.items() if x.dtype.itemsize == 1]
+    assert is_one_byte
+    for name in is_one_byte:
+        assert_bitwise_equal(got[name].view(torch.uint8), found[name].view(torch.uint8), name)
+    for name in (name for name in found if "scale" in name and name not in is_one_byte):
+        torch.testing.assert_close(got[name], found[name], rtol=scales, atol=0)
+
+
+@pytest.mark.parametrize("powers_of_2", (False, True), ids=("fp32", "powers_of_2"))
+def test_masters_in_bf16_keep_the_codes(powers_of_2, tmp_path):
+    """And scales, if they are powers of two; other scales follow a largest value that is rounded to 8 bits."""
+    model = model_of("Qwen3")
+    config = replace(FP8, power_of_2_scales=powers_of_2)
+    quantize_(model, config, filter_fn=recommended_layers(model))
+    found = export(model, tmp_path / "x")
+    loaded = quiet(tmp_path / "x", "fp8", dtype=torch.bfloat16)
+    assert {p.dtype for p in loaded.parameters()} == {torch.bfloat16}
+    assert {p.config for p in converted(loaded).values()} == {config}
+    assert_codes_and_scales(export(loaded, tmp_path / "again"), found, 0 if powers_of_2 else 2**-8)
+
+
+def test_dtypes(qwen, tmp_path):
+    """By default that of config.json; parts that transformers keeps in fp32 stay in fp32."""
+    folder, _ = qwen
+    for named, expected in ((torch.bfloat16, torch.bfloat16), (None, torch.bfloat16), (torch.float16, torch.float16)):
+        content = json.loads((folder / "config.json").read_text())
+        content["dtype"] = None if named is None else str(named).removeprefix("torch.")
+        (folder / "config.json").write_text(json.dumps(content))
+        assert {x.dtype for x in from_pretrained(folder, "fp8").parameters()} == {expected}
+    write("DeepseekV3", "fp8_block", tmp_path / "x")
+    model = from_pretrained(tmp_path / "x", "fp8", dtype=torch.bfloat16)
+    assert {x.dtype for x in model.parameters()} == {torch.bfloat16}
+    assert model.model.layers[1].mlp.gate.e_score_correction_bias.dtype is torch.float32
+
+
+def test_layers_to_leave_out(qwen):
+    """They hold decoded values; so do all in another recipe's last blocks."""
+    folder, _ = qwen
+    decoded = from_pretrained(folder, None, dtype=torch.float32)
+    model = from_pretrained(folder, "fp8", "adapters", dtype=torch.float32, filter_fn=skip_fqns("*.q_proj"))
+    plain = model.model.layers[1].self_attn.q_proj.weight
+    assert type(plain) is torch.nn.Parameter and not plain.requires_grad
+    assert_bitwise_equal(plain.detach(), decoded.model.layers[1].self_attn.q_proj.weight.detach())
+    assert len(converted(model)) == 12
+    with pytest.warns(UserWarning, match="is stored in fp8_128x128, and the weight has blocks of nvfp4_16x16"):
+        other = from_pretrained(folder, "nvfp4", dtype=torch.float32)
+    assert {fqn.split(".")[2] for fqn in converted(other)} == {"0"}
+    weight = other.model.layers[0].mlp.up_proj.weight
+    assert isinstance(weight, MasterWeightTensor) and isinstance(weight.config, NVFP4TrainingConfig)
+    expected = decoded.model.layers[0].mlp.up_proj.weight.detach()
+    torch.testing.assert_close(weight.hp, expected, rtol=2**-22, atol=0)
+
+
+def test_plain_files_become_quantized_parameters(tmp_path):
+    """As `quantize_` makes them from the values, for adapters on a plain checkpoint."""
+    expected, _ = write("Llama", "plain", tmp_path / "x")
+    expected.requires_grad_(False)
+    quantize_(expected, replace(NVFP4, master_weights=False), filter_fn=recommended_layers(expected, NVFP4))
+    config = replace(NVFP4, stochastic_rounding=False)
+    model = quiet(tmp_path / "x", config, "adapters", dtype=torch.float32)
+    assert str(conversion_report(model)) == str(conversion_report(expected))
+    for name, p in converted(expected).items():
+        assert_bitwise_equal(model.get_parameter(name).qdata, p.qdata, name)
+
+
+# --- training ---------------------------------------------------------------------------------------------------------
+
+
+def steps(model, count: int = 4) -> list[float]:
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=2e-3)
+    losses = []
+    for _ in range(count):
+        loss = model(input_ids=TOKENS, labels=TOKENS).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize(
+    ("family", "format"),
+    (
+        ("Qwen3Moe", "fp8_block"),
+        pytest.param("Llama", "nvfp4_compressed_tensors", marks=pytest.mark.slow),
+        pytest.param("Mixtral", "nvfp4_modelopt", marks=pytest.mark.slow),
+    ),
+)
+def test_adapters_train_and_leave_every_payload(family, format, tmp_path):
+    peft = pytest.importorskip("peft")
+    _, found = write(family, format, tmp_path / "x")
+    base = from_pretrained(tmp_path / "x", RECIPE_OF[format], "adapters", dtype=torch.float32)
+    adapted = peft.get_peft_model(base, peft.LoraConfig(r=4, target_modules=["q_proj", "o_proj"]))
+    losses = steps(adapted)
+    assert losses[-1] < losses[0] - 0.05
+    before = logits(adapted)
+    adapted.save_pretrained(tmp_path / "adapter")
+    again = from_pretrained(tmp_path / "x", RECIPE_OF[format], "adapters", dtype=torch.float32)
+    again = peft.PeftModel.from_pretrained(again, tmp_path / "adapter")
+    assert_bitwise_equal(logits(again), before)
+    assert_same_tensors(export(again.unload(), tmp_path / "unloaded", format), found)
+    merged = export(adapted.merge_and_unload(), tmp_path / "merged", format)
+    changed = {name.split(".weight")[0] for name, x in found.items() if not same_bytes(x, merged[name])}
+    layers = {f"model.layers.{i}.self_attn.{name}" for i in (0, 1) for name in ("q_proj", "o_proj")}
+    # In NVFP4 the tensor scale of k and v follows that of q.
+    assert layers <= changed <= layers | {name.replace("q_proj", x) for name in layers for x in ("k_proj", "v_proj")}
+
+
+def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
+
+
+def test_sft_trains_adapters(qwen, tmp_path):
+    """TRL adds them to the frozen base, whose files come out unchanged."""
+    peft, trl, datasets = (pytest.importorskip(name) for name in ("peft", "trl", "datasets"))
+    import test_trl
+
+    folder, found = qwen
+    trainer = trl.SFTTrainer(
+        from_pretrained(folder, "fp8", "adapters", dtype=torch.float32),
+        trl.SFTConfig(str(tmp_path / "out"), max_length=16, packing=False, **test_trl.ARGUMENTS),
+        train_dataset=datasets.Dataset.from_dict({"text": ["w1 w2 w3 w4 w5 w6"] * 8}),
+        processing_class=test_trl.tokenizer(),
+        peft_config=peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"]),
+    )
+    trainer.train()
+    adapters = {name: x for name, x in trainer.model.named_parameters() if x.requires_grad}
+    assert adapters and all(x.any() for name, x in adapters.items() if "lora_B" in name)
+    assert_same_tensors(export(trainer.model.unload(), tmp_path / "again"), found)
+
+
+@pytest.mark.parametrize("recipe", ("fp8", "nvfp4", None))
+def test_full_fine_tuning_learns(recipe, qwen, tmp_path):
+    """By Trainer; every weight moves, and what it saves is plain."""
+    pytest.importorskip("accelerate")
+    folder, _ = qwen
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="from_pretrained: ")
+        model = from_pretrained(folder, recipe, dtype=torch.float32)
+    before = {name: x.clone() for name, x in model.state_dict().items()}
+    arguments = transformers.TrainingArguments(
+        str(tmp_path / "out"), max_steps=6, per_device_train_batch_size=2, learning_rate=2e-3, report_to=[],
+        use_cpu=True, disable_tqdm=True, logging_steps=1, lr_scheduler_type="constant", save_strategy="no",
+    )  # fmt: skip
+    rows = [{"input_ids": row, "labels": row} for row in TOKENS] * 6
+    trainer = transformers.Trainer(model, arguments, train_dataset=rows)
+    trainer.train()
+    losses = [float(entry["loss"]) for entry in trainer.state.log_history if "loss" in entry]
+    assert losses[-1] < losses[0] - 0.5
+    assert all(not torch.equal(x, before[name]) for name, x in model.state_dict().items())
+    model.save_pretrained(tmp_path / "saved")
+    for name, x in loaded_by_transformers(tmp_path / "saved", torch.float32).state_dict().items():
+        assert_bitwise_equal(x, model.state_dict()[name], name)
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+def config_with(folder, **changes):
+    content = json.loads((folder / "config.json").read_text()) | changes
+    (folder / "config.json").write_text(json.dumps(content))
+
+
+REFUSED = {
+    "a name of the Hub": (
+        lambda folder: ((folder.parent / "Qwen/Qwen3-8B-FP8", "fp8"), {}),
+        FileNotFoundError, r"is not a folder; download it, .*snapshot_download\(",
+    ),
+    "no checkpoint": (
+        lambda folder: ((folder.parent, "fp8"), {}),
+        FileNotFoundError, r"has no \*\.safetensors; give the folder of a checkpoint",
+    ),
+    "a recipe": (
+        lambda folder: ((folder, "fp9"), {}),
+        ValueError, r"recipe must be one of \['fp8', 'nvfp4', 'None'\], got 'fp9'; did you mean",
+    ),
+    "what trains": (
+        lambda folder: ((folder, "fp8", "adapter"), {}),
+        ValueError, r"trainable must be one of \['full', 'adapters'\], got 'adapter'; did you mean",
+    ),
+    "a dtype": (
+        lambda folder: ((folder, "fp8"), {"dtype": torch.int8}),
+        ValueError, r"dtype must be bfloat16, float16 or float32, got torch\.int8",
+    ),
+    "another recipe than the files'": (
+        lambda folder: ((folder, "nvfp4", "adapters"), {}),
+        ValueError, r"weights in fp8_128x128, and trainable='adapters' .* nvfp4_16x16 cannot; choose the recipe of the",
+    ),
+    "scales that the config does not have": (
+        lambda folder: ((folder, BlockwiseFP8TrainingConfig(power_of_2_scales=True), "adapters"), {}),
+        ValueError, r"are not powers of two, so a quantized Parameter cannot hold .*; choose trainable='full'",
+    ),
+    "a format without a recipe": (
+        lambda folder: config_with(folder, quantization_config={"quant_method": "mxfp4"}) or ((folder, "fp8"), {}),
+        ValueError, r"quant_method is 'mxfp4'; files of .* are read; take plain ones, in bfloat16",
+    ),
+    "code in the folder": (
+        lambda folder: config_with(
+            folder, model_type="own", auto_map={"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}
+        ) or ((folder, "fp8"), {}),
+        ValueError, r"config\.json of .* is not that of a model of the installed transformers",
+    ),
+    "another size, before it has memory": (
+        lambda folder: config_with(folder, intermediate_size=1 << 40) or ((folder, "fp8"), {}),
+        ValueError, r"shape \[.*\], the model wants \[.*1099511627776.*\]; take this model's files",
+    ),
+    "files that miss a layer": (
+        lambda folder: config_with(folder, num_hidden_layers=3, layer_types=["full_attention"] * 3)
+        or ((folder, "fp8"), {}),
+        KeyError, r"has no model\.layers\.2\.",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused(case, qwen):
+    arguments, error, message = REFUSED[case]
+    positional, options = arguments(qwen[0])
+    with pytest.raises(error, match=message):
+        from_pretrained(*positional, **options)
+
+
+def rows_with_scales_of_their_own(found, folder):
+    """Experts as other tools write them: in NVFP4 each row of a block has a separate scale."""
+    for name in (name for name in found if name.endswith("weight_scale") and "experts" in name):
+        found[name].view(torch.uint8)[1::2] //= 2
+    save(found, folder)
+
+
+@pytest.mark.parametrize(
+    ("family", "format", "sizes", "reason"),
+    (
+        ("Mixtral", "nvfp4_modelopt", {}, r"is stored in nvfp4_1x16, and the weight has blocks of nvfp4_16x16"),
+        (
+            "Qwen3Moe",
+            "fp8_block",
+            {"moe_intermediate_size": 96},
+            r"up_proj.weight begins inside of a block of 128 rows",
+        ),
+    ),
+    ids=("experts in NVFP4 of other tools", "experts that share a block"),
+)
+def test_payloads_that_no_parameter_can_hold(family, format, sizes, reason, tmp_path):
+    """Adapters on them are refused; master weights get the decoded values, with a warning."""
+    _, found = write(family, format, tmp_path / "x", **sizes)
+    if format.startswith("nvfp4"):
+        rows_with_scales_of_their_own(found, tmp_path / "x")
+    recipe = RECIPE_OF[format]
+    with pytest.raises(ValueError, match=reason + r".*model\.layers\.\*\.mlp\.experts.*; choose trainable='full'"):
+        from_pretrained(tmp_path / "x", recipe, "adapters")
+    with pytest.warns(UserWarning, match=reason + ".*are the decoded values .* train with other codes") as warned:
+        model = from_pretrained(tmp_path / "x", recipe, dtype=torch.float32)
+    assert warned[0].filename == __file__
+    decoded = from_pretrained(tmp_path / "x", None, dtype=torch.float32)
+    for name, p in converted(model).items():
+        torch.testing.assert_close(p.hp, decoded.get_parameter(name).detach(), rtol=2**-22, atol=0)
+    assert converted(quiet(tmp_path / "x", recipe, "adapters", filter_fn=skip_fqns("*.experts")))
+
+
+@pytest.mark.parametrize("format", ("fp8_block", "nvfp4_compressed_tensors", "nvfp4_modelopt"))
+def test_errors_of_transformers_lead_here(format, tmp_path):
+    """Its own `from_pretrained` reads none of these files with our configs."""
+    if format == "nvfp4_compressed_tensors":
+        pytest.importorskip("compressed_tensors")
+    write("Llama", format, tmp_path)
+    for cls in (BlockwiseFP8Config, NVFP4Config):
+        with pytest.raises(ValueError, match=r"from_pretrained\(path, recipe\) of torchao_blockwise\.integrations"):
+            transformers.AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=cls())
+
+
+# --- memory and devices -----------------------------------------------------------------------------------------------
+
+
+@both_trainables
+def test_it_streams(trainable, tmp_path):
+    """In addition to the model, memory holds some copies of one weight, however many layers there are."""
+    from live_memory import peak_of
+
+    extra = []
+    for layers in (2, 6):
+        folder = tmp_path / f"{layers}"
+        write("Llama", "fp8_block", folder, num_hidden_layers=layers, intermediate_size=256)
+        held = []
+        peak = peak_of(lambda folder=folder, held=held: held.append(from_pretrained(folder, "fp8", trainable)))
+        extra.append(peak - sum(x.nbytes for x in held[0].parameters()))
+    assert max(extra) < 256 * 256 * 40 and extra[1] < extra[0] + 256 * 256 * 4
+
+
+def test_a_model_without_values(qwen):
+    """On the meta device, for ranks that receive values: buffers that no file has are real."""
+    model = from_pretrained(qwen[0], "fp8", device="meta")
+    assert all(p.is_meta for p in model.parameters()) and converted(model)
+    expected = from_pretrained(qwen[0], "fp8")
+    for name, x in model.named_buffers():
+        assert_bitwise_equal(x, expected.get_buffer(name), name)
+
+
+def test_generation_config_and_folder_come_along(qwen, tmp_path):
+    folder, _ = qwen
+    transformers.GenerationConfig(temperature=0.6, do_sample=True, eos_token_id=3).save_pretrained(folder)
+    (folder / "tokenizer.json").write_text("{}")
+    model = from_pretrained(folder, "fp8")
+    assert model.generation_config.temperature == 0.6
+    export(model, tmp_path / "out")
+    assert (tmp_path / "out" / "tokenizer.json").exists()
+    assert "model.norm.weight" in tensors_in(tmp_path / "out")
