@@ -114,12 +114,16 @@ def adapters_are_sharded(rank: int, family: str, format: str) -> None:
 
 
 def all_ranks_raise(rank: int, family: str, format: str) -> None:
-    """The error of the rank whose files are damaged."""
+    """The error of the rank whose files are damaged, or missing."""
     folder = folder_of_all(family, format)
-    mine = folder / "x"
+    mine = [folder / "x"] * 2
     if rank == 1:
-        mine = folder / "damaged"
-        write(family, format, mine, num_hidden_layers=1, layer_types=["full_attention"])
-        (mine / "config.json").write_text((folder / "x" / "config.json").read_text())
-    with pytest.raises(KeyError, match=r"damaged has no model\.layers\.1\."):
-        from_pretrained(mine, "fp8", parallelize=shard)
+        mine = [folder / "damaged", folder / "empty"]
+        write(family, format, mine[0], num_hidden_layers=1, layer_types=["full_attention"])
+        (mine[0] / "config.json").write_text((folder / "x" / "config.json").read_text())
+        mine[1].mkdir()
+    for path, error in zip(
+        mine, ((KeyError, r"damaged has no model\.layers\.1\."), (FileNotFoundError, "empty has no"))
+    ):
+        with pytest.raises(error[0], match=error[1]):
+            from_pretrained(path, "fp8", parallelize=shard)

@@ -73,6 +73,12 @@ def quiet(*arguments, **options):
         return from_pretrained(*arguments, **options)
 
 
+def dequantized() -> dict:
+    """Options for transformers to decode FP8 files."""
+    pytest.importorskip("transformers", "5.20")
+    return {"quantization_config": transformers.FineGrainedFP8Config(dequantize=True)}
+
+
 def assert_same_model(model, expected):
     """Values, dtypes, buffers that no file has, ties, and logits."""
     for named in ("named_parameters", "named_buffers"):
@@ -95,7 +101,7 @@ def test_decoded_values_are_those_of_other_packages(family, format, tmp_path):
     model = quiet(tmp_path / "x", None, dtype=dtype)
     assert not converted(model) and all(p.requires_grad for p in model.parameters()) and not model.training
     if format == "plain" or (format == "fp8_block" and family != "GptOss"):
-        how = {} if format == "plain" else {"quantization_config": transformers.FineGrainedFP8Config(dequantize=True)}
+        how = {} if format == "plain" else dequantized()
         assert_same_model(model, loaded_by_transformers(tmp_path / "x", dtype, **how))
         return
     checked = 0
@@ -143,9 +149,7 @@ def test_e8m0_files(tmp_path):
     found = export(model, tmp_path / "x", "fp8_block_ue8m0")
     assert_same_model(
         quiet(tmp_path / "x", None, dtype=torch.float32),
-        loaded_by_transformers(
-            tmp_path / "x", torch.float32, quantization_config=transformers.FineGrainedFP8Config(dequantize=True)
-        ),
+        loaded_by_transformers(tmp_path / "x", torch.float32, **dequantized()),
     )
     for trainable in ("full", "adapters"):
         got = quiet(tmp_path / "x", "fp8", trainable, dtype=torch.bfloat16 if trainable == "full" else torch.float32)
@@ -405,8 +409,9 @@ def test_payloads_that_no_parameter_can_hold(family, format, sizes, reason, tmp_
     recipe = RECIPE_OF[format]
     with pytest.raises(ValueError, match=reason + r".*model\.layers\.\*\.mlp\.experts.*; choose trainable='full'"):
         from_pretrained(tmp_path / "x", recipe, "adapters")
-    with pytest.warns(UserWarning, match=reason + ".*are the decoded values .* train with other codes"):
+    with pytest.warns(UserWarning, match=reason + ".*are the decoded values .* train with other codes") as warned:
         model = from_pretrained(tmp_path / "x", recipe, dtype=torch.float32)
+    assert warned[0].filename == __file__
     decoded = from_pretrained(tmp_path / "x", None, dtype=torch.float32)
     for name, p in converted(model).items():
         torch.testing.assert_close(p.hp, decoded.get_parameter(name).detach(), rtol=2**-22, atol=0)

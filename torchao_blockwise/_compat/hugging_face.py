@@ -120,7 +120,8 @@ def materialize(model: Any, device: torch.device) -> None:
         model.to_empty(device=device)
         model.tie_weights()
     # transformers initializes what it has not loaded.
-    for x in model.state_dict(keep_vars=True).values():
+    saved = itertools.chain(*(_compat.saved_buffers_of(module).values() for module in model.modules()))
+    for x in itertools.chain(model.parameters(), saved):
         x._is_hf_initialized = True
     model.initialize_weights()
 

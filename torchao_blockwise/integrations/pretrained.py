@@ -81,8 +81,31 @@ def from_pretrained(
             f"from_pretrained: {folder} is not a folder; download it, for example with "
             f"huggingface_hub.snapshot_download({str(path)!r}), and pass the folder that this returns"
         )
+    several = parallelize is not None and dist.is_available() and dist.is_initialized()
+    model, weights, parts = on_all_ranks(
+        several, lambda: _converted_model(folder, recipe, trainable == "adapters", dtype, filter_fn, options)
+    )
+    if parallelize is not None:
+        parallelize(model)
+    hugging_face.materialize(model, torch.device(device))
+    if torch.device(device).type != "meta":
+        fill(unwrapped("from_pretrained", model), weights, parts)
+    return model.eval()
+
+
+def _converted_model(
+    folder: Path,
+    recipe: str | TrainingConfig | None,
+    keeps_payload: bool,
+    dtype: torch.dtype | None,
+    filter_fn: Callable[[nn.Module, str], bool] | None,
+    options: dict[str, Any],
+) -> tuple[PreTrainedModel, StoredWeights, dict[str, list[Part]]]:
+    """Return the converted model on the meta device, the weights in the folder, and the parts of each of its tensors.
+
+    Everything is checked: the model has no memory yet, and config.json may name any size.
+    """
     weights = StoredWeights(folder)
-    keeps_payload = trainable == "adapters"
     stored = {fmt for name in weights.names if (fmt := weights.format(name)) is not None}
     config: Any = None if recipe is None else replace(training_config(recipe), master_weights=not keeps_payload)
     if config is not None and keeps_payload and stored - {config.weight_format}:
@@ -92,27 +115,20 @@ def from_pretrained(
             "choose the recipe of the files, trainable='full', or recipe=None to decode them"
         )
     model = hugging_face.model_on_meta(_model_config(folder), dtype, options)
-    parts = parts_in_files(model, weights)
-    # Before the model has memory, since config.json may name any size.
-    several = parallelize is not None and dist.is_available() and dist.is_initialized()
-    powers_of_2 = on_all_ranks(several, lambda: check(model, weights, parts))
-    if isinstance(recipe, str) and isinstance(config, BlockwiseFP8TrainingConfig) and config.weight_format in stored:
-        of_fp8 = (x for x in powers_of_2.values() if x is not None)
-        config = replace(config, power_of_2_scales=all(of_fp8))
-    if keeps_payload:
-        model.requires_grad_(False)
-    if config is not None:
-        _convert(model, config, weights, parts, filter_fn)
-        _check_payloads(model, weights, parts, keeps_payload)
-        warn_of_scales(model, weights, parts, powers_of_2)
     if (folder / "generation_config.json").is_file() and model.can_generate():
         model.generation_config = GenerationConfig.from_pretrained(folder)
-    if parallelize is not None:
-        parallelize(model)
-    hugging_face.materialize(model, torch.device(device))
-    if torch.device(device).type != "meta":
-        fill(unwrapped("from_pretrained", model), weights, parts)
-    return model.eval()
+    if keeps_payload:
+        model.requires_grad_(False)
+    parts = parts_in_files(model, weights)
+    powers_of_2 = check(model, weights, parts)
+    if config is None:
+        return model, weights, parts
+    if isinstance(recipe, str) and isinstance(config, BlockwiseFP8TrainingConfig) and config.weight_format in stored:
+        config = replace(config, power_of_2_scales=all(x for x in powers_of_2.values() if x is not None))
+    _convert(model, config, weights, parts, filter_fn)
+    _check_payloads(model, weights, parts, keeps_payload)
+    warn_of_scales(model, weights, parts, powers_of_2)
+    return model, weights, parts
 
 
 def _model_config(folder: Path) -> PreTrainedConfig:
@@ -177,5 +193,5 @@ def _check_payloads(
     warnings.warn(
         f"from_pretrained: {why}, so master weights of {layers} are the decoded values of {weights.files.path} and "
         "train with other codes",
-        stacklevel=3,
+        stacklevel=6,
     )
