@@ -140,7 +140,7 @@ def _model_config(folder: Path) -> PreTrainedConfig:
             f"from_pretrained: config.json of {folder} is not that of a model of the installed transformers ({error}); "
             "upgrade transformers, or make the model yourself, convert it, and call checkpoint.load"
         ) from error
-    for part in (config, config.get_text_config()):
+    for part in (config, config.get_text_config(decoder=True)):
         for name in SETTINGS:
             vars(part).pop(name, None)
     return config
