@@ -16,7 +16,7 @@ import sys
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from helpers import FP8, FP8_POW2, NVFP4, replace
+from helpers import FP8, FP8_POW2, FP8_SQUARES, NVFP4, replace
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.distributed.fsdp import fully_shard
@@ -30,6 +30,7 @@ RECIPES = {
     "fp8": FP8,
     "nvfp4": NVFP4,
     "fp8_pow2": FP8_POW2,
+    "fp8_128x128": FP8_SQUARES,
     "high_precision": replace(FP8, save_activations="high_precision"),
     "f32_out": replace(FP8, out_dtype=torch.float32),
     "reference": replace(FP8, backend="reference"),
@@ -82,7 +83,7 @@ def transposed_experts(config, mesh):
 CASES = {make.__name__: make for make in (linear, tensor_parallel, fsdp, local_experts, transposed_experts)}
 # One field of the config is not FP8's. A key has the whole config wherever a weight has one: by itself, in a DTensor,
 # and as experts.
-ONE_FIELD = ("fp8_pow2", "high_precision", "f32_out", "reference")
+ONE_FIELD = ("fp8_pow2", "fp8_128x128", "high_precision", "f32_out", "reference")
 
 
 def cases_of(recipe: str) -> list[str]:

@@ -121,3 +121,11 @@ def test_newer_versions_and_those_that_say_nothing_convert(monkeypatch):
         assert _versions.why_too_old() is None, version
     monkeypatch.setattr(torchao, "__version__", "0.16.0")
     assert "torchao 0.16.0; pip install -U" in _versions.why_too_old()
+
+
+# --- messages of torchao ----------------------------------------------------------------------------------------------
+
+
+def test_an_import_prints_nothing():
+    """Not that torchao's own kernels fit no such PyTorch, nor that it registers an enum in an old way."""
+    assert python("import torchao_blockwise").stderr == ""

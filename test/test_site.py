@@ -124,10 +124,8 @@ def test_errors_are_found_by_their_text():
 
 def test_every_error_that_is_raised_is_found():
     """One whose text is made in another way needs a function for it that is called why_.., or more of `error_index`."""
-    # A verdict that travels through a store; its words are in the index.
-    through_a_store = {"torchao_blockwise/distributed/rank_consistency.py"}
-    assert {place.split(":")[0] for place in error_index.unfound()} == through_a_store
-    assert any(message.text.startswith("ranks differ; rank … has …") for message in error_index.messages())
+    assert not error_index.unfound()
+    assert any("ranks differ; rank … has …" in message.text for message in error_index.messages())
 
 
 PROGRAM = """

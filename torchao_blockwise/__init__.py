@@ -3,6 +3,7 @@
 from torchao_blockwise import _versions
 
 try:
+    from torchao_blockwise._compat import torchao_import  # noqa: F401, I001  # before all that imports torchao
     from torchao_blockwise import checkpoint, distributed, formats, ops
     from torchao_blockwise.conversion import (
         BlockwiseFP8TrainingConfig,

@@ -222,6 +222,10 @@ def test_groups_and_one_that_is_added_later():
     assert optimizer.param_groups[2]["params"] == [model.mid.weight, model.norm.weight], "a frozen weight has no master"
     with pytest.raises(ValueError, match="appear in more than one parameter group"):
         optimizer.add_param_group({"params": [model.mid.weight]})
+    rows = nn.Parameter(NVFP4Tensor.from_hp(torch.zeros(32, 32), block_size=(1, 16)))
+    with pytest.raises(ValueError, match="has blocks of 1x16"):
+        optimizer.add_param_group({"params": [rows]})
+    assert len(optimizer.param_groups) == len(optimizer.inner.param_groups) == 4
     model.frozen.weight.requires_grad_(True)
     with pytest.warns(
         UserWarning, match="masters of 1 of 1 weights begin with the quantized values: frozen.weight; make"

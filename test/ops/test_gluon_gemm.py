@@ -133,7 +133,7 @@ def sums():
 @pytest.mark.parametrize(("kind", "routing", "build"), cases_of(sums()))
 def test_adding_to_a_gradient(simulated, kind, routing, build):
     of = case(kind, routing)
-    assert_adds(of, lambda out: add_product(out, of, build), product(of), 100)
+    assert_adds(of, lambda out: add_product(out, of, build), product(of, build=build), 100)
 
 
 @grouped_kinds

@@ -31,7 +31,7 @@ from shard_cases import (
 from torchao_blockwise import ops
 from torchao_blockwise.formats import FORMATS, FP8_128X128, NVFP4_16X16, Scales
 from torchao_blockwise.ops import shards
-from torchao_blockwise.ops.shards.flat import CODES, ENTRIES, WHOLE, Shards, block_count
+from torchao_blockwise.ops.shards.flat import CODES, ENTRIES, WHOLE, Shards, block_count, cuts_no_block
 from torchao_blockwise.testing import assert_bitwise_equal, random_tensor, with_special_values
 
 
@@ -243,6 +243,17 @@ def test_merge_of_single_elements(device):
     target = payload(NVFP4_16X16, (3, 5), device=device)
     ops.merge_shards_([target], [pieces], [starts], [lengths], [5], NVFP4_16X16)
     assert_bitwise_equal(target, q.qdata)
+
+
+@pytest.mark.parametrize(
+    ("start", "n", "expected"), ((0, 128, True), (128, 172, True), (300, 300, True), (0, 100, False), (100, 28, False))
+)
+def test_rows_that_cut_no_block(start, n, expected):
+    """Of two matrices of 300 rows of 64; a part of a row cuts blocks, no elements cut none."""
+    shape, fmt = (2, 300, 64), FP8_128X128
+    assert cuts_no_block(64 * start, 64 * n, shape, fmt) is expected
+    assert not cuts_no_block(64 * start + 32, 64 * n, shape, fmt)
+    assert cuts_no_block(64 * start + 32, 0, shape, fmt)
 
 
 @pytest.mark.parametrize(

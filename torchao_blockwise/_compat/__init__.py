@@ -211,6 +211,16 @@ def functional_gathers() -> set[Operation]:
     }
 
 
+def all_to_all(x: torch.Tensor, received: list[int], sent: list[int], group: ProcessGroup) -> torch.Tensor:
+    """Exchange rows of `x`, differentiably. received, sent: rows from and to each rank.
+
+    PyTorch 2.13 deprecates the public function with a warning, and names this one.
+    """
+    from torch.distributed._functional_collectives import all_to_all_single_autograd
+
+    return waited(all_to_all_single_autograd(x, received, sent, group))
+
+
 def waited(x: torch.Tensor) -> torch.Tensor:
     """Wait for the collective that computes `x`, if there is one, and return a plain tensor."""
     from torch.distributed._functional_collectives import AsyncCollectiveTensor

@@ -9,32 +9,24 @@ from __future__ import annotations
 
 import functools
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
 
-_done: set[str] = set()
-
-
+@functools.cache
 def keep_graphs_apart() -> None:
-    """Add the local tensors of DTensors and this package's version to the keys of the cache; called for every wrapper.
+    """Add the local tensors of DTensors and this package's version to the keys of the cache, once in a process.
 
     It runs when a weight is made and not at import, since importing the package must not change PyTorch.
     """
-    if "version" not in _done:
-        _done.add("version")
-        config, version = torch.compiler.config, sys.modules["torchao_blockwise"].__version__
-        config.cache_key_tag = f"{config.cache_key_tag} torchao_blockwise={version}".strip()
-    if "dtensors" not in _done and (module := sys.modules.get("torch.distributed.tensor")) is not None:
-        _done.add("dtensors")
-        _hash_what_dtensors_hold(module.DTensor)
+    config, version = torch.compiler.config, sys.modules["torchao_blockwise"].__version__
+    config.cache_key_tag = f"{config.cache_key_tag} torchao_blockwise={version}".strip()
+    if not torch.distributed.is_available():
+        return
+    from torch.distributed.tensor import DTensor
 
-
-def _hash_what_dtensors_hold(dtensor: Any) -> None:
-    """Include the local tensor's hash, if it has one, in the hash of a DTensor. dtensor: the class."""
+    dtensor: Any = DTensor
     hash_of_placement = getattr(dtensor, "_stable_hash_for_caching", None)
     if hash_of_placement is None:
         # Without such a method PyTorch flattens the DTensor, and hashes its local tensor.

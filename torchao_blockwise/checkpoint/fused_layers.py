@@ -98,9 +98,7 @@ def shared_amaxes(model: nn.Module) -> dict[str, torch.Tensor]:
     If the model is sharded this is a collective: one for all weights with the same placement. Synchronizes once.
     """
     weights = {name: x for name, x in tensors_of(model).items() if is_converted(x)}
-    if not weights:
-        return {}
-    # As the bits of |fp32|: their maximum is a NaN if there is one.
+    # |fp32| viewed as int32: the maximum is NaN if there is one.
     own = _amax_bits([*weights.values()])
     groups, numbers = fused_layers(weights), dict[str, int]()
     of_group = torch.tensor([numbers.setdefault(groups[name], len(numbers)) for name in weights], device=own.device)

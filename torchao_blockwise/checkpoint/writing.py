@@ -6,7 +6,7 @@ import json
 import os
 import re
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +92,7 @@ def export(
         )
     failed: Exception | None = None
     try:
-        for name, x in weights.tensors(check_finite):
+        for name, x in weights.tensors(are_checked=True):
             # If its disk is full, the rank still takes part in the collectives, and raises at the end.
             if folder is not None and failed is None:
                 try:
@@ -166,10 +166,10 @@ class QuantizedWeights:
             found |= self.layout.described(x.name, x.shape) if x.is_quantized else plain
         return found
 
-    def tensors(self, check: Callable[[str, Operand], None] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+    def tensors(self, are_checked: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (name, tensor), one weight at a time; the model must be prepared for gathering.
 
-        check: called with the name and operand of each quantized weight before its parts are yielded.
+        are_checked: raise ValueError if a quantized weight has NaN or Inf; synchronizes for each weight.
         """
         layout, self.requantized = self.layout, []
         rows = layout.format.block[0]
@@ -190,8 +190,8 @@ class QuantizedWeights:
                 weight = _quantized_again(_values(x), x, layout.format, amaxes[name])
             else:
                 weight = x.quantized() if isinstance(x, MasterWeightTensor) else x.operand()  # type: ignore[attr-defined]
-            if check is not None:
-                check(name, weight)
+            if are_checked:
+                check_finite(name, weight)
             for part in parts:
                 if part.cuts(rows):
                     self.requantized.append(part.name)

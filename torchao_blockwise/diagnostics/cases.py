@@ -74,13 +74,16 @@ def cases(device: torch.device) -> list[Case]:
 
     with _recorded() as found, torch.enable_grad():
         fp8, nvfp4 = BlockwiseFP8TrainingConfig(), NVFP4TrainingConfig()
+        squares = BlockwiseFP8TrainingConfig(grad_weight_blocks="128x128")
         for make, config in (
             (nn.Linear, fp8),
             (nn.Linear, nvfp4),
             (NormLinear, fp8),
+            (NormLinear, squares),
             (SwiGLUMLP, fp8),
             (SwiGLUMLP, nvfp4),
             (SwiGLUExperts, fp8),
+            (SwiGLUExperts, squares),
             (SwiGLUExperts, nvfp4),
             (SwiGLUExperts, NVFP4TrainingConfig(scale_per_expert=True)),
         ):
@@ -129,6 +132,7 @@ def _described(args: Sequence[Any]) -> str:
             of_both = arg.rowwise and arg.columnwise
             words += [] if of_both else ["rowwise" if arg.rowwise else "columnwise"]
             words += [name for name in ("hadamard", "scale_per_group") if getattr(arg, name)]
+            words += [arg.columnwise_format.name] if arg.columnwise_format is not arg.fmt else []
         if isinstance(arg, Groups) or arg is True:
             words.append("groups" if isinstance(arg, Groups) else "each")
     first = first_tensor(args)

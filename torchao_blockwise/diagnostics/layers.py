@@ -107,30 +107,19 @@ def find_recipes(what_if: Iterable[str | TrainingConfig]) -> dict[str, TrainingC
     return found
 
 
-class WeightIndex:
-    """Finds the layer of a weight by the address of its values, since GEMMs read views, casts and parts of weights."""
+def layer_of(weight: Any, layers: Sequence[Layer]) -> Layer | None:
+    """Return the layer that has the values of `weight`, or whose experts include them; None if there is none.
 
-    def __init__(self, layers: Sequence[Layer]) -> None:
-        self._layers = layers
-        self._by_address: dict[int, Layer] = {}
-
-    def find(self, weight: Any) -> Layer | None:
-        """Return the layer that has these values, or whose experts include them; None if there is none."""
-        address = _values_of(weight).data_ptr()
-        layer = self._by_address.get(address)
-        # FSDP2 frees gathered weights, and another weight may get the same address.
-        if layer is None or _range_of(layer)[0] != address:
-            ranges = [(layer, *_range_of(layer)) for layer in self._layers]
-            self._by_address = {start: layer for layer, start, end in ranges if end > start}
-            layer = next((layer for layer, start, end in ranges if start <= address < end), None)
-        return layer
-
-
-def _range_of(layer: Layer) -> tuple[int, int]:
-    values = _values_of(_compat.local_of(layer.weight))
-    start = values.data_ptr()
-    # Values that are not gathered yet have no address.
-    return start, start + values.numel() * values.element_size() if start else 0
+    It is found by the address of the values, since GEMMs read views, casts and parts of weights.
+    """
+    address = _values_of(weight).data_ptr()
+    for layer in layers:
+        values = _values_of(_compat.local_of(layer.weight))
+        start = values.data_ptr()
+        # Values that are not gathered yet have no address.
+        if start and start <= address < start + values.numel() * values.element_size():
+            return layer
+    return None
 
 
 def _values_of(weight: Any) -> torch.Tensor:
@@ -214,6 +203,7 @@ def values_of_weight(weight: Any) -> tuple[torch.Tensor | None, str]:
         return values, group_names([mesh.get_group(i) for i in experts])
     from torch.distributed.tensor import DTensor
 
+    # Moves offloaded values to the device of the mesh.
     shape, stride = weight.shape, weight.stride()
     whole = DTensor.from_local(values, mesh, weight.placements, run_check=False, shape=shape, stride=stride)
     return whole.full_tensor(), ""

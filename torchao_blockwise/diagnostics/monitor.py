@@ -23,9 +23,9 @@ from torchao_blockwise.diagnostics import statistics
 from torchao_blockwise.diagnostics.layers import (
     Layer,
     Place,
-    WeightIndex,
     find_layers,
     find_recipes,
+    layer_of,
     part_of,
     recipe_name,
     untransformed,
@@ -79,7 +79,6 @@ class NumericsMonitor:
         self._layers, self._what_if = find_layers(model, layers), find_recipes(what_if)
         self._group = group if group is not None or not dist.is_initialized() else dist.group.WORLD
         self._writers = list(writers) if self._group is None or self._group.rank() == 0 else []
-        self._index = WeightIndex(self._layers)
         self._tallies, self._owned = self._agree()
         self._step, self._order = step, 0
         self._armed: contextlib.ExitStack | None = None
@@ -217,11 +216,11 @@ class NumericsMonitor:
                         self._tallies.add(layer.name, "w", name, statistics.tally(values, copy, order)[0])
 
     def _see(self, weight: Any, x: torch.Tensor, spec: GemmSpec) -> GradientObserver | None:
-        layer = self._index.find(weight)
+        layer = layer_of(weight, self._layers)
         return None if layer is None or not layer.module.training else self._see_input(layer, x, spec)
 
     def _see_product(self, x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor | None, out: torch.Tensor) -> None:
-        layer = self._index.find(_compat.local_of(weight))
+        layer = layer_of(_compat.local_of(weight), self._layers)
         if layer is None or layer.config is not None or not layer.module.training:
             return
         with torch.no_grad():

@@ -83,7 +83,8 @@ def cast_of_shard(shard: QuantizedShard, values: torch.Tensor) -> PartialCast:
     options = CastOptions(shard.fmt, config.power_of_2_scales, layout.dtype, casting_backend(config.backend))
     payload, start = shard.qdata.view(torch.uint8), layout.start
     if layout.dim == 0:
-        values, payload, start = values.reshape(-1), payload.view(-1), layout.flat_start
+        values, payload = values.reshape(-1), payload.view(-1)
+        start *= torch.Size(layout.shape[1:]).numel()
     scales = shard.scale, shard.global_scale
     return PartialCast(options, layout.shape, values, start, payload, ENTRIES, *scales, layout.dim)
 

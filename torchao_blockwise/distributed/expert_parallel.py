@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.nn.functional import all_to_all_single
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
@@ -84,7 +83,7 @@ def combine_tokens(y: torch.Tensor, exchange: TokenExchange, group: dist.Process
 
 
 def _exchange(x: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> torch.Tensor:
-    return all_to_all_single(x.new_empty(sum(received), x.shape[1]), x.contiguous(), received, sent, group)
+    return _compat.all_to_all(x.contiguous(), received, sent, group)
 
 
 class ExpertParallel(ParallelStyle):

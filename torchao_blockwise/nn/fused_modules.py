@@ -99,7 +99,9 @@ class FusedModule(DerivedModule):
         if why_not_shared(self) is not None:
             return None
         weights = [getattr(self, name).weight for name in self.fusion.readers]
-        trained = torch.is_grad_enabled() and any(weight.requires_grad for weight in weights)
+        # Else each thing that is read of a weight goes through Python.
+        with _compat.no_torch_function():
+            trained = torch.is_grad_enabled() and any(weight.requires_grad for weight in weights)
         view = x.view_as(x)
         view.shared_input = SharedInput(x, len(weights), trained)  # type: ignore[attr-defined]
         return view

@@ -185,7 +185,7 @@ def weight_comes_first(dy: torch.Tensor, spec: GemmSpec) -> bool:
 def gemm_flops(tokens: int, weight: Sequence[int]) -> int:
     """Floating point operations of one of the three GEMMs: 2 · tokens · N · K for a weight [.., N, K].
 
-    Of experts too, whose numbers of tokens are on the device: each token counts as one of an expert.
+    Of experts too, whose numbers of tokens are on the device: each token counts once.
     """
     return 2 * tokens * weight[-2] * weight[-1]
 

@@ -1,4 +1,4 @@
-"""Backends: who computes an operation, and the choice between them."""
+"""Backends: implementations of an operation, and the choice between them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Backend(str, Enum):
     """Implementations of an operation. AUTO takes the fastest that can; a named one runs or raises, never falls back.
 
     REFERENCE: eager torch on any device, the bit oracle. TRITON: GPUs, and CPUs under TRITON_INTERPRET=1.
-    CUBLAS: cuBLASLt block scaling through `torch.nn.functional.scaled_mm`. GLUON: kernels for Hopper alone.
+    CUBLAS: cuBLASLt block scaling through `torch.nn.functional.scaled_mm`. GLUON: kernels for Hopper only.
     DEEP_GEMM: the library of that name, where it is installed: GEMMs in FP8 on Hopper whose b has square blocks.
     CUTLASS: kernels in PyTorch through `torch.nn.functional.scaled_grouped_mm`: the same GEMMs, but of experts, in
     NVFP4 and on Blackwell.
@@ -129,7 +129,7 @@ def why_no_gluon(device: torch.device) -> str | None:
 class Implementation(NamedTuple):
     """A row of an operation's table of backends.
 
-    run: a function of the operation's arguments but for `backend`, or "module:function", imported when it is first
+    run: a function of the operation's arguments except `backend`, or "module:function", imported when it is first
         chosen: kernels need Triton, which may not be there.
     why_not: of the same arguments, why it cannot compute them, or None if it can; None: it always can.
     on_cpu: whether AUTO asks it on a CPU, where Triton's interpreter is off.
@@ -233,7 +233,7 @@ def why_no_kernels(*args: Any) -> str | None:
 
 
 def why_no_encoders(*args: Any) -> str | None:
-    """`why_no_kernels`, of those that round to e4m3: below sm_89 there is no such conversion in hardware."""
+    """`why_no_kernels`, of those that round to e4m3: below sm_89 there is no hardware conversion to it."""
     x = first_tensor(args)
     return "there is nothing to compute" if x is None else why_no_triton(x.device, min_capability=(8, 9))
 

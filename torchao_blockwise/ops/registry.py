@@ -74,7 +74,7 @@ class Operation:
 
     schema: as `torch.library` takes it; `str backend` last where the caller may name a backend. All functions below
         take the same values without it.
-    table: who computes it, best first for AUTO; below autograd, so that no operation is differentiable. Rows can be
+    table: its backends, best first for AUTO; below autograd, so that no operation is differentiable. Rows can be
         added to it.
     fake: allocates what the operation returns, for compilers and meta tensors; None where it writes in place.
     takes: for each value in order a NamedTuple, or None for an argument as it is; by default all are as they are. An
@@ -168,7 +168,7 @@ class Operation:
         return values[:-1] if self._takes_backend else values
 
     def _flat(self, result: Any) -> Any:
-        """What a row or a fake returns, as the schema has it."""
+        """Return the result of a row or a fake as the schema has it."""
         if type(result) is Copies:
             tensors: list[Any] = []
             for copy in result:

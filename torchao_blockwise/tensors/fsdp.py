@@ -61,11 +61,6 @@ class ShardLayout:
         return min(self.rank * self.padded_shape[self.dim], self.shape[self.dim])
 
     @property
-    def flat_start(self) -> int:
-        """Index in the flat weight of the first element of a shard of dim 0."""
-        return self.start * torch.Size(self.shape[1:]).numel()
-
-    @property
     def local_shape(self) -> tuple[int, ...]:
         return self._with_size(min(self.padded_shape[self.dim], self.shape[self.dim] - self.start))
 

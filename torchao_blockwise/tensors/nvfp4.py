@@ -57,9 +57,8 @@ class NVFP4Tensor(QuantizedTensor):
         check_attributes(cls.__name__, fmt, dtype, config)
         shape = (*qdata.shape[:-1], columns)
         # Of a part whose rows lie apart it must be seen that they do: `contiguous()` looks at nothing else.
-        apart = () if qdata.is_contiguous() else (*(fmt.element.per_byte * s for s in qdata.stride()[:-1]), 1)
-        layout = {"strides": apart} if apart else {}
-        x = _compat.make_wrapper(cls, shape, inner=qdata, dtype=dtype, device=qdata.device, **layout)
+        apart = None if qdata.is_contiguous() else (*(fmt.element.per_byte * s for s in qdata.stride()[:-1]), 1)
+        x = _compat.make_wrapper(cls, shape, inner=qdata, strides=apart, dtype=dtype, device=qdata.device)
         x.qdata, x.scale, x.global_scale = qdata, scale, global_scale
         x.columns, x.block_size, x.config = columns, fmt.block, config
         if rounding_key is not None:

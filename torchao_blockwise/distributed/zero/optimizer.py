@@ -108,7 +108,11 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         drop_frozen(group)
         # Not while the constructor runs, which does this for all groups.
         if hasattr(self, "inner"):
-            check_parameters(_NAME, [group], self._names, self._group, "add_param_group")
+            try:
+                check_parameters(_NAME, [group], self._names, self._group, "add_param_group")
+            except (RuntimeError, ValueError):
+                self.param_groups.pop()
+                raise
             added = self._add_masters([group])
             self.inner.add_param_group(self._inner_group(group))
             self._start_from_first_rank(added, group["params"])
