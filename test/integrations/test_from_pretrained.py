@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import warnings
 
@@ -45,13 +46,14 @@ QUICK = {
     ("Phi3", "nvfp4_modelopt"),
     ("Mixtral", "plain"),
 }
-every_family = pytest.mark.parametrize(
-    ("family", "format"),
+# One argument: the default tier takes these pairs, and does not choose others.
+every_case = pytest.mark.parametrize(
+    "case",
     [
-        pytest.param(family, format, marks=() if (family, format) in QUICK else pytest.mark.slow)
-        for family in FAMILIES
-        for format in RECIPE_OF
+        pytest.param(case, marks=() if case in QUICK else pytest.mark.slow)
+        for case in itertools.product(FAMILIES, RECIPE_OF)
     ],
+    ids="-".join,
 )
 both_trainables = pytest.mark.parametrize("trainable", ("full", "adapters"))
 
@@ -90,12 +92,13 @@ def assert_same_model(model, expected):
     assert_bitwise_equal(logits(model), logits(expected))
 
 
-@every_family
-def test_decoded_values_are_those_of_other_packages(family, format, tmp_path):
+@every_case
+def test_decoded_values_are_those_of_other_packages(case, tmp_path):
     """Without a recipe: transformers' own model of FP8 and plain files, compressed-tensors' values of NVFP4 files.
 
     For all others the values by the rules of the formats.
     """
+    family, format = case
     _, found = write(family, format, tmp_path / "x")
     dtype = torch.bfloat16 if format == "nvfp4_compressed_tensors" else torch.float32
     model = quiet(tmp_path / "x", None, dtype=dtype)
@@ -114,12 +117,13 @@ def test_decoded_values_are_those_of_other_packages(family, format, tmp_path):
     assert checked > 9
 
 
-@every_family
-def test_converted_layers_hold_the_payload_of_the_files(family, format, tmp_path):
+@every_case
+def test_converted_layers_hold_the_payload_of_the_files(case, tmp_path):
     """As master weights and as quantized Parameters: both export every byte, and compute what the exported model does.
 
     Except in NVFP4, whose tensor scales the files unify: logits are then those of the decoded values with an error.
     """
+    family, format = case
     written, found = write(family, format, tmp_path / "x")
     recipe = RECIPE_OF[format]
     if format == "plain":
@@ -381,31 +385,49 @@ def test_refused(case, qwen):
         from_pretrained(*positional, **options)
 
 
-def rows_with_scales_of_their_own(found, folder):
-    """Experts as other tools write them: in NVFP4 each row of a block has a separate scale."""
+def with_scales_for_each_row(found):
+    """Experts in NVFP4 as other tools write them."""
     for name in (name for name in found if name.endswith("weight_scale") and "experts" in name):
         found[name].view(torch.uint8)[1::2] //= 2
-    save(found, folder)
+
+
+def with_a_tensor_scale_for_each_expert(found):
+    for name in (name for name in found if name.endswith("weight_scale_2") and ".experts.1." in name):
+        found[name] *= 2
 
 
 @pytest.mark.parametrize(
-    ("family", "format", "sizes", "reason"),
+    ("family", "format", "change", "sizes", "reason"),
     (
-        ("Mixtral", "nvfp4_modelopt", {}, r"is stored in nvfp4_1x16, and the weight has blocks of nvfp4_16x16"),
+        (
+            "Mixtral",
+            "nvfp4_modelopt",
+            with_scales_for_each_row,
+            {},
+            "is stored in nvfp4_1x16, and the weight has blocks of nvfp4_16x16",
+        ),
+        (
+            "Qwen3Moe",
+            "nvfp4_modelopt",
+            with_a_tensor_scale_for_each_expert,
+            {},
+            r"experts\.1\..* has another tensor scale than .*experts\.0\..*, with which it is one weight",
+        ),
         (
             "Qwen3Moe",
             "fp8_block",
+            lambda found: None,
             {"moe_intermediate_size": 96},
-            r"up_proj.weight begins inside of a block of 128 rows",
+            "up_proj.weight begins inside of a block of 128 rows",
         ),
     ),
-    ids=("experts in NVFP4 of other tools", "experts that share a block"),
+    ids=("scales of rows", "scales of experts", "experts that share a block"),
 )
-def test_payloads_that_no_parameter_can_hold(family, format, sizes, reason, tmp_path):
-    """Adapters on them are refused; master weights get the decoded values, with a warning."""
+def test_payloads_that_no_parameter_can_hold(family, format, change, sizes, reason, tmp_path):
+    """Adapters on such experts are refused; master weights get the decoded values, with a warning."""
     _, found = write(family, format, tmp_path / "x", **sizes)
-    if format.startswith("nvfp4"):
-        rows_with_scales_of_their_own(found, tmp_path / "x")
+    change(found)
+    save(found, tmp_path / "x")
     recipe = RECIPE_OF[format]
     with pytest.raises(ValueError, match=reason + r".*model\.layers\.\*\.mlp\.experts.*; choose trainable='full'"):
         from_pretrained(tmp_path / "x", recipe, "adapters")

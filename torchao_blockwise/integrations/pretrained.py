@@ -50,8 +50,8 @@ def from_pretrained(
         `recommended_layers` are. None decodes all weights and converts none.
     trainable: "full": all Parameters train, and converted ones are master weights, which hold the decoded values. They
         quantize to the codes of the files again; a warning names weights for which that is impossible. Scales that are
-        not powers of two may change in the last place of `dtype`. An NVFP4 weight has the tensor scale of its own
-        values until `checkpoint.export` unifies those of joined layers.
+        not powers of two may change in the last place of `dtype`. An NVFP4 weight has the tensor scale of its values
+        until `checkpoint.export` unifies those of joined layers.
         "adapters": no Parameter trains; add adapters with PEFT. Converted weights are quantized Parameters with the
         payload and scales of the files, bitwise identical. Weights of plain files are quantized.
     dtype: of all weights that are not quantized, and of master weights. Default: that of config.json, else bfloat16.
@@ -140,7 +140,7 @@ def _model_config(folder: Path) -> PreTrainedConfig:
             f"from_pretrained: config.json of {folder} is not that of a model of the installed transformers ({error}); "
             "upgrade transformers, or make the model yourself, convert it, and call checkpoint.load"
         ) from error
-    for part in (config, config.get_text_config()):
+    for part in (config, config.get_text_config(decoder=True)):
         for name in SETTINGS:
             vars(part).pop(name, None)
     return config
