@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+from pathlib import Path
 
 import pytest
 from expecttest import assert_expected_inline
@@ -12,6 +13,7 @@ from torchao.quantization.transform_module import _QUANTIZE_CONFIG_HANDLER
 from torchao.utils import TorchAOBaseTensor
 
 import torchao_blockwise
+from torchao_blockwise import ops
 
 SIGNATURES = """
     BlockwiseFP8Tensor.from_hp NVFP4Tensor.from_hp linear conversion_report dry_run fuse fusion_report keep_last_blocks
@@ -111,3 +113,12 @@ def test_torchao_knows_what_it_must():
         assert getattr(torchao_blockwise, name) in _QUANTIZE_CONFIG_HANDLER
     for name in ("BlockwiseFP8Tensor", "NVFP4Tensor", "MasterWeightTensor"):
         assert issubclass(getattr(torchao_blockwise, name), TorchAOBaseTensor)
+
+
+@pytest.mark.parametrize("name", sorted(ops._REMOVED))
+def test_a_removed_name_says_what_to_use_instead(name):
+    with pytest.raises(AttributeError, match=f"ops.{name} was removed in version 0.2; use (ops|distributed)"):
+        getattr(ops, name)
+    changes = (Path(__file__).parents[1] / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert f"`ops.{name}" in changes
+    assert not hasattr(ops, "no_such_name")

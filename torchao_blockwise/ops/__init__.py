@@ -51,3 +51,22 @@ __all__ = [
     "unpermute",
     "unpermute_backward",
 ]
+
+_CAST = "distributed.cast_master_weights_to_fp8 or cast_master_weights_to_nvfp4"
+# {name that version 0.2 removed: what to use instead}
+_REMOVED = {
+    "grouped_quantize": "ops.quantize(x, fmt, groups=ends)",
+    "transpose_many": "ops.transpose for each operand",
+    "draws_for": "ops.next_rounding_bits",
+    "NormStatistics": "ops.Norm",
+    "partial_block_amax": _CAST,
+    "block_scales_": _CAST,
+    "partial_cast_": _CAST,
+    "whole_block_cast_": _CAST,
+}
+
+
+def __getattr__(name: str) -> object:
+    if name in _REMOVED:
+        raise AttributeError(f"ops.{name} was removed in version 0.2; use {_REMOVED[name]}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
