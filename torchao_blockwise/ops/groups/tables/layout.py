@@ -53,8 +53,7 @@ def check_groups(
     """Raise unless `groups` are None, or of `tokens` tokens on `device`, with tables for blocks that are `block` long.
 
     For implementations and fakes of operations; of the ends, see `check_group_ends`.
-    padded: `tokens` are those of a columnwise copy, of which how many there were before is not known; tables may be
-        as long as those of the padded tokens.
+    padded: `tokens` are those of a columnwise copy, of which how many there were before is known within a block.
     Of the tables, another number of tokens is seen where it changes the length; other ends are not seen: those are on
     the device. Raises TypeError for the ends' dtype, ValueError for all else.
     """
@@ -67,11 +66,21 @@ def check_groups(
     fits = got.dtype == torch.int32 and got.device == device and got.dim() == 2
     if fits and type(got.shape[0]) is type(tokens) is int:
         # Sizes of traced tokens are no more than symbols.
-        most = layout_of(tokens, count, block).length
-        fits = got.is_contiguous() and (count < got.shape[0] <= most if padded else got.shape[0] == most)
+        least, most = _before_padding(tokens, count, block) if padded else (tokens, tokens)
+        fits = layout_of(least, count, block).length <= got.shape[0] <= layout_of(most, count, block).length
+        fits = fits and got.is_contiguous()
     if not fits:
         wanted = f"{count} ends, {tokens} tokens{' with their padding' * padded} and blocks of {block}"
         raise ValueError(
             f"{op}: tables of groups must be what ops.make_groups makes of {wanted} on {device}, got {got.dtype} of "
             f"shape {list(got.shape)} on {got.device}; make them of the same ends, tokens and format, or pass the ends"
         )
+
+
+def _before_padding(padded: int, groups: int, block: int) -> tuple[int, int]:
+    """The fewest and the most tokens of which `padded_tokens` makes `padded`."""
+    if padded < groups * block:
+        # Fewer tokens than groups: a block each.
+        return padded // block, padded // block
+    most = padded - (groups - 1) * (block - 1)
+    return most - (block - 1), most
