@@ -47,7 +47,11 @@ def test_rows_stand_for_the_values_of_the_whole(config, rows, ranks):
         assert_bitwise_equal(x.scale, whole.scale)
         assert x.awaits_cast
     assert_bitwise_equal(torch.cat([x.qdata.view(torch.uint8) for x in shards]), whole.qdata.view(torch.uint8))
-    assert_bitwise_equal(torch.cat([x.dequantize() for x in shards]), whole.dequantize())
+    # Under autocast too, where a state dict may be made.
+    for enabled in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            parts = [x.dequantize() for x in shards]
+        assert_bitwise_equal(torch.cat(parts), whole.dequantize())
     assert_bitwise_equal(torch.cat([x.values() for x in shards]), weight(rows, 33))
     assert_bitwise_equal(torch.cat([x.dequantize(torch.bfloat16) for x in shards]), whole.dequantize(torch.bfloat16))
 

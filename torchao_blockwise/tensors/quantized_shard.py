@@ -104,8 +104,11 @@ class QuantizedShard(QuantizedTensor):
         self._check()
         block = self.fmt.block[0] if self.dim() == 2 else 1
         border, end = self.part.start % block, self.part.start + self.shape[0]
-        # Begun at a block's border, by zeros, so that rows meet their scales.
-        framed = torch.cat([self.qdata.new_zeros(border, *self.qdata.shape[1:]), self.qdata]) if border else self.qdata
+        framed = self.qdata
+        if border:
+            # Zeros from the border of a block on, so that rows meet their scales. As bytes, since autocast refuses FP8 in cat.
+            payload = self.qdata.view(torch.uint8)
+            framed = torch.cat([payload.new_zeros(border, *payload.shape[1:]), payload]).view(self.qdata.dtype)
         scale = self.scale[self.part.start // block : -(-end // block)]
         if not self.numel():
             return torch.empty(self.shape, dtype=dtype or self.dtype, device=self.device)
