@@ -103,6 +103,13 @@ def test_every_operation_has_a_case():
     assert {case.op.name for case in recorded()} == several
 
 
+def test_calls_are_recorded_once_under_a_default_device():
+    """There they come through PyTorch's dispatcher."""
+    with torch.device("cpu"):
+        again = [(case.op.name, case.of) for case in cases(CPU)]
+    assert again == [(case.op.name, case.of) for case in recorded()]
+
+
 def test_this_machine():
     found = examine("cpu")
     assert len(found.operations) > 50 and not found._failures() and found.tested

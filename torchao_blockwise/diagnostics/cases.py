@@ -106,7 +106,10 @@ def _recorded() -> Iterator[list[Case]]:
     found: list[Case] = []
     original = Operation.__call__
 
-    def call(op: Operation, *values: Any) -> Any:
+    def call(op: Operation, *values: Any, dispatched: bool = False) -> Any:
+        # Under a mode, such as a default device, a call comes here a second time through PyTorch's dispatcher.
+        if dispatched:
+            return original(op, *values, dispatched=True)
         names_backend = _compat.schema_of(op.overload).arguments[-1].name == "backend"
         args = values[:-1] if names_backend else values
         if op.table[0].backend is not Backend.AUTO:
