@@ -75,7 +75,10 @@ def test_sums_counts_and_squares_of_tokens(fmt, shape, columnwise, monkeypatch):
         found, tokens = tally(x, copy, 1, columnwise=columnwise)
         check(found, x, decoded)
         close(tokens[0].tolist(), x.double().square().sum(1).tolist())
-        close(tokens[1].tolist(), (x.double() - decoded).square().sum(1).tolist())
+        # Decoding in fp32 rounds twice, and the error is a small difference.
+        error = (x.double() - decoded).abs()
+        bound = 1e-6 * error.square().sum(1) + 2 * (error * 2.0**-23 * decoded.abs()).sum(1)
+        assert ((tokens[1].double() - error.square().sum(1)).abs() <= bound).all()
         assert found.maxima[FIRST_NONFINITE] == -math.inf and found.sums[NONFINITE] == 0
         if x.numel():
             assert found.maxima[AMAX].int().view(torch.float32) == x.abs().max()

@@ -65,7 +65,7 @@ def two_layers(config):
 
 def run(model, which: int) -> None:
     """One batch. An MLP's gradient is given: sums over ranks have other last bits, and so would a loss of them."""
-    if isinstance(model[0], nn.Linear):
+    if isinstance(getattr(model, "module", model)[0], nn.Linear):
         model(batch(which, 128)).backward(batch(10 + which, 128))
     else:
         model(batch(which)).square().sum().backward()

@@ -106,7 +106,7 @@ class QuantizedShard(QuantizedTensor):
         border, end = self.part.start % block, self.part.start + self.shape[0]
         framed = self.qdata
         if border:
-            # Zeros from the border of a block on, so that rows meet their scales. As bytes, since autocast refuses FP8 in cat.
+            # Zeros from the border of a block on, so that rows meet their scales; as bytes, since autocast refuses FP8.
             payload = self.qdata.view(torch.uint8)
             framed = torch.cat([payload.new_zeros(border, *payload.shape[1:]), payload]).view(self.qdata.dtype)
         scale = self.scale[self.part.start // block : -(-end // block)]
