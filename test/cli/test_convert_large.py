@@ -123,7 +123,7 @@ def test_work_and_memory_stay_in_bounds(experts, tmp_path, counts):
     assert counts["open"] <= 3 * FILES
     # Experts are two Parameters of a layer, about which transformers is asked twice each; about all others once.
     assert counts["asked"] == 2 * 2 * (LAYERS - DENSE) + 1
-    assert 1 < counts["files"] <= 8 and counts["tensors"] <= 2
+    assert 1 < counts["files"] <= 4 and counts["tensors"] <= 2
     assert counts["pending"] <= SHARD + 2**12
     written = Files(tmp_path / "out")
     assert len(written.names()) == names + counts["quantized"]

@@ -26,7 +26,7 @@ _SHOWN = 3
 # Keys of config.json. compressed-tensors used the second one at first.
 SETTINGS = ("quantization_config", "compression_config")
 # Open files are mapped, so everything that was read from them stays in memory.
-_OPEN_FILES = 8
+_OPEN_FILES = 4
 # The files of a tokenizer.
 _COPIED = ("tokenizer*", "special_tokens_map.json", "vocab*", "merges.txt", "chat_template*", "added_tokens.json")
 
