@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from common.peers import compile_options
@@ -127,9 +128,10 @@ class Trainer:
 
         part: gives what each forward pass, each backward pass and the update run in, or the launch of their graph.
         """
-        rate = learning_rate(self.config, step)
+        rate: Any = learning_rate(self.config, step)
+        rate = rate if self._rate is None else self._rate.fill_(rate)
         for group in self.optimizer.param_groups:
-            group["lr"] = rate if self._rate is None else self._rate.fill_(rate)
+            group["lr"] = rate
         if self._rate is None:
             return self._update(windows, part)
         with part():

@@ -59,7 +59,7 @@ def homes() -> dict[str, str]:
 
 
 def full_name(words: str) -> str | None:
-    """Where `ops.quantize` or `NumericsMonitor` is documented; None if that is no public name, or several."""
+    """Where `ops.quantize` or `NumericsMonitor` is documented; None if no public name, or more than one, fits."""
     places = {home for name, home in homes().items() if name == words or name.endswith(f".{words}")}
     if len(places) > 1:
         places &= {f"{PACKAGE}.{words}"}
@@ -81,7 +81,7 @@ def _index() -> str:
     lines += ["Examples begin with:", "", ".. code-block:: python", ""]
     lines += [*(f"    {line}" for line in examples.IMPORTS.splitlines()), ""]
     lines += ["``folder`` is an empty ``pathlib.Path``, ``mesh`` a ``DeviceMesh`` of all ranks.", ""]
-    lines += ["Errors have an index of their own: :doc:`/errors`.", "", ".. toctree::", "    :maxdepth: 1", ""]
+    lines += ["Errors have a separate index: :doc:`/errors`.", "", ".. toctree::", "    :maxdepth: 1", ""]
     return "\n".join([*lines, *(f"    {module}" for module in modules()), ""])
 
 
