@@ -34,7 +34,7 @@ class Mixture(nn.Module):
         self.experts = SwiGLUExperts(3, 64, 96)
 
     def forward(self, x):
-        return self.experts(x, torch.tensor([3, 3, 30], dtype=torch.int32))
+        return self.experts(x, torch.tensor([3, 3, 30], dtype=torch.int32, device=x.device))
 
 
 class Grouped(nn.Module):
@@ -45,7 +45,8 @@ class Grouped(nn.Module):
         self.weight = nn.Parameter(torch.randn(3, 48, 64))
 
     def forward(self, x):
-        return F.grouped_mm(x, self.weight.transpose(-2, -1), offs=torch.tensor([3, 3, 33], dtype=torch.int32))
+        ends = torch.tensor([3, 3, 33], dtype=torch.int32, device=x.device)
+        return F.grouped_mm(x, self.weight.transpose(-2, -1), offs=ends)
 
 
 def fused(make, *readers: str, **options):

@@ -21,6 +21,21 @@ def decoded(q, k: int) -> torch.Tensor:
     return x if ones is None else x * q.global_scale.double()
 
 
+# Of FP8 tensor cores, relative to the largest magnitude of a sum.
+FP8_UNIT = 2.0**-13
+
+
+def raised(q):
+    """The operand with the smallest normal e4m3 number, 2^-6, in place of each subnormal one.
+
+    Tensor cores align products by the exponents of their factors, and a subnormal factor has that of 2^-6: what is cut
+    off is relative to this, not to the product.
+    """
+    x = q.qdata.float()
+    least = torch.where(x == 0, 0.0, torch.finfo(torch.float8_e4m3fn).smallest_normal)
+    return q._replace(qdata=x.abs().maximum(least).to(q.qdata.dtype))
+
+
 def accumulation_unit(backend: str, fmt, device: str) -> float:
     """Rounding of one step of the accumulation, relative to the sum of magnitudes.
 
@@ -29,7 +44,7 @@ def accumulation_unit(backend: str, fmt, device: str) -> float:
     """
     if backend == "reference" or device == "cpu":
         return 2.0**-24
-    return 2.0**-13 if fmt.element is E4M3 else 2.0**-22
+    return FP8_UNIT if fmt.element is E4M3 else 2.0**-22
 
 
 OUT_UNIT = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-24}
@@ -40,10 +55,12 @@ def assert_within_budget(out, a, b, k: int, unit: float, bias=None) -> None:
     """|out - exact| ≤ (√K + 6) · unit · (|a| · |b|ᵀ + |bias|) + half an ulp of the output.
 
     A sum of K terms rounded at each step drifts like √K steps (worst case K); 6 more are the roundings of a block's two
-    scales, of the two global scales' product and its use, of decoded FP8 scale products and of the bias.
+    scales, of the two global scales' product and its use, of decoded FP8 scale products and of the bias. Of FP8 tensor
+    cores, |a| and |b| are those of `raised`.
     """
-    a, b = decoded(a, k), decoded(b, k)
-    exact, magnitude = a @ b.mT, a.abs() @ b.abs().mT
+    exact = decoded(a, k) @ decoded(b, k).mT
+    a, b = (decoded(raised(x) if unit == FP8_UNIT else x, k).abs() for x in (a, b))
+    magnitude = a @ b.mT
     if bias is not None:
         exact, magnitude = exact + bias.double(), magnitude + bias.double().abs()
     accumulation = (k**0.5 + 6) * unit * magnitude
