@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import inspect
 import json
 import pickle
 
@@ -29,6 +30,14 @@ def test_defaults():
         repr(NVFP4TrainingConfig()),
         """NVFP4TrainingConfig(stochastic_rounding=True, seed=0, scale_per_expert=False, save_activations='quantized', master_weights=True, backend=<Backend.AUTO: 'auto'>, out_dtype=None, hadamard=True)""",  # noqa: E501
     )
+
+
+@both_classes
+def test_signature_names_each_option_with_its_default(cls):
+    options = {f.name: f.default for f in dataclasses.fields(cls)}
+    shown = inspect.signature(cls).parameters
+    assert {name: option.default for name, option in shown.items()} == options
+    assert "Literal['quantized', 'high_precision']" in str(shown["save_activations"])
 
 
 def test_blocks_of_grad_weight_belong_to_fp8():

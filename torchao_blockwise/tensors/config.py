@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 from abc import ABCMeta
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn
 
 import torch
 from torchao.core.config import ALLOWED_AO_MODULES, AOBaseConfig
@@ -57,6 +58,12 @@ class ConfigClass(ABCMeta):
         return super().__call__(*args, **without_removed(cls.__name__, options))
 
     @property
+    def __signature__(cls) -> inspect.Signature:
+        """The fields of the config, for `help` and documentation; without it they would show `__call__`."""
+        _, *options = inspect.signature(cls.__init__).parameters.values()  # type: ignore[misc]
+        return inspect.Signature(options)
+
+    @property
     def quant_method(cls) -> NoReturn:
         """Raise, where `from_pretrained` reads it of its `quantization_config`."""
         _refuse_quantization_config(f"the class {cls.__name__}", cls.in_transformers)
@@ -87,7 +94,7 @@ class TrainingConfig(AOBaseConfig, metaclass=ConfigClass):
     seed: ClassVar[int] = 0
     scale_per_expert: ClassVar[bool] = False
 
-    save_activations: str = QUANTIZED
+    save_activations: Literal["quantized", "high_precision"] = "quantized"
     master_weights: bool = True
     backend: Backend | str = Backend.AUTO
     out_dtype: torch.dtype | None = None
@@ -176,7 +183,7 @@ class BlockwiseFP8TrainingConfig(TrainingConfig):
     in_transformers: ClassVar[str] = "BlockwiseFP8Config"
 
     power_of_2_scales: bool = False  # type: ignore[misc]  # a constant in formats that have no choice
-    grad_weight_blocks: str = "1x128"
+    grad_weight_blocks: Literal["1x128", "128x128"] = "1x128"
 
     def __post_init__(self) -> None:
         super().__post_init__()
