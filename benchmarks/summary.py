@@ -1,7 +1,8 @@
-"""Tables of ratios from the JSON files of benchmarks/results; and all results that README.md and pages of docs/ show.
+"""Tables of ratios and charts from the JSON files of benchmarks/results, and all results that README.md and docs/ show.
 
 Ratios and their ranges over shapes, routings and the like; needs nothing but the files. Writes
-benchmarks/results/summary_<name>.md, then the pages, between `<!-- results: name -->` and `<!-- end of results -->`.
+benchmarks/results/summary_<name>.md and chart_<name>.png, then the pages, between `<!-- results: name -->` and
+`<!-- end of results -->`.
 
     python benchmarks/summary.py
 """
@@ -12,7 +13,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from summaries import kernels, layers, runs
+from summaries import charts, kernels, layers, runs
 from summaries.cells import Results
 from summaries.sources import filled, footnote, pages
 
@@ -47,6 +48,8 @@ def main() -> int:
     for name, text in texts(Results(RESULTS)).items():
         path = RESULTS / f"{name}.md"
         path.write_text(text, encoding="utf-8")
+        print(f"wrote {path}")
+    for path in charts.draw(Results(RESULTS), RESULTS):
         print(f"wrote {path}")
     for page in pages(RESULTS.parents[1]):
         text = filled(page, RESULTS)
