@@ -109,32 +109,3 @@ def test_nan_stays_in_its_group(backend, device):
         assert out[bad].isnan().all()
         out[bad] = 0
         assert out.isfinite().all()
-
-
-# --- refusals ---------------------------------------------------------------------------------------------------------
-
-X, W, ENDS = torch.ones(4, 32), torch.ones(2, 32, 32), torch.tensor([1, 4], dtype=torch.int32)
-QX = ops.quantize(X, NVFP4_1X16, groups=ENDS, scale_per_group=True, backend="reference").rowwise
-QW = ops.quantize(W, NVFP4_16X16, scale_per_group=True, backend="reference").rowwise
-REFUSALS = {
-    "decoded without groups": (
-        lambda: ops.dequantize(QX),
-        "dequantize: global_scale must be a scalar or one for each matrix of x, got [2] for payload of shape [4, 16];"
-        " of tokens in groups dequantize each group's rows with its own scale",
-    ),
-    "other groups": (
-        lambda: ops.grouped_matmul(QX, QW, torch.tensor([1, 2, 4], dtype=torch.int32), out_dtype=torch.float32),
-        "grouped_matmul: global_scale of a must be a scalar or one for each group, got [2] for 3 ends",
-    ),
-    "plain product": (
-        lambda: ops.matmul(QX, QX, out_dtype=torch.float32),
-        "matmul: global_scale of a must be a scalar, got shape [2]; use grouped_matmul",
-    ),
-}
-
-
-@pytest.mark.parametrize("call, message", REFUSALS.values(), ids=REFUSALS)
-def test_refusals(call, message):
-    with pytest.raises(ValueError) as raised:
-        call()
-    assert str(raised.value) == message
