@@ -236,7 +236,7 @@ def test_an_embedding_is_written_in_high_precision(tmp_path):
     assert_bitwise_equal(logits(other), logits(model))
 
 
-# --- what products read, as kernels get it, by SHA-256; of ranks in test_export_over_ranks.py -------------------------
+# --- what products read, as kernels get it, by SHA-256; of ranks in export_checks.py --------------------------------
 
 
 def check_products(model: nn.Module, format: str, folder, *inputs) -> None:
