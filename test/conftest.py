@@ -65,7 +65,7 @@ def pytest_configure(config):
 def _starts_processes(path: Path) -> bool:
     """Whether the tests of a file look at what processes left that it started once, to build kernels or as ranks."""
     once = ("test_compiled_kernels", "test_launch")
-    return path.stem.endswith("_builds") or path.stem in once or "distributed" in path.parts
+    return path.stem.endswith("_builds") or path.stem in (*once, "test_over_ranks") or "distributed" in path.parts
 
 
 # Before -m chooses.
@@ -141,6 +141,14 @@ def small_heap():
 def device() -> str:
     """The device that tests run on: the GPU if there is one."""
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture(scope="module")
+def raised(request, tmp_path_factory) -> list[dict]:
+    """What ranks raised in the selected cases of the module's suites (test/rank_suites.py)."""
+    from rank_suites import raised_by_ranks
+
+    return raised_by_ranks(request, tmp_path_factory)
 
 
 @pytest.fixture

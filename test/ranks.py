@@ -6,11 +6,13 @@ there are GPUs run on those, one a rank, over NCCL; all others stay where they a
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import faulthandler
 import os
 import signal
 import sys
+import tempfile
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
@@ -177,6 +179,16 @@ def run_in_turn(run: Callable, cases: Sequence, size_of: Callable, rank: int, fi
                 torch.save(raised, file)
         dist.barrier(group)
     leave()
+
+
+@contextlib.contextmanager
+def shared_folder():
+    """One folder for all ranks, gone when all are through."""
+    with tempfile.TemporaryDirectory() as folder:
+        name = [folder]
+        dist.broadcast_object_list(name)
+        yield Path(name[0])
+        dist.barrier()
 
 
 def patient_group() -> dist.ProcessGroup:

@@ -1,7 +1,4 @@
-"""What ranks that share a model write and read, against the model on one device, and how much of it travels.
-
-`run_cases` is spawned by test_export_over_ranks.py.
-"""
+"""What ranks that share a model write and read, against the model on one device, and how much of it travels."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ import torch.distributed as dist
 from exported_models import FORMATS, OperandsRead, assert_files_hold, assert_same_tensors, export, tensors_in
 from helpers import FP8, NVFP4, mlp, replace
 from live_memory import peak_of
-from ranks import device, join, leave, run_each
+from ranks import device
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -38,15 +35,6 @@ from torchao_blockwise.testing import assert_bitwise_equal
 # Shards end inside of blocks, and unevenly, of a format's first layer at least.
 FEATURES = {"fp8_block": (200, 300, 130), "nvfp4_compressed_tensors": (208, 304, 144)}
 IN_BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-
-
-def run_cases(rank: int, ranks: int, port: int, file: str, cases) -> None:
-    """Leaves what was raised in each case, or None."""
-    if device().type != "cpu":
-        torch.set_default_device(device())
-    join(rank, ranks, port, seconds=180)
-    run_each(globals(), rank, cases, file)
-    leave()
 
 
 def folder_of_all() -> Path:
@@ -339,3 +327,55 @@ def streams(rank: int, size: int, masters: bool) -> None:
     few, many = peaks[: len(peaks) // 2], peaks[len(peaks) // 2 :]
     # Numbers of each layer, scales and amaxes of its blocks, and one weight, which a thread of gloo may hold a while.
     assert all(0 < b <= a + width * width + width * width // 10 for a, b in zip(few, many)), peaks
+
+
+_CHECKS = {
+    check.__name__: check
+    for check in (
+        gathers_bytes, shards, loads, joins_sharded_nvfp4, reads_what_it_exports, streams, splits_shards,
+        spreads_and_shards_experts, raises_on_all_ranks,
+    )
+}  # fmt: skip
+_BY_TWO = ("masters", "quantized", "ddp", "zero1", "zero2")
+_EITHER = [(format, masters) for format in FEATURES for masters in (True, False)]
+
+
+def _by(kinds) -> list[tuple]:
+    """What any number of ranks do."""
+    cases = [(check, *case) for check in ("gathers_bytes", "shards") for case in _EITHER]
+    cases += [("shards", "fp8_block", True, True), ("loads", "fsdp", "fp8_block"), ("joins_sharded_nvfp4",)]
+    return cases + [("reads_what_it_exports", kind, format) for kind in kinds for format in FEATURES]
+
+
+CASES = {
+    2: (
+        [
+            *_by(_BY_TWO),
+            ("loads", "fsdp", "nvfp4_compressed_tensors"),
+            *(("loads", kind, format) for kind in ("tensor", "experts") for format in FEATURES),
+            ("streams", True),
+            ("streams", False),
+            ("raises_on_all_ranks",),
+        ],
+        [],
+    ),
+    3: (_by(_BY_TWO[:2]), []),
+    4: (
+        [
+            *(("splits_shards", format) for format in FEATURES),
+            *(("spreads_and_shards_experts", dim, format) for dim in (0, 1) for format in FEATURES),
+        ],
+        [],
+    ),
+}
+
+
+def on_gpus(name, *arguments) -> bool:
+    """What is counted is the CPU's memory."""
+    return name != "streams"
+
+
+def start(rank: int, ranks: int):
+    if device().type != "cpu":
+        torch.set_default_device(device())
+    return lambda name, *arguments: _CHECKS[name](rank, ranks, *arguments)

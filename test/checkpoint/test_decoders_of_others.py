@@ -8,7 +8,7 @@ import warnings
 
 import pytest
 import torch
-from exported_models import FORMATS, SMALL, decoded, export, language_model, tensors_in, tiny_mixture
+from exported_models import SMALL, decoded, export, language_model, tensors_in
 from helpers import FP8, NVFP4, mlp
 from torchao.quantization import quantize_
 
@@ -16,9 +16,6 @@ from torchao_blockwise import (
     MasterWeightTensor,
     checkpoint,
     is_linear,
-    ops,
-    recommended_layers,
-    skip_fqns,
     skip_lm_head,
 )
 from torchao_blockwise.checkpoint import layouts
@@ -30,53 +27,25 @@ FEATURES = (208, 304, 144)
 PLAIN = PlainLayers(["lm_head"], [])
 
 
-def whole_blocks(kind: str, config) -> torch.nn.Module:
-    """Of which transformers reads all blocks."""
-    if kind == "deepseek_v4":
-        model = tiny_mixture(kind, "cpu")
-        quantize_(
-            model, config, filter_fn=recommended_layers(model) & skip_fqns("*.q_a_proj", "*.q_b_proj", "*.kv_proj")
-        )
-        return model
-    return language_model(kind, config, hidden_size=256, head_dim=64, intermediate_size=384)
-
-
 def loaded_by_transformers(folder, settings) -> torch.nn.Module:
     import transformers
 
     return transformers.AutoModelForCausalLM.from_pretrained(folder, quantization_config=settings, dtype=torch.float32)
 
 
-@pytest.mark.parametrize(
-    ("kind", "format"),
-    (
-        ("Llama", "fp8_block"),
-        ("Qwen3", "fp8_block"),
-        ("deepseek_v4", "fp8_block_ue8m0"),
-        ("Llama", "nvfp4_compressed_tensors"),
-    ),
-)
-def test_transformers(kind, format, tmp_path):
-    """Dequantized on the CPU; NVFP4 by compressed-tensors."""
+def test_transformers_reads_nvfp4(tmp_path):
+    """By compressed-tensors. FP8 is read in test_from_pretrained.py."""
     transformers = pytest.importorskip("transformers", "5.20")
-    model = whole_blocks(kind, FORMATS[format])
-    found = export(model, tmp_path / "out", format)
-    if format.startswith("nvfp4"):
-        pytest.importorskip("compressed_tensors")
-        settings = transformers.CompressedTensorsConfig(run_compressed=False)
-    else:
-        settings = transformers.FineGrainedFP8Config(dequantize=True)
-    loaded = loaded_by_transformers(tmp_path / "out", settings)
-    checked = 0
-    for n, p in model.named_parameters():
-        if isinstance(p, MasterWeightTensor):
-            # In NVFP4 joined layers are quantized again for the files.
-            is_packed = format.startswith("nvfp4")
-            ours = decoded(found, n) if is_packed else ops.dequantize(p.quantized(), dtype=p.dtype, columns=p.shape[-1])
-            theirs = loaded.get_parameter(n).detach()
-            torch.testing.assert_close(theirs, ours.to(theirs.dtype), rtol=0.01, atol=1e-4)
-            checked += 1
-    assert checked > 5
+    pytest.importorskip("compressed_tensors")
+    model = language_model("Llama", NVFP4, hidden_size=256, head_dim=64, intermediate_size=384)
+    found = export(model, tmp_path / "out", "nvfp4_compressed_tensors")
+    loaded = loaded_by_transformers(tmp_path / "out", transformers.CompressedTensorsConfig(run_compressed=False))
+    converted = [n for n, p in model.named_parameters() if isinstance(p, MasterWeightTensor)]
+    assert len(converted) > 5
+    for n in converted:
+        # Joined layers are quantized again for the files.
+        theirs = loaded.get_parameter(n).detach()
+        torch.testing.assert_close(theirs, decoded(found, n).to(theirs.dtype), rtol=0.01, atol=1e-4)
 
 
 @pytest.mark.parametrize("width", (64, 128, 192, 200, 256, 320))
@@ -124,27 +93,15 @@ def test_torch_distributed_checkpoint(tmp_path):
         assert_bitwise_equal(theirs, decoded(found, name), name)
 
 
-def test_compressed_tensors(tmp_path):
-    """Its decompressor gives the values of our files, bit for bit in fp32; the settings are those of its preset."""
+def test_settings_are_those_of_a_preset_of_compressed_tensors():
+    """Its decompressor gives the values of our files in test_from_pretrained.py."""
     pytest.importorskip("compressed_tensors")
-    compressors = importlib.import_module("compressed_tensors.compressors")
     quantization = importlib.import_module("compressed_tensors.quantization")
-    found = export(mlp(NVFP4, features=FEATURES), tmp_path / "out", "nvfp4_compressed_tensors")
     group = layouts.COMPRESSED_TENSORS.settings(PLAIN)["config_groups"]["group_0"]
     scheme = quantization.QuantizationScheme(**group)
     preset = quantization.preset_name_to_scheme("NVFP4A16", ["Linear"])
     ours, theirs = ({k: v for k, v in x.weights.model_dump().items() if k != "scale_dtype"} for x in (scheme, preset))
     assert ours == theirs
-    for layer in ("0", "2"):
-        state = {name: found[f"{layer}.weight{name}"].clone() for name in layouts.COMPRESSED_TENSORS.suffixes}
-        state = {f"weight{name}": x for name, x in state.items()}
-        codes = found[f"{layer}.weight_packed"]
-        scale = (found[f"{layer}.weight_scale"].float() / found[f"{layer}.weight_global_scale"]).repeat_interleave(
-            16, -1
-        )
-        expected = scale * layouts.COMPRESSED_TENSORS.format.element.decode(codes, 2 * codes.shape[-1]).float()
-        theirs = compressors.NVFP4PackedCompressor.decompress(state, scheme)["weight"]
-        torch.testing.assert_close(theirs.float(), expected.to(theirs.dtype).float(), rtol=0, atol=0)
 
 
 def test_model_optimizer(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 
 import pytest
@@ -23,6 +24,8 @@ from exported_models import (
     values_of,
 )
 from helpers import FP8, FP8_POW2, NVFP4, mlp, replace
+from live_memory import peak_of
+from torch import nn
 from torchao.quantization import quantize_
 
 from torchao_blockwise import MasterWeightTensor, NVFP4Tensor, checkpoint, ops, recommended_layers
@@ -152,7 +155,7 @@ def test_a_norm_called_scale_is_no_scale(tmp_path):
     """`scale` next to a weight in high precision is another tensor."""
     model = mlp(FP8_POW2)
     for name in ("scale", "weight"):
-        model.register_parameter(name, torch.nn.Parameter(torch.ones(3)))
+        model.register_parameter(name, nn.Parameter(torch.ones(3)))
     export(model, tmp_path / "out", "fp8_block_ue8m0")
     checkpoint.load(filled(model, 0.0), tmp_path / "out")
     assert torch.equal(model.scale, torch.ones(3))
@@ -290,3 +293,31 @@ def test_other_scales_than_the_models_are_named(of_files, of_model, masters, has
     with pytest.warns(UserWarning, match=rf"load: scales of 0\.weight in .* are .*; to keep the codes, {fits}") as said:
         checkpoint.load(model, tmp_path / "out")
     assert len(said) == 1
+
+
+# --- memory next to the model: a layer's tensors, however many layers there are ---------------------------------------
+
+WIDTH = 512
+LAYER = WIDTH * WIDTH
+
+
+def layers(config, count: int) -> nn.Module:
+    """All alike: what reading takes depends on values, a little."""
+    torch.manual_seed(0)
+    layer = nn.Linear(WIDTH, WIDTH, bias=False)
+    model = nn.Sequential(*(copy.deepcopy(layer) for _ in range(count)))
+    quantize_(model, config)
+    return model
+
+
+@masters_or_not
+@pytest.mark.parametrize("format", ("fp8_block", "nvfp4_compressed_tensors"))
+def test_export_and_load_hold_a_layer(format, masters, tmp_path):
+    """Its payload and what it takes to quantize it, and the file that fills."""
+    config, written, read = replace(FORMATS[format], master_weights=masters), [], []
+    for count in (3, 24):
+        folder = tmp_path / str(count)
+        written.append(peak_of(checkpoint.export, layers(config, count), folder, format, shard_bytes=LAYER))
+        read.append(peak_of(checkpoint.load, layers(config, count), folder))
+    for few, many in (written, read):
+        assert 0 < many <= few + LAYER // 10, (few, many)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -116,6 +117,22 @@ def test_tensors(format, change, message, tmp_path):
     save(found, tmp_path)
     config = FORMATS[format]
     assert_refused(format, tmp_path, message, configs=(config, replace(config, master_weights=False), None))
+
+
+@pytest.mark.parametrize("format", (CT, MODELOPT, "fp8_block"))
+def test_the_last_of_many_files_is_bad(format, tmp_path):
+    """Nothing of the others is loaded, and the message names it."""
+    checkpoint.export(mlp(FORMATS[format], seed=1), tmp_path, format, shard_bytes=1)
+    name, last = [*json.loads((tmp_path / INDEX).read_text())["weight_map"].items()][-1]
+    whole = (tmp_path / last).read_bytes()
+    for bad in (None, b"", whole[:-1], b"PK\x03\x04" * 99, {"another": torch.ones(1)}, {name: torch.ones(1, 1, 33)}):
+        if bad is None:
+            (tmp_path / last).unlink()
+        elif isinstance(bad, bytes):
+            (tmp_path / last).write_bytes(bad)
+        else:
+            safetensors.save_file(bad, tmp_path / last)
+        assert_refused(format, tmp_path, rf"{tmp_path}.*({re.escape(name)}|{last}).*; |({re.escape(name)}|{last}).*; ")
 
 
 # --- settings ---------------------------------------------------------------------------------------------------------

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import datetime
-import tempfile
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from fsdp_models import Block, adamw, assert_gathers_exactly, batch, blocks, masters_of, shard, train
-from ranks import device
+from ranks import device, shared_folder
 from tensor_parallel_checks import PLANS, block
 from torch import nn
 from torch.distributed.checkpoint import state_dict as dsd
@@ -25,16 +22,6 @@ from torchao.quantization import quantize_
 
 from torchao_blockwise import MasterWeightTensor
 from torchao_blockwise.testing import assert_bitwise_equal
-
-
-@contextlib.contextmanager
-def shared_folder():
-    """One folder for all ranks, gone when all are through."""
-    with tempfile.TemporaryDirectory() as folder:
-        name = [folder]
-        dist.broadcast_object_list(name)
-        yield Path(name[0])
-        dist.barrier()
 
 
 def state_of(model, optimizer) -> dict:

@@ -83,7 +83,6 @@ WAYS = {
     "compiled": (shard, {"compiled": True}, None),
     "tensor_parallel": (split, {}, 0),
 }
-NEEDS = ("transformers",)
 # (way, recipe, whether it is fused before or after `quantize_`)
 CASES = {
     2: (

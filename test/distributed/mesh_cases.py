@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import checkpoint_checks as checkpoints
 import expert_checks as experts
-import fsdp_change_checks as change
 import fsdp_checks as checks
 import fsdp_life_checks as life
 import quantized_shard_checks as quantized
@@ -42,14 +41,12 @@ FSDP_CHECKS = (
     (checks.clips_and_steps, (2,), BOTH),
     (checks.compiles_blocks, (2,), (*BOTH, FULL)),
     (life.starts_on_meta, (4,), ("fp8", FULL)),
-    (life.loads, (3,), BOTH),
     (life.refuses_stale_values, (2,), ("fp8",)),
-    (change.follows_every_writer, (1, 4), BOTH),
-    (change.follows_changes_between_microbatches, (2,), BOTH),
-    (change.refills_what_evaluation_left_gathered, (1, 2), BOTH),
-    (change.keeps_the_scales_of_what_is_gathered, (2,), BOTH),
-    (change.quantizes_shards_once_in_a_scope, (1, 2), BOTH),
-    (change.refuses_changes_in_a_scope, (2,), ("fp8",)),
+    (life.follows_every_writer, (1, 4), BOTH),
+    (life.follows_changes_between_microbatches, (2,), BOTH),
+    (life.keeps_the_scales_of_what_is_gathered, (2,), BOTH),
+    (life.quantizes_shards_once_in_a_scope, (1, 2), BOTH),
+    (life.refuses_changes_in_a_scope, (2,), ("fp8",)),
     (life.enters_by_other_ways, (2,), BOTH),
     (life.frees_what_it_gathers, (1, 4), BOTH),
     (life.dies_with_the_model, (2,), BOTH),

@@ -142,25 +142,6 @@ def adds_groups(group, config: str, shard: str | None) -> None:
     assert results[0] == results[1]
 
 
-def adopts_values(group, config: str, shard: str | None) -> None:
-    """What is loaded or copied into weights is what masters go on from."""
-    model = net(config, master_weights=False)
-    optimizer = adamw(model, process_group=group, shard=shard)
-    wrapped = parallel(model, group, init_sync=False)
-    train(wrapped, optimizer, 2)
-    values = net(config, master_weights=True, seed=3).state_dict()
-    model.load_state_dict(values)
-    # A forward pass in between does not lose them.
-    model(batch(0))
-    with torch.no_grad():
-        model.up.weight.copy_(values["up.weight"] * 2)
-    assert_masters(optimizer, {**values, "up.weight": values["up.weight"] * 2})
-    for p in model.parameters():
-        p.grad = None
-    optimizer.step()
-    assert_holds_masters(optimizer, model)
-
-
 def refuses_other_parts(group) -> None:
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     optimizer = adamw(net("fp8", master_weights=False), process_group=group, shard="zero1")
@@ -241,7 +222,6 @@ _DEFAULT = (
     (splits_gradients, 4, ("mixed", 10)),
     (accumulates_split_gradients, 3, ("mixed",)),
     (adds_groups, 2, ("mixed", "zero1")),
-    (adopts_values, 2, ("mixed", "zero1")),
     (refuses_other_parts, 2, ()),
 )
 _SLOW = (
@@ -255,7 +235,6 @@ _SLOW = (
     *((splits_gradients, size, ("mixed", 10)) for size in (1, 2)),
     (accumulates_split_gradients, 2, ("mixed",)),
     (adds_groups, 2, ("mixed", None)),
-    (adopts_values, 2, ("mixed", None)),
 )
 _BY_NAME = {check.__name__: check for check, _, _ in _DEFAULT}
 CASES = {4: tuple([(check.__name__, *rest) for check, *rest in tier] for tier in (_DEFAULT, _SLOW))}

@@ -200,17 +200,6 @@ def test_a_run_goes_on_from_a_checkpoint(config, order):
     assert train(other, resumed, 4, first=4) == expected
 
 
-def test_masters_of_a_checkpoint_outdo_values_that_were_loaded_before():
-    model, _ = primary()
-    optimizer = adamw(model)
-    state = copy.deepcopy(optimizer.state_dict())
-    expected = optimizer.master(model.up.weight).clone()
-    model.load_state_dict(primary(seed=4)[1])
-    optimizer.load_state_dict(state)
-    assert_bitwise_equal(optimizer.master(model.up.weight), expected)
-    assert_holds_masters(optimizer, model)
-
-
 def test_quantized_payload_after_its_masters_leaves_them():
     model, _ = primary()
     optimizer = adamw(model)

@@ -7,19 +7,20 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
-from fsdp_models import CONFIGS, adamw, assert_gathers_exactly, batch, blocks, masters_of, quantized, shard, train
-from helpers import FP8, NVFP4, mlp, weight
+from fsdp_models import CONFIGS, adamw, assert_gathers_exactly, batch, blocks, masters_of, shard, train
+from helpers import FP8, NVFP4, mlp, replace, weight
 from ranks import spawn
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy
-from wrong_ranks import come_late, fail_later, flatten, go_wrong
+from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, MixedPrecision
+from torchao.quantization import quantize_
+from wrong_ranks import come_late, fail_later, go_wrong
 
-from torchao_blockwise import BlockwiseFP8Tensor, MasterWeightTensor, NVFP4Tensor
+from torchao_blockwise import BlockwiseFP8Tensor, MasterWeightTensor, NVFP4Tensor, recommended_layers
 from torchao_blockwise.distributed import sync_weight_scales, watch_collectives
+from torchao_blockwise.nn import SwiGLUExperts
 from torchao_blockwise.tensors import QuantizedShard
 from torchao_blockwise.tensors.fsdp import ShardLayout, attach
-from torchao_blockwise.testing import assert_bitwise_equal
 
 pytestmark = pytest.mark.usefixtures("no_interpreter")
 
@@ -32,26 +33,6 @@ def mesh():
     dist.destroy_process_group()
 
 
-# --- layouts ----------------------------------------------------------------------------------------------------------
-
-
-def layout(shape, rank=0, ranks=1) -> ShardLayout:
-    return ShardLayout("w", shape, torch.float32, 0, rank, ranks, FP8)
-
-
-@pytest.mark.parametrize("ranks", (1, 2, 3, 4, 7))
-@pytest.mark.parametrize("rows", (0, 1, 2, 5, 6, 7, 128, 300))
-def test_a_rank_holds_what_torch_chunk_gives_it(rows, ranks):
-    whole = torch.arange(rows * 3).view(rows, 3)
-    chunks = torch.chunk(whole, ranks)
-    for rank in range(ranks):
-        part = layout((rows, 3), rank=rank, ranks=ranks)
-        expected = chunks[rank] if rank < len(chunks) else whole[:0]
-        assert part.local_shape == tuple(expected.shape)
-        assert torch.equal(whole[part.start : part.start + part.local_shape[0]], expected)
-        assert part.padded_shape == (-(-rows // ranks), 3)
-
-
 # --- gathers ----------------------------------------------------------------------------------------------------------
 
 
@@ -61,21 +42,10 @@ def test_a_gather_without_scales_is_refused():
         master.fsdp_pre_all_gather(None, None, None, nn.Linear(24, 40), None)
 
 
-def test_a_gather_of_changed_values_is_refused(mesh):
-    model = shard(blocks(CONFIGS["fp8"]), mesh)
-    sync_weight_scales(model)
-    local = masters_of(model)["0.up.weight"]._local_tensor
-    local.fsdp_pre_all_gather(None, None, None, model[0].up, None)
-    with torch.no_grad():
-        local.mul_(2)
-    with pytest.raises(RuntimeError, match=r"gathers 0\.up\.weight, whose values changed after their scales"):
-        local.fsdp_pre_all_gather(None, None, None, model[0].up, None)
-
-
 def test_a_copy_to_another_device_is_gathered_as_its_source():
     master = MasterWeightTensor(weight(40, 24), FP8)
-    made = BlockwiseFP8Tensor.from_hp(master.hp)
-    attach(QuantizedShard(made.qdata, made.scale, layout((40, 24)), torch.float32), master)
+    made, layout = BlockwiseFP8Tensor.from_hp(master.hp), ShardLayout("w", (40, 24), torch.float32, 0, 0, 1, FP8)
+    attach(QuantizedShard(made.qdata, made.scale, layout, torch.float32), master)
     copy = master.to("cpu", copy=True)
     (payload,), _ = copy.fsdp_pre_all_gather(None, None, None, None, None)
     assert payload.data_ptr() == made.qdata.data_ptr()
@@ -88,23 +58,6 @@ def test_a_copy_to_another_device_is_gathered_as_its_source():
         master.mul_(2)
     with pytest.raises(RuntimeError, match="sync_weight_scales"):
         master.to("cpu", copy=True).fsdp_pre_all_gather(None, None, None, None, None)
-
-
-@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-def test_scales_and_payload_follow_the_values(mesh, config):
-    model = shard(blocks(config), mesh)
-    for factor in (1, 3):
-        with torch.no_grad():
-            for p in masters_of(model).values():
-                p.mul_(factor)
-        sync_weight_scales(model)
-        for p in masters_of(model).values():
-            (payload,), of_shard = p._local_tensor.fsdp_pre_all_gather(None, None, None, None, None)
-            expected = quantized(p._local_tensor.hp, config)
-            assert_bitwise_equal(payload, expected.qdata.view(torch.uint8))
-            assert_bitwise_equal(of_shard.scale, expected.scale)
-            if expected.global_scale is not None:
-                assert_bitwise_equal(of_shard.global_scale, expected.global_scale)
 
 
 def test_a_model_without_shards_has_nothing_to_do():
@@ -163,28 +116,38 @@ def test_a_quantised_weight_as_strided_is_itself_or_refused(config):
             torch.as_strided(x, size, stride, offset)
 
 
+class Experts(nn.Module):
+    """Two experts that share the tokens."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = SwiGLUExperts(2, 48, 64)
+        quantize_(self, FP8, filter_fn=recommended_layers(self))
+
+    def forward(self, x):
+        return self.experts(x, torch.tensor([1, 2], dtype=torch.int32))
+
+
 # (weights, master_weights, use_orig_params, mixed precision)
 FLATTENED = [("fp8", True, False, False), ("fp8", False, True, True), ("nvfp4", True, True, True)]
 FLATTENED += [("nvfp4", False, False, False), ("experts", True, True, False), ("experts", True, False, True)]
 
 
-@pytest.fixture(scope="module")
-def flattened(tmp_path_factory):
-    return spawn(flatten, 2, tmp_path_factory.mktemp("fsdp1"), FLATTENED)
-
-
-@pytest.mark.parametrize("case", FLATTENED, ids=str)
-def test_fsdp1_is_refused(case, flattened):
+@pytest.mark.filterwarnings("ignore:FSDP is switching to use `NO_SHARD`")
+@pytest.mark.parametrize(("name", "masters", "original", "mixed"), FLATTENED)
+def test_fsdp1_is_refused(name, masters, original, mixed, mesh):
     """It would make plain tensors of the weights, and layers would train in high precision."""
-    _, master_weights, use_orig_params, _ = case
-    for of_rank in flattened:
-        message, where = of_rank[case]
-        # With flat parameters only, the layer is the first to see that its weight is another tensor.
-        assert where == ("forward" if master_weights and not use_orig_params else "wrap")
-        assert "torch.distributed.fsdp.fully_shard" in message and "FullyShardedDataParallel" in message
-        assert not master_weights or re.match(r"NotImplementedError: .* the weight of ([01]\.up|experts\.)", message), (
-            message
-        )
+    model = Experts() if name == "experts" else blocks(replace(CONFIGS[name], master_weights=masters))
+    policy, wrapped = MixedPrecision(param_dtype=torch.bfloat16) if mixed else None, None
+    with pytest.raises((NotImplementedError, ValueError), match="FullyShardedDataParallel") as refused:
+        options = {"use_orig_params": original, "mixed_precision": policy, "device_id": torch.device("cpu")}
+        wrapped = FullyShardedDataParallel(model, **options)
+        with torch.set_grad_enabled(not mixed):
+            wrapped(torch.ones(2, 48))
+    # With flat parameters only, the layer is the first to see that its weight is another tensor.
+    assert (wrapped is not None) == (masters and not original)
+    assert "torch.distributed.fsdp.fully_shard" in str(refused.value)
+    assert not masters or re.search(r"the weight of ([01]\.up|experts\.)", str(refused.value))
 
 
 def test_weights_are_flattened_where_no_layer_uses_the_result():

@@ -1,6 +1,6 @@
 """Writers over ranks: what collectives, optimizers that share their work and compiled steps write is what is read next.
 
-Each is compared with a fresh conversion of the same values, bit for bit. FSDP2's are in `fsdp_change_checks.py`.
+Each is compared with a fresh conversion of the same values, bit for bit. FSDP2's are in `fsdp_life_checks.py`.
 """
 
 from __future__ import annotations

@@ -9,17 +9,15 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from fsdp_models import CONFIGS, adamw, blocks, shard, train
-from helpers import FP8, replace
+from helpers import replace
 from primary_weight_models import Net, net
 from primary_weight_models import adamw as masters
 from ranks import device, join
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
 from torchao.quantization import quantize_
 
-from torchao_blockwise import _compat, recommended_layers
+from torchao_blockwise import _compat
 from torchao_blockwise.distributed import rank_consistency, watch_collectives
-from torchao_blockwise.nn import SwiGLUExperts
 
 # Over gloo: its collectives raise where a rank is missing, those of NCCL end the process.
 
@@ -119,38 +117,3 @@ def fail_later(rank: int, ranks: int, port: int, file: str, seconds: float) -> N
         except RuntimeError as e:
             message = str(e)
     torch.save(message, file)
-
-
-class Experts(torch.nn.Module):
-    """Two experts, of FP8, that share the tokens."""
-
-    def __init__(self):
-        super().__init__()
-        self.experts = SwiGLUExperts(2, 48, 64)
-        quantize_(self, FP8, filter_fn=recommended_layers(self))
-
-    def forward(self, x):
-        return self.experts(x, torch.tensor([1, 2], dtype=torch.int32, device=x.device))
-
-
-def flatten(rank: int, ranks: int, port: int, file: str, cases: list[tuple]) -> None:
-    """Wrap converted models by FSDP1 and run them; leaves (what was raised, where) of each case."""
-    join(rank, ranks, port)
-    left = {}
-    for case in cases:
-        name, master_weights, use_orig_params, mixed = case
-        model = Experts() if name == "experts" else blocks(replace(CONFIGS[name], master_weights=master_weights))
-        where = "wrap"
-        try:
-            policy = MixedPrecision(param_dtype=torch.bfloat16) if mixed else None
-            wrapped = FullyShardedDataParallel(
-                model, use_orig_params=use_orig_params, mixed_precision=policy, device_id=device()
-            )
-            where = "forward"
-            with torch.set_grad_enabled(not mixed):
-                wrapped(torch.ones(2, 48, device=device()))
-            left[case] = ("nothing", where)
-        except Exception as e:
-            left[case] = (f"{type(e).__name__}: {e}", where)
-    torch.save(left, file)
-    dist.destroy_process_group()

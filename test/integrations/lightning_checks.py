@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import os
-import tempfile
-from pathlib import Path
 
 import lightning
-import ranks
 import torch
 import torch.distributed as dist
 from helpers import FP8, mlp
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import ModelParallelStrategy
+from ranks import shared_folder
 from torch.distributed.fsdp import fully_shard
 from torchao.quantization import quantize_
 
@@ -90,10 +88,7 @@ def assert_same(got: dict, expected: dict) -> None:
 def resumes(rank: int, recipe: str, saved_as: str) -> None:
     """The steps of `fully_shard` by hand, and two of four from a checkpoint; bit for bit."""
     how = {"distributed": saved_as == "shards"}
-    with tempfile.TemporaryDirectory() as mine:
-        folders = [mine]
-        dist.broadcast_object_list(folders)
-        folder = Path(folders[0])
+    with shared_folder() as folder:
         whole, begun, resumed = Module(), Module(), Module()
         fit(whole, rank, recipe, folder, 4, **how)
         assert any(isinstance(p.to_local(), MasterWeightTensor) for p in whole.model.parameters())
@@ -101,7 +96,6 @@ def resumes(rank: int, recipe: str, saved_as: str) -> None:
         fit(begun, rank, recipe, folder, 2, **how).save_checkpoint(folder / "half.ckpt")
         fit(resumed, rank, recipe, folder, 4, **how, ckpt_path=str(folder / "half.ckpt"))
         assert_same(values(resumed.model), values(whole.model))
-        dist.barrier()
 
 
 def needs_conversion_before_shards(rank: int) -> None:
@@ -114,13 +108,15 @@ def needs_conversion_before_shards(rank: int) -> None:
 
 
 CHECKS = {"resumes": resumes, "needs_conversion_before_shards": needs_conversion_before_shards}
+CASES = {
+    2: (
+        [("resumes", "fp8", "shards"), ("resumes", "nvfp4", "one_file"), ("needs_conversion_before_shards",)],
+        [("resumes", "fp8", "one_file"), ("resumes", "nvfp4", "shards")],
+    )
+}
 
 
-def run(rank: int, count: int, port: int, file: str, cases) -> None:
-    os.environ.update(
-        RANK=str(rank), WORLD_SIZE=str(count), LOCAL_RANK=str(rank), NODE_RANK="0", MASTER_ADDR="localhost",
-        MASTER_PORT=str(port),
-    )  # fmt: skip
-    ranks.join(rank, count, port, seconds=60)
-    ranks.run_each(CHECKS, rank, cases, file)
-    ranks.leave()
+def start(rank: int, count: int):
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(count), "LOCAL_RANK": str(rank), "NODE_RANK": "0",
+                   "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}  # fmt: skip
+    return lambda name, *arguments: CHECKS[name](rank, *arguments)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from exported_models import FORMATS, assert_same_tensors, export, tensors_in
 from pretrained_models import write
-from ranks import device, join, leave, run_each
+from ranks import device
 from torch.distributed.checkpoint import state_dict as dsd
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -19,13 +19,6 @@ from torchao_blockwise.integrations.transformers import from_pretrained
 from torchao_blockwise.testing import assert_bitwise_equal
 
 RECIPE_OF = {format: "fp8" if format.startswith("fp8") else "nvfp4" for format in FORMATS}
-
-
-def run(rank: int, ranks: int, port: int, file: str, cases) -> None:
-    """Leaves what was raised in each case, or None."""
-    join(rank, ranks, port, seconds=180)
-    run_each(globals(), rank, cases, file)
-    leave()
 
 
 def folder_of_all(family: str, format: str) -> Path:
@@ -127,3 +120,28 @@ def all_ranks_raise(rank: int, family: str, format: str) -> None:
     ):
         with pytest.raises(error[0], match=error[1]):
             from_pretrained(path, "fp8", parallelize=shard)
+
+
+_CHECKS = (every_rank_reads, the_first_rank_sends, adapters_are_sharded, all_ranks_raise)
+_CT = "nvfp4_compressed_tensors"
+CASES = {
+    2: (
+        [
+            ("every_rank_reads", "Qwen3", "fp8_block", "full"),
+            ("every_rank_reads", "Qwen3Moe", _CT, "adapters"),
+            ("the_first_rank_sends", "Qwen3", "fp8_block"),
+            ("all_ranks_raise", "Qwen3", "fp8_block"),
+        ],
+        [
+            ("every_rank_reads", "Qwen3", _CT, "full"),
+            ("every_rank_reads", "Qwen3Moe", "fp8_block", "adapters"),
+            ("adapters_are_sharded", "Qwen3", "fp8_block"),
+            ("adapters_are_sharded", "Llama", "nvfp4_modelopt"),
+        ],
+    )
+}
+
+
+def start(rank: int, ranks: int):
+    checks = {check.__name__: check for check in _CHECKS}
+    return lambda name, *arguments: checks[name](rank, *arguments)

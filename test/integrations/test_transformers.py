@@ -10,7 +10,6 @@ from helpers import FP8, replace
 from torchao.quantization import quantize_
 
 from torchao_blockwise import (
-    MasterWeightTensor,
     NVFP4TrainingConfig,
     checkpoint,
     conversion_report,
@@ -202,27 +201,6 @@ def test_a_training_that_failed_leaves_no_scope(folder, tmp_path):
     assert not torch.equal(before, model.state_dict()["model.layers.0.mlp.up_proj.weight"])
 
 
-@both
-@pytest.mark.parametrize("masters", (True, False), ids=("masters", "quantized"))
-def test_lora_trains_and_merges(cls, config, masters, folder, tmp_path):
-    """As on a base that is converted by hand, bit for bit."""
-    peft = pytest.importorskip("peft")
-    by_hand = converted(folder, replace(config, master_weights=masters))
-    merged = []
-    for base in (load(folder, quantization_config=cls(master_weights=masters)), by_hand):
-        torch.manual_seed(0)
-        adapted = peft.get_peft_model(base, peft.LoraConfig(target_modules=["q_proj", "down_proj"], r=4))
-        optimizer = torch.optim.AdamW([p for p in adapted.parameters() if p.requires_grad], lr=1e-2)
-        for _ in range(2):
-            adapted(input_ids=TOKENS, labels=TOKENS).loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        assert adapted.base_model.model.model.layers[0].self_attn.q_proj.get_delta_weight("default").any()
-        merged.append(adapted.merge_and_unload())
-        assert isinstance(merged[-1].model.layers[0].self_attn.q_proj.weight, MasterWeightTensor) is masters
-    assert_same_states(*merged)
-
-
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     (
@@ -266,15 +244,3 @@ def test_files_in_fp8_are_refused_and_loaded_as_the_page_says(cls, config, tmp_p
     checkpoint.load(other, tmp_path)
     if config == FP8:
         assert_bitwise_equal(other(TOKENS).logits.detach(), model(TOKENS).logits.detach())
-
-
-def test_layers_that_transformers_loads_in_fp8_name_the_way():
-    """On a GPU; a cast of their codes, which have lost their scales, would train on other values."""
-    fp8 = pytest.importorskip("transformers.integrations.finegrained_fp8")
-    plain = torch.nn.Linear(256, 256, bias=False)
-    plain.weight = torch.nn.Parameter(plain.weight.detach().to(torch.float8_e4m3fn), requires_grad=False)
-    for layer in (plain, fp8.FP8Linear(256, 256, block_size=(128, 128))):
-        with pytest.raises(
-            ValueError, match=r"is torch\.float8_e4m3fn, codes .*convert it, and load its files with checkpoint\.load"
-        ):
-            quantize_(torch.nn.Sequential(layer), FP8)

@@ -20,7 +20,7 @@ from torchao_blockwise import (
 RECIPES = {"fp8": BlockwiseFP8TrainingConfig(), "nvfp4": NVFP4TrainingConfig()}
 
 
-def trains_as_by_hand(rank, folder, family, format, **how):
+def trains_as_by_hand(rank, family, format, **how):
     """The losses of `quantize_` by hand on the model that torchtitan builds, bit for bit; not those of bf16."""
 
     def by_hand(model):
@@ -34,21 +34,21 @@ def trains_as_by_hand(rank, folder, family, format, **how):
     assert got != plain and all(abs(a - b) < 0.05 * b for a, b in zip(got, plain)), (got, plain)
 
 
-def converter_gives_the_same(rank, folder, family, format):
+def converter_gives_the_same(rank, family, format):
     from torchao_blockwise.integrations.torchtitan import BlockwiseConverter
 
     converted = titan.config_of(family, converters=[BlockwiseConverter.Config(format=format)])
     assert titan.losses(converted) == titan.losses(titan.config_of(family, [(format, {})]))
 
 
-def compiles(rank, folder, family, format):
+def compiles(rank, family, format):
     overrides = [(format, {}), ("selective_ac", {})]
     eager = titan.losses(titan.config_of(family, overrides, layers=1, selective=True))
     compiled = titan.losses(titan.config_of(family, overrides, layers=1, selective=True, compiled=True))
     assert all(abs(a - b) < 0.01 * a for a, b in zip(eager, compiled)), (eager, compiled)
 
 
-def saves_products(rank, folder, family, format, **how):
+def saves_products(rank, family, format, **how):
     """With `selective_ac` no product of a converted layer runs again in backward, and the losses stay.
 
     torchtitan's own policy runs them all again, which says that this counts what it should.
@@ -69,23 +69,23 @@ def saves_products(rank, folder, family, format, **how):
     assert losses == expected and 3 * again == 4 * once, (once, again)
 
 
-def saves_and_resumes(rank, folder, family, format, **how):
+def saves_and_resumes(rank, family, format, **how):
     """Losses go on bit for bit; an unconverted run loads the checkpoint."""
-    folder = os.path.join(folder, "-".join([family, format, *map(str, how.values())]))
-    first, resumed, plain = (os.path.join(folder, name) for name in ("first", "resumed", "plain"))
     imports, how = [(format, {})], {**how, "steps": 4, "save": True}
-    straight = titan.losses(titan.config_of(family, imports, folder=first, **how))
-    torch.distributed.barrier()
-    if rank == 0:
-        for other in (resumed, plain):
-            shutil.copytree(f"{first}/checkpoint/step-2", f"{other}/checkpoint/step-2")
-    torch.distributed.barrier()
-    assert titan.losses(titan.config_of(family, imports, folder=resumed, **how)) == straight[2:]
-    unconverted = titan.losses(titan.config_of(family, folder=plain, **how))
+    with ranks.shared_folder() as folder:
+        first, resumed, plain = (str(folder / name) for name in ("first", "resumed", "plain"))
+        straight = titan.losses(titan.config_of(family, imports, folder=first, **how))
+        torch.distributed.barrier()
+        if rank == 0:
+            for other in (resumed, plain):
+                shutil.copytree(f"{first}/checkpoint/step-2", f"{other}/checkpoint/step-2")
+        torch.distributed.barrier()
+        assert titan.losses(titan.config_of(family, imports, folder=resumed, **how)) == straight[2:]
+        unconverted = titan.losses(titan.config_of(family, folder=plain, **how))
     assert len(unconverted) == 2 and all(abs(a - b) < 0.01 * b for a, b in zip(unconverted, straight[2:]))
 
 
-def refuses(rank, folder, family, name, options, sentence, **how):
+def refuses(rank, family, name, options, sentence, **how):
     try:
         titan.losses(titan.config_of(family, [(name, dict(options))], **how))
     except (ValueError, TypeError) as e:
@@ -94,17 +94,54 @@ def refuses(rank, folder, family, name, options, sentence, **how):
         raise AssertionError("trained")
 
 
-CHECKS = {
-    f.__name__: f
-    for f in (trains_as_by_hand, converter_gives_the_same, compiles, saves_products, saves_and_resumes, refuses)
+_CHECKS = (trains_as_by_hand, converter_gives_the_same, compiles, saves_products, saves_and_resumes, refuses)
+_BACKEND = "use --parallelism.spmd_backend partial_dtensor"
+_CUT, _WHOLE = "2880 of 5760 rows, which cuts a block of 128", "scales by the amax of the whole weight"
+# (check, arguments.., keywords as a tuple); options are tested in test_recipes.py.
+CASES = {
+    1: (
+        [
+            ("trains_as_by_hand", "llama3", "fp8", ()),
+            ("trains_as_by_hand", "deepseek_v3", "fp8", ()),
+            ("converter_gives_the_same", "llama3", "fp8", ()),
+            ("saves_products", "llama3", "fp8", ()),
+            ("refuses", "llama3", "fp8", (("min_features", 9999),), "no layer was converted out of", ()),
+        ],
+        [
+            ("trains_as_by_hand", "qwen3", "fp8", ()),
+            ("trains_as_by_hand", "gpt_oss", "fp8", (("layers", 1),)),
+            ("trains_as_by_hand", "llama3", "nvfp4", ()),
+            ("compiles", "llama3", "fp8", ()),
+            ("saves_products", "deepseek_v3", "fp8", ()),
+            ("saves_products", "llama3", "nvfp4", ()),
+        ],
+    ),
+    2: (
+        [
+            ("trains_as_by_hand", "llama3", "fp8", (("tp", 2),)),
+            ("trains_as_by_hand", "deepseek_v3", "fp8", (("ep", 2),)),
+            ("saves_and_resumes", "llama3", "fp8", ()),
+            ("refuses", "llama3", "fp8", (), _BACKEND, (("tp", 2), ("backend", "spmd_types"))),
+            ("refuses", "gpt_oss", "fp8", (), _CUT, (("tp", 2), ("layers", 1))),
+            ("refuses", "deepseek_v3", "nvfp4", (("keep_last_blocks", 0),), _WHOLE, (("tp", 2),)),
+        ],
+        [
+            *(("trains_as_by_hand", family, "fp8", ()) for family in ("llama3", "qwen3", "deepseek_v3")),
+            *(("trains_as_by_hand", family, "fp8", (("tp", 2),)) for family in ("qwen3", "deepseek_v3")),
+            ("trains_as_by_hand", "llama3", "nvfp4", (("tp", 2),)),
+            ("trains_as_by_hand", "gpt_oss", "fp8", (("layers", 1),)),
+            ("trains_as_by_hand", "gpt_oss", "fp8", (("ep", 2), ("layers", 1))),
+            ("saves_products", "llama3", "fp8", ()),
+            ("saves_products", "deepseek_v3", "fp8", (("ep", 2),)),
+            *(("saves_and_resumes", family, "fp8", ()) for family in ("qwen3", "deepseek_v3")),
+            ("saves_and_resumes", "gpt_oss", "fp8", (("layers", 1),)),
+            ("saves_and_resumes", "deepseek_v3", "fp8", (("ep", 2),)),
+        ],
+    ),
 }
 
 
-def run(rank, count, port, file, cases, folder):
-    os.environ.update(LOCAL_RANK=str(rank), RANK=str(rank), WORLD_SIZE=str(count))
-    ranks.join(rank, count, port, seconds=300)
-    runs = {
-        name: lambda r, *a, _check=check: _check(r, folder, *a[:-1], **dict(a[-1])) for name, check in CHECKS.items()
-    }
-    ranks.run_each(runs, rank, cases, file)
-    ranks.leave()
+def start(rank, count):
+    os.environ |= {"LOCAL_RANK": str(rank), "RANK": str(rank), "WORLD_SIZE": str(count)}
+    checks = {check.__name__: check for check in _CHECKS}
+    return lambda name, *arguments: checks[name](rank, *arguments[:-1], **dict(arguments[-1]))

@@ -5,12 +5,10 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
-import tempfile
 from pathlib import Path
 from unittest import mock
 
 import pytest
-import ranks
 import torch
 import torch.distributed as dist
 import transformers
@@ -18,6 +16,7 @@ from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
 from helpers import FP8
+from ranks import shared_folder
 from torch.nn.parallel import DistributedDataParallel
 from torchao.quantization import quantize_
 
@@ -29,16 +28,6 @@ RECIPES = {"fp8": (BlockwiseFP8Config, FP8), "nvfp4": (NVFP4Config, NVFP4Trainin
 SIZES = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2}
 EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "accelerate_loop.py"
 STEPS, ACCUMULATED, PER_RANK = 4, 2, 2
-
-
-@contextlib.contextmanager
-def shared_folder():
-    """One folder for all ranks."""
-    with tempfile.TemporaryDirectory() as mine:
-        folders = [mine]
-        dist.broadcast_object_list(folders)
-        yield Path(folders[0])
-        dist.barrier()
 
 
 @contextlib.contextmanager
@@ -183,13 +172,21 @@ def example_resumes(rank: int, wrapper: str) -> None:
 
 
 CHECKS = {"resumes": resumes, "compiled": compiled, "example_resumes": example_resumes}
+CASES = {
+    2: (
+        [("resumes", "ddp", "nvfp4"), ("resumes", "fsdp", "fp8"), ("resumes", "fsdp_shards", "fp8"),
+         ("example_resumes", "fsdp")],
+        [("resumes", "ddp", "fp8"), ("resumes", "fsdp", "nvfp4"), ("example_resumes", "ddp"), ("compiled", "fp8"),
+         ("compiled", "nvfp4")],
+    )
+}  # fmt: skip
 
 
-def run(rank: int, count: int, port: int, file: str, cases) -> None:
-    os.environ.update(
-        RANK=str(rank), WORLD_SIZE=str(count), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(count),
-        MASTER_ADDR="localhost", MASTER_PORT=str(port),
-    )  # fmt: skip
-    ranks.join(rank, count, port, seconds=180)
-    ranks.run_each(CHECKS, rank, cases, file)
-    ranks.leave()
+def set_environment(rank: int, count: int) -> None:
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(count), "LOCAL_RANK": str(rank),
+                   "LOCAL_WORLD_SIZE": str(count), "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}  # fmt: skip
+
+
+def start(rank: int, count: int):
+    set_environment(rank, count)
+    return lambda name, *arguments: CHECKS[name](rank, *arguments)

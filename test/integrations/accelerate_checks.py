@@ -1,16 +1,16 @@
-"""accelerate's FSDP2, and Hugging Face's Trainer over it: every weight trains, as by `fully_shard` called by hand."""
+"""Models that accelerate shards with FSDP2: every weight trains, as by `fully_shard` called by hand."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-import os
-import tempfile
 
 import torch
+from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from helpers import FP8, NVFP4, replace
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torchao.quantization import quantize_
+from trainer_checks import set_environment, values, wrapped_by
 
 from torchao_blockwise import MasterWeightTensor, linears_and_experts, skip_lm_head
 from torchao_blockwise.distributed import MasterWeightOptimizer
@@ -49,19 +49,7 @@ def converted(kind: str, config):
     return model
 
 
-def act_as_gpus() -> None:
-    """Make accelerate, which shards on accelerators alone, take these ranks of the CPU for some."""
-    from accelerate.state import PartialState
-    from accelerate.utils import DistributedType
-
-    PartialState._prepare_backend = lambda self, *args, **kwargs: ("gloo", DistributedType.MULTI_GPU)
-
-
-def accelerator(loads_on_one: bool, precision: str):
-    from accelerate import Accelerator, FullyShardedDataParallelPlugin
-    from accelerate.state import AcceleratorState
-
-    AcceleratorState._reset_state(reset_partial_state=True)
+def accelerator(loads_on_one: bool, precision: str) -> Accelerator:
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2, auto_wrap_policy="transformer_based_wrap", cpu_ram_efficient_loading=loads_on_one
     )
@@ -98,10 +86,6 @@ def train(model, optimizer, rank: int, backward) -> list[dict]:
         optimizer.zero_grad()
         states.append(values(model))
     return states
-
-
-def values(model) -> dict[str, torch.Tensor]:
-    return {name: value.full_tensor().clone() for name, value in model.state_dict().items()}
 
 
 def trains(rank: int, kind: str, config: str, precision: str, loads_on_one: bool) -> None:
@@ -143,63 +127,31 @@ def assert_same_and_training(got: list[dict], expected: list[dict]) -> None:
         assert a.keys() == b.keys() and not differ, f"step {step}: {differ}"
 
 
-def trains_by_trainer(rank: int, kind: str, config: str, precision: str, loads_on_one: bool) -> None:
-    """Hugging Face's Trainer over accelerate's FSDP2 trains every weight."""
-    import transformers
-    from accelerate.state import AcceleratorState
-
-    AcceleratorState._reset_state(reset_partial_state=True)
-    options = {"version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "cpu_ram_efficient_loading": loads_on_one}
-    with tempfile.TemporaryDirectory() as folder:
-        args = transformers.TrainingArguments(
-            folder, max_steps=3, per_device_train_batch_size=2, learning_rate=1e-2, fsdp=True, fsdp_config=options,
-            bf16=precision == "bf16", report_to=[], save_strategy="no", logging_steps=1, disable_tqdm=True,
-            lr_scheduler_type="constant", use_cpu=True,
-        )  # fmt: skip
-        model = converted(kind, CONFIGS[config])
-        before = {name: value.clone() for name, value in model.state_dict().items()}
-        rows = [{"input_ids": row, "labels": row} for step in range(3) for r in range(2) for row in batch(r, step)]
-        trainer = transformers.Trainer(model, args, train_dataset=rows)
-        trainer.train()
-        assert trainer.accelerator.is_fsdp2
-        after = values(trainer.model)
-    still = [name for name in before if torch.equal(before[name], after[name])]
-    assert before.keys() == after.keys() and not still, f"did not change: {still}"
-
-
-RUNS = {"accelerator": trains, "trainer": trains_by_trainer}
-NEEDS = ("accelerate", "transformers")
-# (what trains, model, recipe, precision, whether one rank alone loads)
+# (model, recipe, precision, whether only one rank loads)
 CASES = {
     2: (
         [
-            ("accelerator", "llama", "fp8", "bf16", True),
-            ("accelerator", "moe", "fp8", "no", True),
-            ("accelerator", "tied", "fp8", "bf16", False),
-            ("accelerator", "moe", "nvfp4_quantized", "no", True),
-            ("trainer", "llama", "fp8", "bf16", True),
+            ("llama", "fp8", "bf16", True),
+            ("moe", "fp8", "no", True),
+            ("tied", "fp8", "bf16", False),
+            ("moe", "nvfp4_quantized", "no", True),
         ],
         [
-            *(("accelerator", "llama", "fp8", *rest) for rest in (("bf16", False), ("no", True), ("no", False))),
-            ("accelerator", "tied", "fp8", "no", True),
-            ("accelerator", "moe", "fp8", "bf16", False),
-            ("accelerator", "llama", "nvfp4", "no", True),
-            *(("accelerator", "llama", "fp8_quantized", *rest) for rest in (("bf16", True), ("no", False))),
-            ("trainer", "moe", "fp8", "no", False),
+            *(("llama", "fp8", *rest) for rest in (("bf16", False), ("no", True), ("no", False))),
+            ("tied", "fp8", "no", True),
+            ("moe", "fp8", "bf16", False),
+            ("llama", "nvfp4", "no", True),
+            *(("llama", "fp8_quantized", *rest) for rest in (("bf16", True), ("no", False))),
         ],
     )
 }
 
 
 def start(rank: int, ranks: int):
-    os.environ.update(
-        RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(ranks),
-        MASTER_ADDR="localhost", MASTER_PORT="0", ACCELERATE_USE_FSDP="1", ACCELERATE_TORCH_DEVICE="cpu",
-        FSDP_VERSION="2",
-    )  # fmt: skip
+    set_environment(rank, ranks)
 
-    def run(name, *arguments):
-        act_as_gpus()
-        RUNS[name](rank, *arguments)
+    def run(*case):
+        with wrapped_by("fsdp"):
+            trains(rank, *case)
 
     return run

@@ -1,4 +1,4 @@
-"""Models that accelerate loads and dispatches: converted after that they stay so, and what it offloads is refused."""
+"""accelerate: models that it loads and dispatches are converted after that; its float8 recipe over one is refused."""
 
 from __future__ import annotations
 
@@ -6,14 +6,19 @@ import copy
 
 import pytest
 import torch
-from helpers import FP8, mlp, saved_and_loaded
+from helpers import FP8, both_formats, mlp, replace, saved_and_loaded
+from torch import nn
 from torchao.quantization import quantize_
 
 from torchao_blockwise import MasterWeightTensor, conversion_report
 from torchao_blockwise.testing import assert_bitwise_equal
 
+accelerate = pytest.importorskip("accelerate", "1.6")
+
+from accelerate.state import AcceleratorState  # noqa: E402
+from accelerate.utils import AORecipeKwargs  # noqa: E402
+
 pytestmark = pytest.mark.usefixtures("no_interpreter")
-accelerate = pytest.importorskip("accelerate")
 
 
 def dispatched(folder, device_map):
@@ -59,3 +64,38 @@ def test_what_is_offloaded_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"2: accelerate offloads its weight and replaces it .*; give it a device"):
         quantize_(model, FP8)
     assert not isinstance(model[0].weight, MasterWeightTensor)
+
+
+# --- its float8 recipe ------------------------------------------------------------------------------------------------
+
+REASONS = {
+    ("BlockwiseFP8TrainingConfig", True): "1.weight can be .*, got torch.float8_e4m3fn; take one recipe",
+    ("NVFP4TrainingConfig", True): "1.weight can be .*, got torch.float8_e4m3fn; take one recipe",
+    ("BlockwiseFP8TrainingConfig", False): r"not exact on quantized data \(in 1.weight\)",
+    ("NVFP4TrainingConfig", False): "NVFP4Tensor packs two elements a byte, so no view",
+}
+
+
+@pytest.fixture
+def accelerator(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield accelerate.Accelerator(mixed_precision="fp8", kwargs_handlers=[AORecipeKwargs()])
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@both_formats
+@pytest.mark.parametrize("masters", (True, False), ids=("masters", "quantized"))
+def test_it_is_refused(config, masters, accelerator):
+    """prepare() takes the converted weight along in a layer of another class, and nothing of ours runs there."""
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+    quantize_(model, replace(config, master_weights=masters))
+    model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    with pytest.raises(NotImplementedError, match=REASONS[type(config).__name__, masters]):
+        model(torch.randn(16, 64))
+
+
+def test_it_trains_what_is_not_converted(accelerator):
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+    quantized, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    assert type(quantized[1]).__name__ == "Float8Linear"

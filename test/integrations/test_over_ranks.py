@@ -1,0 +1,20 @@
+"""Frameworks over ranks: the bits of the same steps by hand, and of a run that resumes."""
+
+from __future__ import annotations
+
+import rank_suites
+
+TRANSFORMERS, ACCELERATE, LIGHTNING = ("transformers", "5.0"), ("accelerate", "1.6"), ("lightning", "2.4")
+TITAN = ("torchtitan.config.override", None, "needs torchtitan 0.3")
+# Each in processes that no other framework has changed.
+POOLS = (
+    {"pretrained_checks": (TRANSFORMERS, ("safetensors.torch",))},
+    {"trainer_checks": (ACCELERATE, TRANSFORMERS), "accelerate_checks": (ACCELERATE, TRANSFORMERS)},
+    {"lightning_checks": (LIGHTNING,)},
+    {"titan_checks": (TITAN,)},
+)
+
+
+@rank_suites.cases_of(POOLS)
+def test_over_ranks(case, raised):
+    rank_suites.check(case, raised)
