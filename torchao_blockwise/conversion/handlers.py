@@ -126,6 +126,11 @@ def _why_no_weight(
         return "its weight is not initialized yet; run one forward pass first"
     if weight is None:
         return "its weight is not a Parameter (parametrized or pruned?); remove the parametrization first"
+    if hasattr(weight, "ds_shape"):
+        return (
+            "DeepSpeed shards its weight; convert before deepspeed.initialize, and make the model outside of "
+            "deepspeed.zero.Init"
+        )
     if weight.dim() != dims:
         wanted = "[N, K]" if dims == 2 else "[E, N, K]"
         return f"a Parameter of shape {list(weight.shape)} is not a weight {wanted}; leave it out"
