@@ -24,8 +24,8 @@ aten = torch.ops.aten
 Prepared: TypeAlias = Sequence[Any]
 # Called with the gradient of a GEMM's output [T, N], once in the backward of the forward pass that returned it.
 GradientObserver: TypeAlias = Callable[[torch.Tensor], None]
-# Called with the weight, its activation [T, K] and the spec of their GEMM.
-Observer: TypeAlias = Callable[[Any, torch.Tensor, GemmSpec], GradientObserver | None]
+# Called with the weight, its activation [T, K], the spec of their GEMM, and whether gradients are enabled.
+Observer: TypeAlias = Callable[[Any, torch.Tensor, GemmSpec, bool], GradientObserver | None]
 
 
 def as_rows(x: torch.Tensor) -> torch.Tensor:
@@ -197,7 +197,9 @@ def observe(observer: Observer | None) -> Observer | None:
     return before
 
 
-def observe_gemm(weight: Any, kind: type[Input], prepared: Prepared, spec: GemmSpec) -> GradientObserver | None:
+def observe_gemm(
+    weight: Any, kind: type[Input], prepared: Prepared, spec: GemmSpec, grad_enabled: bool
+) -> GradientObserver | None:
     """Report a GEMM with `weight` to the observer, if there is one; return what observes the gradient of the output."""
     if torch.compiler.is_compiling():
         note_traced_gemm()
@@ -206,4 +208,4 @@ def observe_gemm(weight: Any, kind: type[Input], prepared: Prepared, spec: GemmS
     if _observer is None:
         return None
     with torch.no_grad():
-        return _observer(weight, kind.values(prepared, spec).detach(), spec)
+        return _observer(weight, kind.values(prepared, spec).detach(), spec, grad_enabled)

@@ -89,7 +89,7 @@ class Layer(torch.autograd.Function):
                 if copies is None:
                     copies = kind.quantize(prepared, spec, True, saves_copy)
                 out = weight_gemm(copies.rowwise, weight, spec, spec.transposed, spec.out_dtype, bias)
-                observers.append(observe_gemm(weight, kind, prepared, spec))
+                observers.append(observe_gemm(weight, kind, prepared, spec, saves))
                 if saves:
                     saves_prepared = (needs[at] and not saves_copy) or (kind.reads_prepared and any(needs[:at]))
                     # Of a cast the values themselves, whose changes autograd counts.
