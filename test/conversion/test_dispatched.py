@@ -56,6 +56,6 @@ def test_weights_that_a_dispatch_replaces_are_said(tmp_path):
 
 def test_what_is_offloaded_is_refused(tmp_path):
     _, model = dispatched(tmp_path, {"0": "cpu", "1": "cpu", "2": "disk"})
-    with pytest.raises(ValueError, match=r"2: accelerate offloads its weight and replaces it .*; give it a device"):
+    with pytest.raises(ValueError, match=r"2: accelerate offloads its weight and replaces it .*; put it on a device"):
         quantize_(model, FP8)
     assert not isinstance(model[0].weight, MasterWeightTensor)

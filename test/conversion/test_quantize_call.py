@@ -54,7 +54,7 @@ def tied_embeddings() -> bool:
 def nothing_was_changed() -> bool:
     """A layer that cannot be converted, behind one that can."""
     model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32, dtype=torch.float64))
-    with pytest.raises(ValueError, match=r"1 of \d layers cannot be converted, and nothing was changed"):
+    with pytest.raises(ValueError, match=r"1 of \d layers cannot be converted, so nothing was changed"):
         quantize_(model, FULL)
     return type(model[0].weight) is nn.Parameter
 
