@@ -232,7 +232,7 @@ def test_a_training_config_is_wanted_and_no_class():
                 said = rf"^{name}: config must be a training config, got {got}; write {config.__name__}\(\)$"
                 with pytest.raises(TypeError, match=said):
                     call(layers(), given)
-    with pytest.raises(TypeError, match=r"got str; take BlockwiseFP8TrainingConfig\(\) or NVFP4TrainingConfig\(\)"):
+    with pytest.raises(TypeError, match=r"got str; use BlockwiseFP8TrainingConfig\(\) or NVFP4TrainingConfig\(\)"):
         dry_run(layers(), "fp8")
 
 

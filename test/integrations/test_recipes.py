@@ -24,7 +24,7 @@ def test_names_of_recipes():
     with pytest.raises(ValueError, match=r"got 'xyz'$"):
         recipes.training_config("xyz")
     with pytest.raises(
-        TypeError, match=r"got the class BlockwiseFP8TrainingConfig; write BlockwiseFP8TrainingConfig\(\)"
+        TypeError, match=r"got the class BlockwiseFP8TrainingConfig; use BlockwiseFP8TrainingConfig\(\)"
     ):
         recipes.training_config(BlockwiseFP8TrainingConfig)
 
