@@ -128,7 +128,7 @@ def refuses(rank: int, stage: int) -> None:
             engine_of(mlp(replace(config, master_weights=False)), stage)
     engine = engine_of(mlp(), stage)
     reason = "DeepSpeed shards its weight; convert before deepspeed.initialize" if stage == 3 else "parallel wrappers"
-    with pytest.raises(ValueError, match=rf"2 of 2 layers cannot be converted, and nothing was changed(?s:.*){reason}"):
+    with pytest.raises(ValueError, match=rf"2 of 2 layers cannot be converted, so nothing was changed(?s:.*){reason}"):
         quantize_(engine.module, FP8)
     train(engine, rank, range(1))
     if stage == 3:

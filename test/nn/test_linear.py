@@ -188,7 +188,7 @@ ERRORS = {
         r"must be \[N, K\], got shape \[1, 40, 72\]",
     ),
     "device": (lambda w: F.linear(X.to("meta"), w), ValueError, "x is on meta, weight on cpu; move one"),
-    "quantized_x": (lambda w: F.linear(w, X), TypeError, "weight a plain tensor; quantized tensors are weights"),
+    "quantized_x": (lambda w: F.linear(w, X), TypeError, "only a weight can be a quantized tensor"),
 }
 
 

@@ -190,7 +190,7 @@ GATE_UP, DOWN = torch.zeros(2, 2 * HIDDEN, DIM), torch.zeros(2, DIM, HIDDEN)
         ((X, GATE_UP[:1], DOWN), ValueError, "must agree"),
         ((X[:, :5], GATE_UP, DOWN), ValueError, "must agree"),
         ((X, GATE_UP, NVFP4Tensor.from_hp(DOWN, block_size=(1, 16))), ValueError, r"down with blocks of \(1, 16\)"),
-        ((X, GATE_UP.to("meta"), DOWN), ValueError, "x is on cpu, gate_up on meta, down on cpu; move them together"),
+        ((X, GATE_UP.to("meta"), DOWN), ValueError, "one device, got x on cpu, gate_up on meta, down on cpu; move"),
     ),
 )  # fmt: skip
 def test_refusals(args, error, message):

@@ -100,7 +100,7 @@ ERRORS = {
     "dtypes": (lambda: swiglu_linear(torch.ones(3, 48), torch.ones(3, 48).half(), WEIGHT), "agree in shape and dtype"),
     "features": (lambda: swiglu_linear(torch.ones(3, 47), torch.ones(3, 47), WEIGHT), "must agree in K"),
     "from": (lambda: made_of(nn.Linear(8, 9), nn.Linear(8, 8), nn.Linear(8, 8)), "gate and up must agree"),
-    "down": (lambda: made_of(nn.Linear(8, 9), nn.Linear(8, 9), nn.Linear(8, 8)), "down must take 9 feat"),
+    "down": (lambda: made_of(nn.Linear(8, 9), nn.Linear(8, 9), nn.Linear(8, 8)), "must have in_features=9"),
 }
 
 
