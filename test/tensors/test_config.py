@@ -15,9 +15,10 @@ from helpers import saved_and_loaded
 from torchao.core.config import config_from_dict, config_to_dict
 
 from torchao_blockwise import BlockwiseFP8TrainingConfig, NVFP4TrainingConfig, ops
-from torchao_blockwise.formats import FP8_1X128, FP8_128X128, NVFP4_1X16
+from torchao_blockwise.formats import DEFAULT_SIGNS, FP8_1X128, FP8_128X128, NVFP4_1X16
 
 CONFIGS = (BlockwiseFP8TrainingConfig, NVFP4TrainingConfig)
+SIGNS = (1, -1) * 8
 both_classes = pytest.mark.parametrize("cls", CONFIGS, ids=("fp8", "nvfp4"))
 
 
@@ -94,6 +95,17 @@ def test_backends_by_name(cls):
     for backend in ops.Backend:
         assert cls(backend=backend.value) == cls(backend=backend) and cls(backend=backend.value).backend is backend
     assert cls(backend=None) == cls()
+
+
+def test_signs_are_a_value():
+    config = NVFP4TrainingConfig(hadamard=SIGNS)
+    assert config == NVFP4TrainingConfig(hadamard=list(SIGNS)) != NVFP4TrainingConfig()
+    assert NVFP4TrainingConfig(hadamard=DEFAULT_SIGNS) == NVFP4TrainingConfig(hadamard=list(DEFAULT_SIGNS))
+    assert pickle.loads(pickle.dumps(config)) == copy.deepcopy(config) == config
+    # What another version has not saved has the default.
+    old = object.__new__(NVFP4TrainingConfig)
+    old.__setstate__({"backend": "auto", "save_activations": "nvfp4"})
+    assert old == NVFP4TrainingConfig()
 
 
 def variants(cls):
