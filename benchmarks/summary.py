@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from summaries import charts, kernels, layers, runs
+from summaries import kernels, layers, runs
 from summaries.cells import Results
 from summaries.sources import filled, footnote, pages
 
@@ -45,6 +45,9 @@ def texts(results: Results) -> dict[str, str]:
 
 
 def main() -> int:
+    # Charts need PyTorch, which the tables do not.
+    from summaries import charts
+
     for name, text in texts(Results(RESULTS)).items():
         path = RESULTS / f"{name}.md"
         path.write_text(text, encoding="utf-8")

@@ -227,7 +227,7 @@ def test_a_training_config_is_wanted_and_no_class():
             wrong |= {theirs.__name__: theirs(), f"the class {theirs.__name__}": theirs}
         for got, given in wrong.items():
             for name, call in calls.items():
-                said = rf"^{name}: config must be a training config, got {got}; write {config.__name__}\(\)$"
+                said = rf"^{name}: config must be a training config, got {got}; use {config.__name__}\(\)$"
                 with pytest.raises(TypeError, match=said):
                     call(layers(), given)
     with pytest.raises(TypeError, match=r"got str; use BlockwiseFP8TrainingConfig\(\) or NVFP4TrainingConfig\(\)"):
@@ -241,9 +241,7 @@ def test_from_pretrained_takes_its_own_configs_and_no_class(config, tmp_path):
     transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, vocab_size=64)).save_pretrained(tmp_path)
     wrong = {f"a {config.__name__}": config(), f"the class {config.__name__}": config}
     for got, given in {**wrong, f"the class {theirs.__name__}": theirs}.items():
-        said = (
-            rf"^from_pretrained: quantization_config must be {theirs.__name__}\(\) from .*\.transformers, got {got}; "
-        )
+        said = rf"^from_pretrained: quantization_config must be {theirs.__name__}\(\) from .*\.transformers \(with the same options\), got {got}; "
         with pytest.raises(AttributeError, match=said):
             transformers.AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=given)
     assert not hasattr(config(), "quant_method")
