@@ -141,7 +141,7 @@ def _parse(directive: SphinxDirective, text: str) -> list[nodes.Node]:
 def write(folder: Path) -> None:
     """A page for each result."""
     names = sorted(path.stem for path in RESULTS.glob("*.md") if (RESULTS / f"{path.stem}.json").exists())
-    index = "# Results\n\nWhat benchmarks wrote, each with its command, device, versions and commit.\n\n"
+    index = "# Results\n\nResults of the benchmarks, each with its command, device, versions and commit.\n\n"
     pages = {"index": f"{index}```{{toctree}}\n:maxdepth: 1\n\n" + "\n".join(names) + "\n```\n"}
     for name in names:
         # Headings of single recipes are below the page's own.
