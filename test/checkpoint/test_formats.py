@@ -278,6 +278,12 @@ def test_products_read_what_files_hold(format, masters, dtype, device, tmp_path)
     check_products(model, format, tmp_path / "out", x)
 
 
+def test_autocast_does_not_change_what_products_read(tmp_path):
+    """fp32 masters are quantized as they are."""
+    with torch.autocast("cpu", torch.bfloat16):
+        check_products(mlp(FP8, features=FEATURES), "fp8_block", tmp_path / "out", torch.randn(4, FEATURES[0]))
+
+
 @masters_or_not
 @pytest.mark.parametrize("config", (FP8, FP8_POW2), ids=("fp32_scales", "powers_of_2"))
 def test_products_of_experts_read_what_files_hold(config, masters, device, tmp_path):
