@@ -26,6 +26,7 @@ TABLES: dict[str, tuple[Callable[[Results], str], tuple[str, ...]]] = {
     "convergence_nvfp4": (runs.nvfp4_parts, (runs.NVFP4,)),
     "fsdp": (runs.fsdp, runs.FSDP),
     "grad_weight": (kernels.grad_weight, (kernels.GROUPED,)),
+    "gemms": (kernels.gemms, ()),
     "graphs": (runs.graphs, (runs.GRAPHS,)),
     "kernels": (kernels.kernels, ()),
     "layers": (layers.layers, ()),
