@@ -241,7 +241,10 @@ def test_from_pretrained_takes_its_own_configs_and_no_class(config, tmp_path):
     transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, vocab_size=64)).save_pretrained(tmp_path)
     wrong = {f"a {config.__name__}": config(), f"the class {config.__name__}": config}
     for got, given in {**wrong, f"the class {theirs.__name__}": theirs}.items():
-        said = rf"^from_pretrained: quantization_config must be {theirs.__name__}\(\) from .*\.transformers \(with the same options\), got {got}; "
+        said = (
+            rf"^from_pretrained: quantization_config must be {theirs.__name__}\(\) from .*\.transformers "
+            rf"\(with the same options\), got {got}; "
+        )
         with pytest.raises(AttributeError, match=said):
             transformers.AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=given)
     assert not hasattr(config(), "quant_method")
