@@ -9,7 +9,7 @@ from types import MappingProxyType
 
 import pytest
 import torch
-from grouped_copies import assert_copies_equal
+from quantize_cases import assert_same
 
 from torchao_blockwise import ops
 from torchao_blockwise.formats import FP8_1X128, CastOptions
@@ -139,7 +139,7 @@ def test_is_not_taken_for_others(op, change, options, taken, device):
     inputs = change(*inputs_of(33, 48, device=device))
     got, expected = (call(op, *inputs, **options, backend=backend) for backend in ("auto", "reference"))
     assert taken == []
-    assert_copies_equal(got, expected)
+    assert_same(got, expected)
 
 
 # --- on a GPU ---------------------------------------------------------------------------------------------------------
@@ -185,7 +185,7 @@ def test_swiglu_has_the_bits_of_the_reference(op, shape, dtype, rowwise, launche
         got, expected = (
             call(op, *inputs, rowwise=rowwise, **options, backend=backend) for backend in ("auto", "reference")
         )
-        assert_copies_equal(got, expected)
+        assert_same(got, expected)
     assert len(launched) == len(cases)
 
 
@@ -220,5 +220,5 @@ def test_norms_have_the_bits_of_the_reference(shape, dtype, kind, weight, bias, 
             ops.norm_quantize(ops.Norm(x, weight, bias, *statistics, out), options, backend=backend)
             for backend in ("auto", "reference")
         )
-        assert_copies_equal(got, expected)
+        assert_same(got, expected)
     assert len(launched) == len(cases)

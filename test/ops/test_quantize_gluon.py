@@ -10,7 +10,7 @@ import itertools
 
 import pytest
 import torch
-from grouped_copies import assert_copies_equal
+from quantize_cases import assert_same
 
 from torchao_blockwise import ops
 from torchao_blockwise.formats import FP8_1X128, FP8_128X128
@@ -125,7 +125,7 @@ def test_is_not_taken_where_it_cannot_or_another_is_named(taken, device):
         (bf16(33, 150, device=device), {"columnwise": True}),
     ):
         quantize = functools.partial(ops.quantize, x, FP8_1X128)
-        assert_copies_equal(quantize(**options), quantize(**options | {"backend": "reference"}))
+        assert_same(quantize(**options), quantize(**options | {"backend": "reference"}))
         assert taken == []
     with pytest.raises(ValueError) as error:
         ops.quantize(bf16(16, 32, device=device), FP8_1X128, backend="gluon")
@@ -152,4 +152,4 @@ def test_bits_on_a_gpu(shape, warps, dtype, power_of_2_scales, monkeypatch):
     quantize = functools.partial(ops.quantize, x, FP8_1X128, power_of_2_scales=power_of_2_scales)
     for rowwise, columnwise in itertools.product((True, False), (True, FP8_128X128)):
         copies = {"rowwise": rowwise, "columnwise": columnwise}
-        assert_copies_equal(quantize(**copies, backend="gluon"), quantize(**copies, backend="reference"))
+        assert_same(quantize(**copies, backend="gluon"), quantize(**copies, backend="reference"))

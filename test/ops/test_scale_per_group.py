@@ -46,9 +46,7 @@ def test_a_cast_of_shards_gives_each_matrix_its_scale(backend, device):
 
 PAIRS = [("m", (NVFP4_1X16, NVFP4_16X16)), ("m", (NVFP4_1X16, NVFP4_1X16)), ("k", (NVFP4_1X16, NVFP4_1X16))]
 pairs = pytest.mark.parametrize(("along", "pair"), PAIRS, ids=[f"{along}-{pair_id(pair)}" for along, pair in PAIRS])
-routings = pytest.mark.parametrize("routing", ROUTINGS.values(), ids=ROUTINGS)
 WHICH = {"a": (True, False), "b": (False, True), "both": (True, True)}
-which = pytest.mark.parametrize("which", WHICH.values(), ids=WHICH)
 
 
 class Scaled(Case):
