@@ -10,7 +10,7 @@ import torch
 from torchao_blockwise import ops
 from torchao_blockwise.formats import FP8_1X128, NVFP4_1X16, BlockFormat, Copies, hadamard_number, hadamard_transform
 from torchao_blockwise.ops.groups.ends import padded_tokens
-from torchao_blockwise.testing import assert_bitwise_equal, assert_operands_equal, random_tensor, with_special_values
+from torchao_blockwise.testing import assert_bitwise_equal, random_tensor, with_special_values
 
 # (group ends, tokens)
 GROUPS = {
@@ -94,11 +94,3 @@ def assert_each_group_is_alone(made: Copies, x: torch.Tensor, ends, fmt: BlockFo
                 assert_bitwise_equal(_bits(got), _bits(wanted.global_scale), f"global scale of group {group}")
         at += width
     assert made.columnwise is None or made.columnwise.qdata.shape[1] * fmt.element.per_byte == padded
-
-
-def assert_copies_equal(got: Copies, expected: Copies) -> None:
-    assert type(got) is type(expected) is Copies
-    for a, b in zip(got, expected):
-        assert (a is None) == (b is None)
-        if b is not None:
-            assert_operands_equal(a, b)

@@ -42,15 +42,19 @@ def ends_of(routing: str) -> tuple[torch.Tensor, int]:
 
 
 def case_id(along: str, pair, routing, n: int, k: int) -> str:
-    sizes, tail = routing
-    return f"{along or 'plain'}-{pair_id(pair)}-{'+'.join(map(str, sizes))}+{tail}-{n}x{k}"
+    sizes, tail, *scaled = routing
+    which = "".join(f"-own_scales_in_{name}" for name, own in zip("ab", *scaled) if own) if scaled else ""
+    return f"{along or 'plain'}-{pair_id(pair)}{which}-{'+'.join(map(str, sizes))}+{tail}-{n}x{k}"
 
 
 class Case:
-    """Operands of a grouped GEMM and, group by group, of the GEMMs that it stands for; along "" of a plain one."""
+    """Operands of a grouped GEMM and, group by group, of the GEMMs that it stands for; along "" of a plain one.
+
+    routing: (sizes of the groups, tokens after the last one), and whether a and b have a tensor scale for each group.
+    """
 
     def __init__(self, along, pair, routing, device, n: int = N, k: int = K):
-        sizes, tail = routing
+        sizes, tail, *scaled = routing
         self.along, self.pair, self.device, self.n, self.k = along, pair, device, n, k
         self.sizes, self.tokens = sizes, sum(sizes) + tail
         self.ends = torch.tensor(sizes).cumsum(0).to(device, torch.int32)
@@ -65,6 +69,13 @@ class Case:
             self.a, self.b = (
                 quantize(self.padded(values(self.tokens, columns, seed)).mT, fmt, device)
                 for columns, seed, fmt in ((n, 1, pair[0]), (k, 2, pair[1]))
+            )
+
+        if scaled:
+            scales = torch.arange(1, len(sizes) + 1, device=device) / 8
+            self.a, self.b = (
+                x._replace(global_scale=x.global_scale * scales.roll(i)) if own else x
+                for i, (x, own) in enumerate(zip((self.a, self.b), *scaled))
             )
 
     def padded(self, x: torch.Tensor) -> torch.Tensor:
@@ -84,15 +95,19 @@ class Case:
             return
         row = block = 0
         for g, size in enumerate(self.sizes):
+            a, b = (
+                x._replace(global_scale=x.global_scale[g]) if x.global_scale is not None and x.global_scale.dim() else x
+                for x in (self.a, self.b)
+            )
             if self.along == "m":
                 end = row + size
-                scale = self.a.scale[:, row:end] if self.a.format.transposed_scales else self.a.scale[row:end]
-                a = self.a._replace(qdata=self.a.qdata[row:end], scale=scale)
-                yield slice(row, end), a, self.b._replace(qdata=self.b.qdata[g], scale=self.b.scale[g])
+                scale = a.scale[:, row:end] if a.format.transposed_scales else a.scale[row:end]
+                a = a._replace(qdata=a.qdata[row:end], scale=scale)
+                yield slice(row, end), a, b._replace(qdata=b.qdata[g], scale=b.scale[g])
                 row = end
             else:
-                end = block - (-size // self.a.format.block[1])
-                yield g, *(columns(x, block, end) for x in (self.a, self.b))
+                end = block - (-size // a.format.block[1])
+                yield g, *(columns(x, block, end) for x in (a, b))
                 block = end
 
     def run(self, out_dtype=torch.float32, **options) -> torch.Tensor:

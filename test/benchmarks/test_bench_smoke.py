@@ -15,12 +15,11 @@ import bench_moe
 import bench_permute
 import bench_quantize
 import pytest
-from common import kernel_times, shapes
+from common import kernel_times
 from common.kernel_times import Kernel
 from common.shapes import ROUTINGS
 
 pytestmark = pytest.mark.usefixtures("no_interpreter", "one_thread", "without_gpu")
-SMALL, SMALLER = map(str, shapes.LINEAR["smoke"])
 EXPERTS = ("--shapes", "40x3x128x128", "--routings", "empty")
 
 

@@ -98,12 +98,3 @@ def test_odd_columns(fmt, columns):
 def test_rounds_once_to_the_dtype(fmt, dtype):
     q = quantize(random_tensor(33, 150), fmt)
     assert_bitwise_equal(ops.dequantize(q, dtype=dtype), ops.dequantize(q).to(dtype))
-
-
-@formats
-def test_columnwise_decodes_to_the_transpose_where_blocks_allow(fmt):
-    x = random_tensor(40, 144)
-    rowwise, columnwise = ops.quantize(x, fmt, columnwise=True, backend="reference")
-    decoded = ops.dequantize(columnwise)
-    assert decoded.shape == (144, 40)
-    assert torch.equal(decoded, ops.dequantize(rowwise).mT) == fmt.is_square

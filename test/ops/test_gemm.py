@@ -68,6 +68,10 @@ def rows():
             features = ((0, 32), (32, 0), (1, 1), (129, 65), (130, 272))
             yield from ((along, pair, ([3, 0, 140], 5), n, k) for n, k in features)
             yield along, pair, MANY[along], 16, 32
+            if pair[0].has_global_scale:
+                yield from ((along, pair, (*routing, (True, True)), N, K) for routing in ROUTINGS.values())
+                some = ROUTINGS["ragged_and_a_tail"]
+                yield from ((along, pair, (*some, own), N, K) for own in ((True, False), (False, True)))
     for pair in PAIRS["m"]:
         # Tiles of all heights.
         yield from (("m", pair, ([tokens + 3, 0, tokens - 3], 0), N, K) for tokens in (16, 64, 200))
@@ -238,6 +242,12 @@ def test_nan_stays_in_its_group(along, pair, backend, device):
         out = case.run(backend=backend)
         hit, rest = (out[:17], out[17:]) if along == "m" else (out[1], out[::2])
         assert hit.isnan().all() and (rest == 0).all()
+        case = Case(along, pair, ([30, 0, 9, 20], 2, (True, True)), device)
+        case.a.global_scale[[1, 2]] = float("nan")
+        out, bad = case.run(backend=backend), slice(30, 39) if along == "m" else 2
+        assert out[bad].isnan().all()
+        out[bad] = 0
+        assert out.isfinite().all()
         return
     case = Case(along, pair, ([20, 150, 30], 0), device)
     expected = case.run(backend=backend)

@@ -1,8 +1,8 @@
-"""AUTO's choice for plain and grouped GEMMs: the order on each GPU, what comes next, and when it is made."""
+"""Backends of plain and grouped GEMMs: what each takes and why not the rest, AUTO's order on each GPU, and when."""
 
 from __future__ import annotations
 
-import re
+import dataclasses
 import sys
 from types import SimpleNamespace
 
@@ -11,7 +11,7 @@ import torch
 
 from torchao_blockwise import ops
 from torchao_blockwise._compat import deep_gemm_library
-from torchao_blockwise.formats import FP8_1X128, FP8_128X128, NVFP4_1X16, NVFP4_16X16, Operand
+from torchao_blockwise.formats import FORMATS, FP8_1X128, FP8_128X128, NVFP4_1X16, NVFP4_16X16, Operand
 from torchao_blockwise.ops import Backend, backend, registry
 from torchao_blockwise.ops.backend import choose
 from torchao_blockwise.ops.gemm import cutlass
@@ -145,35 +145,123 @@ def test_what_cannot_run_is_left_for_the_next_with_a_warning(gpu):
         assert choice(4096, 2040, 7168) is Backend.TRITON
 
 
-@pytest.mark.parametrize(
-    ("rows", "formats", "wrong"),
-    ((ROWS, (SQUARE, NVFP4), ONE_ROW), (TOKENS, (SQUARE, ONE_ROW, NVFP4_ROWS), SQUARE[::-1])),
-    ids="mk",
-)
-def test_why_not_gluon(rows, formats, wrong, gpu):
-    along, a_shape, b_shape = rows
-    multiplied, got = (" · ".join(fmt.name for fmt in pair) for pair in (formats[0], wrong))
-    empty = [
-        (pair, *shapes) for pair in formats for shapes in (((0, 4096), b_shape), (a_shape, (*b_shape[:-2], 0, 4096)))
-    ]
+# A format of e4m3 that no library knows: the element is not what they go by.
+FP8_1X64 = dataclasses.replace(FP8_1X128, name="fp8_1x64", block=(1, 64))
+PAYLOADS = (128, 128), (128, 128)
+EXPERTS = (64, 128), (8, 256, 128)
+# What changes of a GEMM that the backend takes, payloads in bytes: why it does not take that, or None.
+REASONS = {
+    "cublas": (
+        {"pair": SQUARE, "shapes": PAYLOADS, "cuda": "12.9"},
+        [
+            ({}, None),
+            ({"shapes": ((4, 16), (16, 16)), "out_dtype": torch.float32}, None),
+            ({"shapes": ((64, 592), (128, 592)), "pair": ONE_ROW, "cuda": "13.0"}, None),
+            ({"shapes": ((6, 25), (16, 25))}, None),
+            ({"shapes": ((1, 16), (32, 16)), "pair": NVFP4, "capability": (10, 0)}, None),
+            ({"shapes": ((7, 25), (32, 25)), "pair": NVFP4, "capability": (12, 0)}, None),
+            ({"shapes": ((16, 16), (8, 16)), "pair": NVFP4, "cuda": "12.8"}, None),
+            ({"capability": (8, 0)}, "e4m3 block scaling needs sm_90, got sm_80"),
+            ({"capability": (10, 0)}, "e4m3 block scaling needs sm_90, got sm_100"),
+            ({"cuda": "12.8"}, "block scaling needs CUDA 12.9 or newer, got 12.8"),
+            ({"cuda": None}, "block scaling needs CUDA 12.9 or newer, got None"),
+            ({"pair": SQUARE[::-1]}, "it has no GEMM of fp8_128x128 · fp8_1x128"),
+            ({"pair": (FP8_1X64, FP8_1X64)}, "it has no GEMM of fp8_1x64 · fp8_1x64"),
+            ({"out_dtype": torch.float16}, "out_dtype must be bfloat16 or float32, got torch.float16"),
+            ({"shapes": ((0, 16), (16, 16))}, "it has no empty GEMMs, got M=0, N=16, K=16"),
+            ({"shapes": ((16, 16), (8, 16))}, "N must be a multiple of 16, got N=8"),
+        ],
+    ),
+    "deep_gemm": (
+        {"pair": SQUARE, "shapes": ((8, 128), (64, 128))},
+        [
+            ({}, None),
+            ({"capability": (10, 0)}, "it needs a Hopper GPU (sm_90), got sm_100"),
+            ({"pair": ONE_ROW}, "it multiplies fp8_1x128 by fp8_128x128, got fp8_1x128 · fp8_1x128"),
+            ({"pair": NVFP4}, "it multiplies fp8_1x128 by fp8_128x128, got nvfp4_1x16 · nvfp4_16x16"),
+            ({"out_dtype": torch.float32}, "it writes bfloat16 and adds no bias, got torch.float32"),
+            ({"bias": torch.zeros(64)}, "it writes bfloat16 and adds no bias, got torch.bfloat16 and a bias"),
+            *(
+                (
+                    {"shapes": ((m, k), (n, k))},
+                    f"it needs rows, K in multiples of 16 and N of 8, got M={m}, N={n}, K={k}",
+                )
+                for m, n, k in ((0, 64, 128), (8, 0, 128), (8, 64, 0), (8, 64, 24), (8, 12, 128))
+            ),
+        ],
+    ),
+    "cutlass": (
+        {"pair": NVFP4, "shapes": EXPERTS, "capability": (10, 0), "along": "m"},
+        [
+            ({}, None),
+            ({"capability": (10, 3), "shapes": ((7, 16), (1, 16, 16)), "pair": NVFP4_ROWS}, None),
+            ({"device": "cpu"}, "the kernels are for Blackwell GPUs (sm_100), got cpu"),
+            ({"capability": (9, 0)}, "the kernels are for Blackwell GPUs (sm_100), got sm_90"),
+            ({"capability": (12, 0)}, "the kernels are for Blackwell GPUs (sm_100), got sm_120"),
+            ({"pair": SQUARE}, "they multiply e2m1 elements, got fp8_1x128 · fp8_128x128"),
+            ({"along": "k"}, 'they take groups of rows, along "m", got along "k"'),
+            ({"out_dtype": torch.float32}, "out_dtype must be bfloat16, got torch.float32"),
+            ({"shapes": ((0, 16), (2, 16, 16))}, "they have no empty GEMMs, got M=0, N=16, K=16"),
+            *(
+                (
+                    {"shapes": ((4, k), (2, n, k))},
+                    f"N and the bytes of packed K must be multiples of 16, got N={n}, K={k}",
+                )
+                for n, k in ((24, 16), (32, 8))
+            ),
+            ({"shapes": ((4, 16), (1025, 16, 16))}, "they take 1024 groups at most, got 1025"),
+            ({"kernels": "PyTorch has none"}, "PyTorch has none"),
+            ({"triton": False}, "triton is not installed (pip install triton)"),
+        ],
+    ),
+    "gluon": (
+        {"pair": SQUARE, "shapes": EXPERTS, "along": "m"},
+        [
+            ({}, None),
+            ({"pair": NVFP4}, None),
+            *(({"pair": pair, "along": "k", "shapes": PAYLOADS}, None) for pair in (SQUARE, ONE_ROW, NVFP4_ROWS)),
+            (
+                {"pair": ONE_ROW},
+                "the kernels multiply fp8_1x128 · fp8_128x128 or nvfp4_1x16 · nvfp4_16x16 or nvfp4_1x16 · nvfp4_1x16,"
+                " got fp8_1x128 · fp8_1x128",
+            ),
+            *(
+                (
+                    {"shapes": shapes},
+                    "the copy engine has no empty tensors, got payloads of shape {} and {}".format(*map(list, shapes)),
+                )
+                for shapes in (((0, 128), (8, 256, 128)), ((64, 128), (8, 0, 128)))
+            ),
+            ({"interprets": True}, "Triton's interpreter does not know Gluon"),
+            ({"triton": False}, "triton is not installed (pip install triton)"),
+        ],
+    ),
+}
+ROWS_OF_REASONS = [
+    pytest.param(name, takes | changes, reason, id=f"{name}-{reason}-{i}")
+    for name, (takes, rows) in REASONS.items()
+    for i, (changes, reason) in enumerate(rows)
+]
 
-    def refused(message, shapes=(a_shape, b_shape), pair=formats[0]):
-        with pytest.raises(ValueError, match=f"gluon cannot run: {message}"):
-            grouped_choice(along, *shapes, pair, Backend.GLUON)
 
-    refused(f"the kernels multiply {multiplied} or .*, got {got}", pair=wrong)
-    for pair, *shapes in empty:
-        payloads = [list(fmt.qdata_shape(*shape)) for fmt, shape in zip(pair, shapes)]
-        refused(
-            re.escape("the copy engine has no empty tensors, got payloads of shape {} and {}".format(*payloads)),
-            shapes,
-            pair,
-        )
-    gpu.patch.setattr(backend, "interpreting", lambda: True)
-    refused("Triton's interpreter does not know Gluon")
-    gpu.without_interpreter()
-    gpu.has_triton(False)
-    refused("triton is not installed")
+@pytest.mark.parametrize(("name", "gemm", "reason"), ROWS_OF_REASONS)
+def test_what_each_backend_takes_and_why_not_the_rest(name, gemm, reason, gpu):
+    gpu.has_gpu_of(gemm.get("capability", (9, 0)))
+    gpu.has_cuda(gemm.get("cuda", "13.0"))
+    gpu.has_triton(gemm.get("triton", True))
+    gpu.patch.setattr(backend, "interpreting", lambda: gemm.get("interprets", False))
+    gpu.patch.setattr(deep_gemm_library, "product_on", lambda device: print)
+    gpu.patch.setattr(cutlass, "_why_not_built", lambda device: gemm.get("kernels"))
+    gpu.patch.setitem(FORMATS, FP8_1X64.name, FP8_1X64)
+    device = torch.device(gemm.get("device", GPU))
+    payloads = [SimpleNamespace(shape=torch.Size(shape), device=device, is_cuda=True) for shape in gemm["shapes"]]
+    a, b = (Operand(payload, None, None, fmt.name) for payload, fmt in zip(payloads, gemm["pair"]))
+    out_dtype, along = gemm.get("out_dtype", torch.bfloat16), gemm.get("along")
+    op, rest = (
+        (grouped_matmul_op, (None, along, out_dtype)) if along else (PLAIN.matmul_op, (out_dtype, gemm.get("bias")))
+    )
+    (row,) = (row for row in op.table if row.backend.value == name)
+    assert row.reason((a, b, *rest)) == reason
 
 
 @pytest.mark.skipif(not backend.interpreting(), reason="CPU tensors need Triton's interpreter")

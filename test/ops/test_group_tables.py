@@ -8,7 +8,6 @@ import pytest
 import torch
 from grouped_copies import int32
 from grouped_products import ROUTINGS, ends_of
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from torchao_blockwise import ops
 from torchao_blockwise._compat import pytree
@@ -136,23 +135,6 @@ def test_entries_along_k_lead_no_further_than_padded_tokens(ends, device):
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ENDS, TOKENS, OTHER_ENDS = int32([33, 33, 162]).to(DEVICE), 180, int32([1, 100, 170]).to(DEVICE)
-
-
-@every_format
-def test_the_operation_gives_the_tables_of_its_backend(fmt):
-    at = layout.layout_of(TOKENS, len(ENDS), fmt.block[1])
-    for backend, make in (("reference", reference.group_tables), ("triton", kernels.group_tables)):
-        found = ops.make_groups(ENDS, TOKENS, fmt, backend=backend).tables
-        assert_bitwise_equal(found[: at.rows], make(ENDS, TOKENS, fmt)[: at.rows])
-
-
-def test_sizes_may_be_symbolic():
-    def made(ends, x):
-        return ops.make_groups(ends, x.shape[0], FP8_1X128, backend="reference").tables
-
-    graph = make_fx(made, tracing_mode="symbolic")(int32([5, 7]), torch.zeros(9))
-    for ends, tokens in ((int32([3, 4, 200]), 333), (int32([100]), 101)):
-        assert torch.equal(graph(ends, torch.zeros(tokens)), made(ends, torch.zeros(tokens)))
 
 
 def takers(fmt) -> dict:

@@ -1,8 +1,6 @@
-"""Grouped NVFP4 products through PyTorch's kernels for Blackwell: what they are handed, and what is refused."""
+"""Grouped NVFP4 GEMMs through PyTorch's kernels for Blackwell: what they are handed."""
 
 from __future__ import annotations
-
-from types import SimpleNamespace
 
 import pytest
 import scaled_products
@@ -10,7 +8,7 @@ import torch
 from grouped_products import PAIRS, ROUTINGS, Case, assert_close_to_each_group
 from product_budgets import pair_id
 
-from torchao_blockwise.formats import FP8_1X128, FP8_128X128, NVFP4_1X16, NVFP4_16X16, Operand
+from torchao_blockwise.formats import NVFP4_1X16
 from torchao_blockwise.ops.gemm import cutlass
 from torchao_blockwise.ops.groups.ends import as_groups
 
@@ -69,52 +67,6 @@ def test_rows_of_no_group_become_zeros(ends):
     out = torch.full((70, 600), torch.nan)
     tail.zero_tail_(out, torch.tensor(ends, dtype=torch.int32))
     assert out[: ends[-1]].isnan().all() and (out[ends[-1] :] == 0).all()
-
-
-# --- what it admits ---------------------------------------------------------------------------------------------------
-
-NVFP4_PAIR = (NVFP4_1X16, NVFP4_16X16)
-
-
-def why_not(machine, shapes=((64, 128), (8, 256, 128)), pair=NVFP4_PAIR, along="m", out_dtype=torch.bfloat16, **has):
-    """`cutlass.why_not` of payloads of these shapes, in bytes, as if on such a GPU."""
-    machine.has_gpu_of(has.get("capability", (10, 0)))
-    machine.has_triton(has.get("triton", True))
-    machine.patch.setattr(cutlass, "_why_not_built", lambda device: has.get("kernels"))
-    payloads = (
-        SimpleNamespace(shape=torch.Size(shape), device=torch.device(has.get("device", "cuda:0"))) for shape in shapes
-    )
-    a, b = (Operand(payload, None, None, fmt.name) for payload, fmt in zip(payloads, pair))
-    return cutlass.why_not(a, b, None, along, out_dtype)
-
-
-ADMITTED = {
-    "experts": {},
-    "sm_103": {"capability": (10, 3)},
-    "any M": {"shapes": ((7, 16), (1, 16, 16))},
-    "one-row blocks in b": {"pair": (NVFP4_1X16, NVFP4_1X16)},
-}
-REFUSED = {
-    "the kernels are for Blackwell GPUs (sm_100), got cpu": {"device": "cpu"},
-    "the kernels are for Blackwell GPUs (sm_100), got sm_90": {"capability": (9, 0)},
-    "the kernels are for Blackwell GPUs (sm_100), got sm_120": {"capability": (12, 0)},
-    "they multiply e2m1 elements, got fp8_1x128 · fp8_128x128": {"pair": (FP8_1X128, FP8_128X128)},
-    'they take groups of rows, along "m", got along "k"': {"along": "k", "shapes": ((64, 128), (256, 128))},
-    "out_dtype must be bfloat16, got torch.float32": {"out_dtype": torch.float32},
-    "they have no empty GEMMs, got M=0, N=16, K=16": {"shapes": ((0, 16), (2, 16, 16))},
-    "N and the bytes of packed K must be multiples of 16, got N=24, K=16": {"shapes": ((4, 16), (2, 24, 16))},
-    "N and the bytes of packed K must be multiples of 16, got N=32, K=8": {"shapes": ((4, 8), (2, 32, 8))},
-    "they take 1024 groups at most, got 1025": {"shapes": ((4, 16), (1025, 16, 16))},
-    "PyTorch has none": {"kernels": "PyTorch has none"},
-    "triton is not installed (pip install triton)": {"triton": False},
-}
-
-
-@pytest.mark.parametrize(
-    ("reason", "case"), [*((None, case) for case in ADMITTED.values()), *REFUSED.items()], ids=[*ADMITTED, *REFUSED]
-)
-def test_what_it_admits_and_why_not_the_rest(reason, case, machine):
-    assert why_not(machine, **case) == reason
 
 
 # --- PyTorch's builds -------------------------------------------------------------------------------------------------

@@ -1,28 +1,16 @@
-"""Ends of groups: what padded groups look like, against one loop over the groups; refusals by name of the bad index."""
+"""Ends of groups: how padded groups lie, against one loop over the groups. Refusals: test_refusals.py."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from grouped_copies import int32
+from grouped_copies import GROUPS, int32
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from torchao_blockwise.ops.groups.ends import check_group_ends, clamped_ends, padded_ends, padded_rows, padded_tokens
 
 CPU = torch.device("cpu")
-GROUPS = {
-    "one": ([5], 5),
-    "empty ones": ([0, 0, 3, 3, 3, 20, 20], 20),
-    "one token": ([0, 1, 1], 1),
-    "whole blocks": ([16, 48, 64], 64),
-    "ragged": ([7, 24, 57, 58], 58),
-    "all to one": ([0, 0, 33, 33], 33),
-    "tokens after the last": ([3, 9], 40),
-    "all of them after the last": ([0, 0], 17),
-    "no tokens": ([0, 0, 0], 0),
-}
 groups = pytest.mark.parametrize("ends, tokens", GROUPS.values(), ids=GROUPS)
 blocks = pytest.mark.parametrize("block", (16, 128))
 
@@ -66,16 +54,3 @@ def test_malformed_ends_are_clamped():
     rows = padded_rows(int32([-3, 5, 2, 99, 7]), 10, 16)
     assert rows[:5].tolist() == [0, 1, 2, 3, 4] and rows[16:21].tolist() == [5, 6, 7, 8, 9]
     assert rows.unique().tolist() == list(range(11))
-
-
-def test_traces_with_symbolic_tokens():
-    """The number of padded tokens follows the number of tokens, by one graph."""
-
-    def pad(x, ends):
-        return x.new_zeros(padded_tokens(x.shape[0], ends.shape[0], 16)), padded_ends(ends, x.shape[0], 16)
-
-    traced = make_fx(pad, tracing_mode="symbolic")(torch.zeros(40), int32([3, 40]))
-    for tokens in (40, 3, 100):
-        zeros, ends = traced(torch.zeros(tokens), int32([3, tokens]))
-        assert zeros.shape == (padded_tokens(tokens, 2, 16),)
-        assert ends.tolist() == padded_ends(int32([3, tokens]), tokens, 16).tolist()

@@ -1,9 +1,6 @@
-"""cuBLASLt products: the re-laid scales against index formulas, what `why_not` admits, and the product on a GPU."""
+"""GEMMs through cuBLASLt: the re-laid scales against index formulas, and the GEMM on a GPU."""
 
 from __future__ import annotations
-
-import dataclasses
-from types import SimpleNamespace
 
 import pytest
 import scaled_products
@@ -11,60 +8,11 @@ import torch
 from product_budgets import assert_within_budget
 
 from torchao_blockwise import ops
-from torchao_blockwise.formats import FORMATS, FP8_1X128, FP8_128X128, NVFP4_1X16, NVFP4_16X16, Operand
+from torchao_blockwise.formats import FP8_1X128, FP8_128X128, NVFP4_1X16, NVFP4_16X16, Operand
 from torchao_blockwise.ops.gemm import cublas
 from torchao_blockwise.testing import random_tensor, relative_error, shape_id
 
-# --- what it admits ---------------------------------------------------------------------------------------------------
-
 FP8_PAIR, NVFP4_PAIR = (FP8_1X128, FP8_128X128), (NVFP4_1X16, NVFP4_16X16)
-# A format of e4m3 that cuBLASLt knows nothing of: the element is not what it goes by.
-FP8_1X64 = dataclasses.replace(FP8_1X128, name="fp8_1x64", block=(1, 64))
-HOPPER, BLACKWELL, AMPERE = (9, 0), (10, 0), (8, 0)
-
-
-def why_not(machine, product, pair=FP8_PAIR, capability=HOPPER, cuda="12.9", out_dtype=torch.bfloat16):
-    """`cublas.why_not` for payloads [M, K] and [N, K] bytes as if on such a GPU."""
-    m, n, k = product
-    machine.has_gpu_of(capability)
-    machine.has_cuda(cuda)
-    for fmt in pair:
-        machine.patch.setitem(FORMATS, fmt.name, fmt)
-    payloads = (SimpleNamespace(shape=shape, device=torch.device("cuda:0")) for shape in ((m, k), (n, k)))
-    a, b = (Operand(qdata, None, None, fmt.name) for qdata, fmt in zip(payloads, pair))
-    return cublas.why_not(a, b, out_dtype, None)
-
-
-ADMITTED = {
-    "one block": {},
-    "fp32 out": {"product": (4, 16, 16), "out_dtype": torch.float32},
-    "K of 592": {"product": (64, 128, 592)},
-    "K of 592, 1x128 · 1x128": {"product": (64, 128, 592), "pair": (FP8_1X128, FP8_1X128)},
-    "any M and K": {"product": (6, 16, 25)},
-    "CUDA 13.0": {"product": (64, 128, 592), "cuda": "13.0"},
-    "nvfp4 on Blackwell": {"product": (1, 32, 16), "pair": NVFP4_PAIR, "capability": BLACKWELL},
-    "nvfp4 on sm_120": {"product": (1, 32, 16), "pair": NVFP4_PAIR, "capability": (12, 0)},
-    "nvfp4 that is decoded": {"product": (16, 8, 16), "pair": NVFP4_PAIR, "cuda": "12.8"},
-    "nvfp4 of any K": {"product": (7, 32, 25), "pair": NVFP4_PAIR, "capability": BLACKWELL},
-}
-REFUSED = {
-    "e4m3 block scaling needs sm_90, got sm_80": {"capability": AMPERE},
-    "e4m3 block scaling needs sm_90, got sm_100": {"capability": BLACKWELL},
-    "block scaling needs CUDA 12.9 or newer, got 12.8": {"cuda": "12.8"},
-    "block scaling needs CUDA 12.9 or newer, got None": {"cuda": None},
-    "it has no GEMM of fp8_128x128 · fp8_1x128": {"pair": (FP8_128X128, FP8_1X128)},
-    "it has no GEMM of fp8_1x64 · fp8_1x64": {"pair": (FP8_1X64, FP8_1X64)},
-    "out_dtype must be bfloat16 or float32, got torch.float16": {"out_dtype": torch.float16},
-    "it has no empty GEMMs, got M=0, N=16, K=16": {"product": (0, 16, 16)},
-    "N must be a multiple of 16, got N=8": {"product": (16, 8, 16)},
-}
-
-
-@pytest.mark.parametrize(
-    ("reason", "case"), [*((None, case) for case in ADMITTED.values()), *REFUSED.items()], ids=[*ADMITTED, *REFUSED]
-)
-def test_what_it_admits_and_why_not_the_rest(reason, case, machine):
-    assert why_not(machine, **{"product": (128, 128, 128), **case}) == reason
 
 
 @pytest.mark.parametrize("b_fmt", (FP8_128X128, FP8_1X128), ids=lambda fmt: fmt.name)

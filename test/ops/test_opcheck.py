@@ -9,12 +9,11 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torchao_blockwise import ops
 from torchao_blockwise._compat import pytree
 from torchao_blockwise.diagnostics import cases as recorded
-from torchao_blockwise.formats import FORMATS, FP8_1X128, FP8_128X128, NVFP4_1X16, NVFP4_16X16
+from torchao_blockwise.formats import FORMATS, FP8_1X128, FP8_128X128, NVFP4_1X16
 from torchao_blockwise.testing import assert_bitwise_equal, assert_operands_equal, random_tensor
 
 library = torch.ops.torchao_blockwise
 formats = pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
-PAIRS = ((FP8_1X128, FP8_128X128), (FP8_1X128, FP8_1X128), (NVFP4_1X16, NVFP4_16X16))
 
 
 def quantize(x: torch.Tensor, fmt):
@@ -101,33 +100,24 @@ def test_take_key_counts_and_autograd_does_not_see_it():
 # --- torch.compile ----------------------------------------------------------------------------------------------------
 
 
-def compile_counting(function, backend: str):
-    """(compiled function, counter of graphs); a graph break raises."""
-    torch._dynamo.reset()
-    counter = CompileCounterWithBackend(backend)
-    return torch.compile(function, fullgraph=True, backend=counter), counter
-
-
 def tokens(count: int) -> torch.Tensor:
     x = random_tensor(count, 160, seed=count)
     torch._dynamo.mark_dynamic(x, 0)
     return x
 
 
-# All of more than one block. That one block is a case of its own, with its own graph, is PyTorch's specialization of
-# sizes that equal 1, here of the scale grid.
-TOKEN_COUNTS = (300, 129, 256, 517)
-
-
 @formats
-def test_compiled_quantize_follows_the_token_count(fmt):
+def test_compiled_quantize_follows_the_token_count(fmt, fresh_dynamo):
     """By one graph, and for a single block by at most one more."""
 
     def both(x):
         return ops.quantize(x, fmt, columnwise=True, backend="reference")
 
-    compiled, counter = compile_counting(both, "aot_eager")
-    for count in TOKEN_COUNTS:
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(both, fullgraph=True, backend=counter)
+    # All of more than one block. That one block has a graph of its own is PyTorch's specialization of sizes that equal
+    # 1, here of the scale grid.
+    for count in (300, 129, 256, 517):
         for got, expected in zip(compiled(tokens(count)), both(tokens(count))):
             assert_operands_equal(got, expected)
     assert counter.frame_count == 1

@@ -23,7 +23,7 @@ from quantize_cases import (
 )
 
 from torchao_blockwise import ops
-from torchao_blockwise.formats import FP8_1X128, FP8_128X128
+from torchao_blockwise.formats import FP8_1X128
 from torchao_blockwise.testing import (
     assert_bitwise_equal,
     assert_operands_equal,
@@ -92,20 +92,6 @@ def test_any_shape_and_magnitude(backend, fmt, rows, columns, seed, power, devic
 
 
 # --- other ways through the kernels, selected by their tables ---------------------------------------------------------
-
-
-def test_both_copies_of_one_row_blocks_take_a_launch_each(monkeypatch, machine, device):
-    kernels = pytest.importorskip("torchao_blockwise.ops.quantization.kernels_triton")
-    launches = machine.launches_of(kernels, happen=False)
-    monkeypatch.setattr(kernels, "_FP8_ROWWISE_TILE", (32, 128, 4, 16))
-    monkeypatch.setattr(kernels, "_FP8_COLUMNWISE_TILE", (128, 128, 4, 16))
-    x = torch.zeros(144, 272, dtype=torch.bfloat16, device=device)
-    for fmt, columnwise in ((FP8_1X128, True), (FP8_128X128, True), (FP8_1X128, FP8_128X128)):
-        ops.quantize(x, fmt, columnwise=columnwise, backend="triton")
-    # 5 × 3 tiles of 32 rows, and 2 × 3 whole ones; of square blocks, for one copy or two, 2 × 3 tiles for both.
-    assert [launch.grid for launch in launches] == [15, 6, 6, 6]
-    copies = [(launch.options["ROWWISE"], launch.options["COLUMNWISE"]) for launch in launches]
-    assert copies == [(True, False), (False, True), (True, True), (True, True)]
 
 
 @pytest.mark.parametrize("tile", ((128, 128, 4, 16), (128, 32, 2, 8)), ids=lambda tile: "x".join(map(str, tile[:2])))

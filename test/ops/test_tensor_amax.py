@@ -9,7 +9,7 @@ from torchao_blockwise import ops
 from torchao_blockwise.formats import NVFP4_1X16, global_scale_of
 from torchao_blockwise.ops.backend import Backend, why_no_triton
 from torchao_blockwise.ops.quantization import reference
-from torchao_blockwise.ops.quantization.operations import global_scale_op, tensor_amax_bits_op
+from torchao_blockwise.ops.quantization.operations import global_scale_op
 from torchao_blockwise.testing import random_tensor
 
 kernels = pytest.importorskip("torchao_blockwise.ops.quantization.kernels_amax")
@@ -48,22 +48,6 @@ def test_special_values_wherever_they_lie(value, dtype, device):
         check(x)
 
 
-def test_strides(device):
-    x = random_tensor(48, 70, dtype=torch.bfloat16, device=device)
-    for view in (x.t(), x[:, 3:20], x[::2], x[:1].expand(5, 70)):
-        check(view)
-
-
-@pytest.mark.parametrize(
-    "ends", [(0, 0, 0), (10, 20, 48), (3, 3, 40), (20, 10, 5), (-4, 30, 99), (-3, -2, -1)], ids=str
-)
-def test_rows_in_groups(ends, device):
-    """Rows behind the groups do not count."""
-    x = random_tensor(48, 70, dtype=torch.bfloat16, device=device)
-    x[40:] = float("nan")
-    check(x, torch.tensor(ends, dtype=torch.int32, device=device))
-
-
 @pytest.mark.parametrize("amax", [0.0, 1.0, 3.0, 2688.0, 1e-40, 1e-45, 3.4e38, float("inf"), float("nan")])
 def test_global_scale(amax, device):
     amax = torch.tensor([amax, 1.0], device=device)
@@ -72,7 +56,7 @@ def test_global_scale(amax, device):
 
 
 def test_who_launches(device, machine):
-    """An NVFP4 copy is an amax, its tensor scale, and one quantizer: three launches; none by the reference's name."""
+    """Two launches make an amax and its tensor scale; by the reference's name nothing is launched."""
     launches = machine.launches_of(kernels)
     x, ends = random_tensor(32, 64, device=device), torch.tensor([5, 32], dtype=torch.int32, device=device)
     for groups in (None, ends):
@@ -80,6 +64,3 @@ def test_who_launches(device, machine):
     assert launches == []
     ops.quantize(x, NVFP4_1X16, columnwise=True)
     assert [launch.kernel for launch in launches] == [kernels._amax_kernel, kernels._global_scale_kernel]
-    launches.clear()
-    assert bits(tensor_amax_bits_op(x, ends, False, Backend.AUTO)) == bits(x.abs().amax())
-    assert len(launches) == 1

@@ -100,16 +100,6 @@ def test_kernels_by_shape_and_address(fmt, shape, offset, kernel, least, device,
     assert [launch.kernel.fn.__name__ for launch in launches] == [f"_transpose_{kernel}_kernel"]
 
 
-@pytest.mark.parametrize(("columns", "tile"), ((8176, (256, 128, 4)), (8192, (256, 256, 8))), ids=("below", "from"))
-def test_tiles_are_large_from_64_mi_elements_on(columns, tile, machine):
-    kernels = pytest.importorskip("torchao_blockwise.ops.transposition.kernels_triton")
-    launches = machine.launches_of(kernels, happen=False)
-    empty = FP8_128X128.new_empty(torch.empty(0), 8192, columns)
-    kernels.transpose(Operand(*empty, None, FP8_128X128.name), columns)
-    (launch,) = launches
-    assert tuple(launch.options[name] for name in ("TILE_M", "TILE_K", "num_warps")) == tile
-
-
 @backends
 @formats
 def test_matrices_may_lie_apart(fmt, backend, device):

@@ -1,6 +1,6 @@
-"""Norms and SwiGLU, quantized as they are computed, by Gluon kernels: when they are taken, and their bits on a GPU.
+"""Gluon kernels that quantize a matrix, a norm, SwiGLU or its gradients: when they are taken, and their bits on a GPU.
 
-Which tensors they take: test_quantize_gluon.py. Their bits without a GPU: test_compiled_kernels.py.
+Their bits without a GPU: test_compiled_kernels.py.
 """
 
 from __future__ import annotations
@@ -9,27 +9,32 @@ from types import MappingProxyType
 
 import pytest
 import torch
-from grouped_copies import assert_copies_equal
+from quantize_cases import assert_same
 
 from torchao_blockwise import ops
 from torchao_blockwise.formats import FP8_1X128, CastOptions
+from torchao_blockwise.ops.groups.ends import as_groups
 from torchao_blockwise.testing import random_tensor, shape_id
 
 pytest.importorskip("triton")
 
 from torchao_blockwise.ops.device import gluon_tiles
 from torchao_blockwise.ops.fused import kernels_gluon
+from torchao_blockwise.ops.quantization import kernels_gluon as quantization
 
 EPS = 1e-5
 SQUARES = MappingProxyType({"columnwise_format_name": "fp8_128x128"})
-OPS = ("norm_quantize", "swiglu_quantize", "swiglu_backward_quantize")
+OPS = ("quantize", "norm_quantize", "swiglu_quantize", "swiglu_backward_quantize")
+SWIGLU = OPS[2:]
 rowwise_too = pytest.mark.parametrize("rowwise", (True, False), ids=("both", "columnwise"))
 dtypes = pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=lambda dtype: str(dtype)[6:])
 
 
 def call(op, dh, gate, up, *, columnwise=True, groups=None, dtype=None, backend="auto", **options):
-    """The operation on what it takes of these: a norm on `dh`, with statistics of the reference."""
+    """The operation on what it takes of these: `dh` or its norm, with the reference's statistics; gate and up."""
     options = CastOptions(FP8_1X128, columnwise=columnwise, **options)
+    if op == "quantize":
+        return ops.quantize_by(dh, options, groups if groups is None else as_groups(groups), backend=backend)
     if op == "norm_quantize":
         statistics = ops.norm_statistics(dh, "rms", EPS, backend="reference")
         # Vectors may lie anywhere.
@@ -50,10 +55,11 @@ def inputs_of(rows, width, dtype=torch.bfloat16, device="cpu"):
 
 
 @pytest.fixture
-def taken(machine, monkeypatch):
-    """Launches of Gluon kernels, of which none happens; every machine will do."""
-    # What is quantized alone is not of them.
-    monkeypatch.setattr("torchao_blockwise.ops.quantization.operations.why_no_tiles", lambda options, x: "left out")
+def taken(machine, monkeypatch, op):
+    """Launches of the operation's Gluon kernel, of which none happens; every machine will do."""
+    if op != "quantize":
+        # Where it runs as two operations, the second one is not of them.
+        monkeypatch.setattr("torchao_blockwise.ops.quantization.operations.why_no_tiles", lambda options, x: "left out")
     machine.runs_gluon()
     return machine.launches_of(gluon_tiles, happen=False)
 
@@ -89,9 +95,10 @@ TAKEN = {
     "columnwise only": (OPS, every(lambda x: x), {"rowwise": False}),
     "f16, powers of 2": (OPS, every(lambda x: x.half()), {"power_of_2_scales": True}),
     "square blocks": (OPS, every(lambda x: x), SQUARES),
-    "rows apart": (OPS[:1], first(lambda x: beside(x, 16, columns=64)), {}),
-    "a norm to f16": (OPS[:1], every(lambda x: x), {"dtype": torch.float16}),
-    "groups": (OPS[1:], every(lambda x: x), {"groups": (5, 15)}),
+    "rows apart": (OPS[:2], first(lambda x: beside(x, 16, columns=64)), {}),
+    "a norm to f16": (OPS[1:2], every(lambda x: x), {"dtype": torch.float16}),
+    "groups": (("quantize", *SWIGLU), every(lambda x: x), {"groups": (5, 15)}),
+    "by name": (OPS[:1], every(lambda x: x), {"backend": "gluon"}),
 }
 
 
@@ -104,18 +111,21 @@ def test_is_taken(op, change, options, taken, device):
         options["groups"] = torch.tensor(options["groups"], dtype=torch.int32, device=device)
     copies = call(op, dh, gate, up, **options)
     (launch,) = taken
-    read = {"norm_quantize": (dh,), "swiglu_quantize": (gate, up), "swiglu_backward_quantize": (dh, gate, up)}[op]
+    read = {"swiglu_quantize": (gate, up), "swiglu_backward_quantize": (dh, gate, up)}.get(op, (dh,))
     assert [t.data_ptr() for t in launch.tensors[: len(read)]] == [t.data_ptr() for t in read]
-    build = dict(zip(OPS, (kernels_gluon.NORM, kernels_gluon.FORWARD, kernels_gluon.BACKWARD)))[op]
-    assert (launch.options["PARTS"], launch.options["num_warps"]) == build
+    is_square, is_rowwise = "columnwise_format_name" in options, options.get("rowwise", True)
+    of_matrix = quantization.BOTH if is_rowwise or is_square else quantization.COLUMNWISE
+    build = dict(zip(OPS, (of_matrix, kernels_gluon.NORM, kernels_gluon.FORWARD, kernels_gluon.BACKWARD)))[op]
+    assert (launch.options["COLUMNS" if op == "quantize" else "PARTS"], launch.options["num_warps"]) == build
     assert launch.options["DTYPE"] is gluon_tiles.DTYPES[options.get("dtype", dh.dtype)]
     assert launch.options["POWER_OF_2"] == options.get("power_of_2_scales", False)
-    # Two roundings never become one.
-    assert launch.options["enable_fp_fusion"] is False
+    assert launch.options["SQUARE"] == is_square
+    # Two roundings never become one; a matrix is only scaled.
+    assert launch.options.get("enable_fp_fusion", op == "quantize") is (op == "quantize")
     others = [t for t in launch.tensors[len(read) :] if t is not None]
     assert all(t.is_contiguous() for t in others)
     written = {t.data_ptr() for copy in copies if copy is not None for t in copy.tensors[:2]}
-    assert written <= {t.data_ptr() for t in others} and (copies.rowwise is None) == (options.get("rowwise") is False)
+    assert written <= {t.data_ptr() for t in others} and (copies.rowwise is not None) == is_rowwise
 
 
 # (operations, what is changed of (dh, gate, up), options)
@@ -127,19 +137,42 @@ NOT_TAKEN = {
     "transposed": (OPS, every(lambda x: x.mT.contiguous().mT), {}),
     "no tokens": (OPS, every(lambda x: x[:0]), {}),
     "no width": (OPS, every(lambda x: x[:, :0]), {}),
-    "a gradient in f16": (OPS[2:], first(lambda x: x.half()), {}),
-    "a gradient in f32": (OPS[2:], first(lambda x: x.float()), {"rowwise": False}),
-    "a norm to f32": (OPS[:1], every(lambda x: x), {"dtype": torch.float32}),
+    "a gradient in f16": (OPS[3:], first(lambda x: x.half()), {}),
+    "a gradient in f32": (OPS[3:], first(lambda x: x.float()), {"rowwise": False}),
+    "a norm to f32": (OPS[1:2], every(lambda x: x), {"dtype": torch.float32}),
     "the rowwise copy": (OPS, every(lambda x: x), {"columnwise": False}),
+    "another by name": (OPS[:1], every(lambda x: x), {"backend": "triton"}),
 }
 
 
 @pytest.mark.parametrize("op, change, options", cases_of(NOT_TAKEN))
 def test_is_not_taken_for_others(op, change, options, taken, device):
     inputs = change(*inputs_of(33, 48, device=device))
-    got, expected = (call(op, *inputs, **options, backend=backend) for backend in ("auto", "reference"))
+    got, expected = call(op, *inputs, **options), call(op, *inputs, **{**options, "backend": "reference"})
     assert taken == []
-    assert_copies_equal(got, expected)
+    assert_same(got, expected)
+
+
+REASONS = {
+    "the kernel takes elements of 16 bits, got torch.float32": (torch.zeros(16, 16),),
+    "the kernel takes one matrix, got shape [2, 16, 16]": (torch.zeros(2, 16, 16).half(),),
+    "got shape [16, 24]": (torch.zeros(16, 24).half(),),
+    "the kernel takes inputs of one dtype, got torch.float16 and torch.bfloat16": (
+        torch.zeros(16, 16).half(), torch.zeros(16, 16).bfloat16(),
+    ),
+}  # fmt: skip
+
+
+def test_reasons(machine):
+    machine.runs_gluon((9, 0))
+    for reason, inputs in REASONS.items():
+        assert reason in gluon_tiles.why_not(*inputs)
+    with pytest.raises(ValueError, match="gluon cannot run: the kernels make columnwise copies, with or without"):
+        call("quantize", *inputs_of(16, 32), columnwise=False, backend="gluon")
+    machine.runs_gluon((8, 9))
+    assert gluon_tiles.why_not(torch.zeros(16, 16)) == "the kernel needs sm_90 or newer, got sm_89"
+    machine.runs_gluon((9, 0), interprets=True)
+    assert gluon_tiles.why_not(torch.zeros(16, 16)) == "Triton's interpreter does not know Gluon"
 
 
 # --- on a GPU ---------------------------------------------------------------------------------------------------------
@@ -156,7 +189,7 @@ def special_inputs(rows, width, dtype):
     if rows == 1:
         return inputs_of(rows, width, dtype, "cuda")
     dh, gate, up = (special_input(rows, width, dtype).cuda() / scale for scale in (1, 8, 16))
-    # Rows that are special in each, beside rows that are so in one alone.
+    # Rows that are special in each, and rows that are so in only one of them.
     gate, up = gate.roll(1, 0), up.roll(2, 0)
     return dh, *torch.cat([gate, up], 1).chunk(2, 1)
 
@@ -174,8 +207,8 @@ def launched(machine):
 @rowwise_too
 @dtypes
 @gpu_shapes
-@pytest.mark.parametrize("op", OPS[1:])
-def test_swiglu_has_the_bits_of_the_reference(op, shape, dtype, rowwise, launched):
+@pytest.mark.parametrize("op", ("quantize", *SWIGLU))
+def test_matrices_and_swiglu_have_the_bits_of_the_reference(op, shape, dtype, rowwise, launched):
     inputs = special_inputs(*shape, dtype)
     M = shape[0]
     ends = torch.tensor([0, M // 3, M // 4, M - M // 8], dtype=torch.int32, device="cuda")
@@ -185,7 +218,7 @@ def test_swiglu_has_the_bits_of_the_reference(op, shape, dtype, rowwise, launche
         got, expected = (
             call(op, *inputs, rowwise=rowwise, **options, backend=backend) for backend in ("auto", "reference")
         )
-        assert_copies_equal(got, expected)
+        assert_same(got, expected)
     assert len(launched) == len(cases)
 
 
@@ -220,5 +253,5 @@ def test_norms_have_the_bits_of_the_reference(shape, dtype, kind, weight, bias, 
             ops.norm_quantize(ops.Norm(x, weight, bias, *statistics, out), options, backend=backend)
             for backend in ("auto", "reference")
         )
-        assert_copies_equal(got, expected)
+        assert_same(got, expected)
     assert len(launched) == len(cases)
