@@ -140,26 +140,25 @@ def forward_backward(layer, x, dy=None):
 
 
 @contextlib.contextmanager
-def weight_calls():
+def weight_calls(on_copy=lambda copy: None):
     """Counts what is really computed of master weights for products.
 
     `.quantize`: from values, `.columnwise` of them straight to columnwise; `.transpose`: launches from kept copies.
-    `on_columnwise` sees each columnwise result.
+    on_copy: sees each copy that is made.
     """
-    calls = types.SimpleNamespace(quantize=0, columnwise=0, transpose=0, on_columnwise=lambda result: None)
+    calls = types.SimpleNamespace(quantize=0, columnwise=0, transpose=0)
 
     def quantize_by(values, options, **kwargs):
         calls.quantize += 1
+        calls.columnwise += options.columnwise
         result = ops.quantize_by(values, options, **kwargs)
-        if options.columnwise:
-            calls.columnwise += 1
-            calls.on_columnwise(result.columnwise)
+        on_copy(result.columnwise if options.columnwise else result.rowwise)
         return result
 
     def transpose(*args, **kwargs):
         calls.transpose += 1
         result = ops.transpose(*args, **kwargs)
-        calls.on_columnwise(result)
+        on_copy(result)
         return result
 
     counting = types.SimpleNamespace(quantize_by=quantize_by, transpose=transpose, Backend=ops.Backend)
