@@ -18,7 +18,6 @@ from torchao_blockwise import (
     MasterWeightTensor,
     NVFP4Tensor,
     ops,
-    weights_unchanged,
 )
 from torchao_blockwise import NVFP4TrainingConfig as NVFP4Config
 from torchao_blockwise.tensors import weight_operands
@@ -140,26 +139,25 @@ def forward_backward(layer, x, dy=None):
 
 
 @contextlib.contextmanager
-def weight_calls():
+def weight_calls(on_copy=lambda copy: None):
     """Counts what is really computed of master weights for products.
 
     `.quantize`: from values, `.columnwise` of them straight to columnwise; `.transpose`: launches from kept copies.
-    `on_columnwise` sees each columnwise result.
+    on_copy: sees each copy that is made.
     """
-    calls = types.SimpleNamespace(quantize=0, columnwise=0, transpose=0, on_columnwise=lambda result: None)
+    calls = types.SimpleNamespace(quantize=0, columnwise=0, transpose=0)
 
     def quantize_by(values, options, **kwargs):
         calls.quantize += 1
+        calls.columnwise += options.columnwise
         result = ops.quantize_by(values, options, **kwargs)
-        if options.columnwise:
-            calls.columnwise += 1
-            calls.on_columnwise(result.columnwise)
+        on_copy(result.columnwise if options.columnwise else result.rowwise)
         return result
 
     def transpose(*args, **kwargs):
         calls.transpose += 1
         result = ops.transpose(*args, **kwargs)
-        calls.on_columnwise(result)
+        on_copy(result)
         return result
 
     counting = types.SimpleNamespace(quantize_by=quantize_by, transpose=transpose, Backend=ops.Backend)
@@ -170,50 +168,6 @@ def weight_calls():
 
 def master(*shape: int, config=FP8, dtype=torch.float32, seed: int = 0) -> nn.Parameter:
     return nn.Parameter(MasterWeightTensor(weight(*shape, dtype=dtype, seed=seed), config))
-
-
-def ddp_worker(rank: int, ranks: int, port: int, file: str, config) -> None:
-    """Two steps of data-parallel SGD; leaves the state dict that the rank ends with."""
-    from ranks import join, leave
-    from torch.nn.parallel import DistributedDataParallel
-
-    join(rank, ranks, port)
-    model = mlp(config)
-    parallel = DistributedDataParallel(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    for step in range(2):
-        x = torch.randn(24, 64, generator=torch.Generator().manual_seed(10 * step + rank))
-        parallel(x).square().sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    torch.save(model.state_dict(), file)
-    leave()
-
-
-def ddp_scope_worker(rank: int, ranks: int, port: int, file: str, config) -> None:
-    """Two steps of three microbatches, without and with `weights_unchanged`; leaves both state dicts."""
-    from ranks import join, leave
-    from torch.nn.parallel import DistributedDataParallel
-
-    join(rank, ranks, port)
-    states = []
-    for scope in (contextlib.nullcontext, weights_unchanged):
-        model = mlp(config)
-        parallel = DistributedDataParallel(model)
-        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-        for step in range(2):
-            with scope(parallel) if scope is weights_unchanged else scope():
-                for micro in range(3):
-                    x = torch.randn(24, 64, generator=torch.Generator().manual_seed(100 * step + 10 * micro + rank))
-                    with parallel.no_sync() if micro < 2 else contextlib.nullcontext():
-                        parallel(x).square().sum().backward()
-                kept = model[0].weight.quantized_bytes
-                assert (kept > 0) == (scope is weights_unchanged)
-            optimizer.step()
-            optimizer.zero_grad()
-        states.append(model.state_dict())
-    torch.save(states, file)
-    leave()
 
 
 def selected_cases(request) -> list:

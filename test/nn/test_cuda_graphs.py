@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from gpu_steps import capture, check_captured_training
+import torch.nn.functional as F
+from gpu_steps import capture, check_captured_training, check_training_without_syncs
 from helpers import FP8, FP8_SQUARES, FULL, NVFP4
 from torch import nn
 from torchao.quantization import quantize_
 
 from torchao_blockwise import linears_and_experts, load_recipe_state, recipe_state, weights_unchanged
-from torchao_blockwise.nn import SwiGLUExperts, SwiGLUMLP
+from torchao_blockwise.nn import SwiGLUExperts, SwiGLUMLP, permute, unpermute
 from torchao_blockwise.testing import assert_bitwise_equal
 
 pytestmark = pytest.mark.gpu
@@ -33,8 +34,26 @@ class Experts(nn.Module):
         return self.experts(x, self.ends)
 
 
-MODELS = {"linear": lambda: nn.Linear(DIM, DIM), "swiglu": lambda: SwiGLUMLP(DIM, 384), "experts": Experts}
+class MoE(nn.Module):
+    """A router in high precision, tokens sorted by expert, an MLP an expert, and what top-k experts say summed."""
+
+    def __init__(self):
+        super().__init__()
+        self.router = nn.Linear(DIM, 8, bias=False)
+        self.gate_up = nn.Parameter(torch.randn(8, 2 * 384, DIM) * DIM**-0.5)
+        self.down = nn.Parameter(torch.randn(8, DIM, 384) * 384**-0.5)
+
+    def forward(self, x):
+        scores, ids = self.router(x).softmax(-1).topk(2, -1)
+        tokens, source, ends = permute(x, ids, 8)
+        gate, up = F.grouped_mm(tokens, self.gate_up.transpose(-2, -1), offs=ends).chunk(2, -1)
+        out = F.grouped_mm(F.silu(gate) * up, self.down.transpose(-2, -1), offs=ends)
+        return unpermute(out, source, 2, scores)
+
+
+MODELS = {"linear": lambda: nn.Linear(DIM, DIM), "swiglu": lambda: SwiGLUMLP(DIM, 384), "experts": Experts, "moe": MoE}
 every_model = pytest.mark.parametrize("kind", MODELS)
+models_of_fixed_groups = pytest.mark.parametrize("kind", ("linear", "swiglu", "experts"))
 # Of the last one replays draw random bits, others each time.
 CONFIGS = {"fp8": FP8, "fp8_128x128": FP8_SQUARES, "nvfp4": NVFP4, "nvfp4_full": FULL}
 every_config = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
@@ -46,12 +65,15 @@ def make(kind: str, config) -> nn.Module:
     for parameter in model.parameters():
         parameter.data = parameter.data.bfloat16()
     quantize_(model, config, filter_fn=linears_and_experts())
+    assert kind != "moe" or type(model.router.weight) is nn.Parameter
     return model
 
 
 def batches() -> torch.Tensor:
     generator = torch.Generator("cuda").manual_seed(1)
-    return torch.randn(STEPS, TOKENS, DIM, generator=generator, device="cuda", dtype=torch.bfloat16)
+    options = {"generator": generator, "device": "cuda", "dtype": torch.bfloat16}
+    # A direction of its own each, so that other experts are chosen every time.
+    return torch.randn(STEPS, TOKENS, DIM, **options) + torch.randn(STEPS, 1, DIM, **options)
 
 
 def adamw(parameters) -> torch.optim.Optimizer:
@@ -88,7 +110,7 @@ def check_steps(replayed: nn.Module, eager: nn.Module, gradients, call=None) -> 
 
 
 @pytest.mark.parametrize("keep", (None, "both"))
-@every_model
+@models_of_fixed_groups
 @every_config
 def test_forward_and_backward_in_a_graph(kind, config, keep):
     """In a scope too copies are quantized in each replay: the optimizer changes the weights after it."""
@@ -106,11 +128,17 @@ def test_forward_and_backward_in_a_graph(kind, config, keep):
 
 @every_model
 @every_config
+def test_training_never_waits_for_the_gpu(kind, config):
+    check_training_without_syncs(make(kind, config), batches())
+
+
+@every_model
+@every_config
 def test_a_whole_step_with_its_optimizer_in_a_graph(kind, config):
     check_captured_training(lambda: make(kind, config), batches(), adamw)
 
 
-@every_model
+@models_of_fixed_groups
 @every_config
 def test_make_graphed_callables(kind, config):
     model = make(kind, config)
@@ -118,7 +146,7 @@ def test_make_graphed_callables(kind, config):
     check_steps(model, make(kind, config), lambda x: gradients_of(model, graphed, x))
 
 
-@every_model
+@models_of_fixed_groups
 @every_config
 def test_gradients_of_microbatches_are_added(kind, config):
     """To gradients that were there before; see docs/compile.md."""
@@ -136,7 +164,7 @@ def test_gradients_of_microbatches_are_added(kind, config):
 
 @pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.parametrize("keep", (None, "rowwise", "both"))
-@every_model
+@models_of_fixed_groups
 @every_config
 def test_reduce_overhead(kind, config, keep):
     """And inductor does make graphs of it; inside a scope neither its first run nor replays keep or read copies."""

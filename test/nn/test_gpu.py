@@ -1,61 +1,88 @@
-"""The layer on a GPU: no host synchronization, CUDA graphs, inductor, and what backward leaves in memory."""
+"""Layers on a GPU: inductor, copies to the host, memory that a step leaves, malformed ends of groups, backends."""
+
+from __future__ import annotations
 
 import contextlib
 
 import pytest
 import torch
-from gpu_steps import check_training_without_syncs
-from helpers import FP8, both_formats
+import torch.nn.functional as F
+from gpu_steps import train_step
+from helpers import FP8, both_formats, mlp, replace
 from torch import nn
 from torchao.quantization import quantize_
 
-from torchao_blockwise import weights_unchanged
+from torchao_blockwise import experts, weights_unchanged
+from torchao_blockwise.nn import grouped_linear
 from torchao_blockwise.ops.device import tables
-from torchao_blockwise.testing import assert_bitwise_equal
+from torchao_blockwise.testing import assert_bitwise_equal, sqnr
 
 pytestmark = pytest.mark.gpu
 
+EXPERTS, N, K, TOKENS = 8, 384, 256, 500
 
-def mlp(config, dim: int = 256, hidden: int = 640, dtype=torch.bfloat16) -> nn.Module:
+
+class Grouped(nn.Module):
+    """A GEMM of experts; `sizes` of the groups are read as the layer runs."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(EXPERTS, N, K))
+
+    def forward(self, x):
+        return F.grouped_mm(x, self.weight.transpose(-2, -1), offs=self.sizes.cumsum(0, dtype=torch.int32))
+
+
+def layer_of(kind: str, config) -> nn.Module:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(dim, hidden), nn.GELU(), nn.Linear(hidden, dim, bias=False))
-    model.to(device="cuda", dtype=dtype)
-    quantize_(model, config)
-    return model
+    layer = (nn.Linear(K, N, bias=False) if kind == "linear" else Grouped()).to("cuda", torch.bfloat16)
+    quantize_(layer, config, filter_fn=experts() if kind == "grouped" else None)
+    return layer
 
 
-def batches(count: int, tokens: int = 320, dim: int = 256) -> torch.Tensor:
-    generator = torch.Generator("cuda").manual_seed(1)
-    return torch.randn(count, tokens, dim, generator=generator, device="cuda", dtype=torch.bfloat16)
-
-
-@both_formats
-def test_training_never_waits_for_the_gpu(config):
-    check_training_without_syncs(mlp(config), batches(3))
+def tokens(count: int = TOKENS, width: int = K) -> torch.Tensor:
+    generator = torch.Generator("cuda").manual_seed(count)
+    return torch.randn(count, width, generator=generator, device="cuda", dtype=torch.bfloat16)
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
 @both_formats
-def test_inductor_compiles_forward_and_backward(config):
-    """A bare layer, so that all that inductor generates is around our operations and not in them."""
-    layer = nn.Linear(256, 384, bias=False).to(device="cuda", dtype=torch.bfloat16)
-    quantize_(layer, config)
+@pytest.mark.parametrize("kind", ("linear", "grouped"))
+def test_inductor_compiles_forward_and_backward(kind, config):
+    """Bare layers, so that all that inductor generates is around our operations and not in them."""
+    layer = layer_of(kind, config)
     compiled = torch.compile(layer, fullgraph=True)
-    for tokens in (320, 576, 1024):
-        x, dy = batches(1, tokens)[0].requires_grad_(), torch.randn(tokens, 384, device="cuda", dtype=torch.bfloat16)
-        torch._dynamo.mark_dynamic(x, 0)
-        results = []
-        for run in (compiled, layer):
-            layer.weight.grad = x.grad = None
-            y = run(x)
-            y.backward(dy)
-            results.append((y.detach(), x.grad, layer.weight.grad))
-        for got, want in zip(*results):
-            assert_bitwise_equal(got, want)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for count in (500, 640, 1100):
+            chosen = torch.multinomial(torch.rand(EXPERTS), count, True)
+            layer.sizes = chosen.bincount(minlength=EXPERTS).cuda()
+            results = []
+            for run in (compiled, layer):
+                layer.zero_grad()
+                x = tokens(count).requires_grad_()
+                torch._dynamo.mark_dynamic(x, 0)
+                out = run(x)
+                out.backward(torch.ones_like(out))
+                results.append((out.detach(), x.grad, layer.weight.grad))
+            for got, want in zip(*results):
+                assert_bitwise_equal(got, want)
+
+
+def test_the_profiler_sees_no_copy_to_the_host():
+    layer, x = layer_of("grouped", FP8), tokens()
+    layer.sizes = torch.tensor([0, 100, 1, 0, 232, 0, 137, 20], device="cuda")
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    train_step(layer, optimizer, x)
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        train_step(layer, optimizer, x)
+        torch.cuda.synchronize()
+    names = [event.name for event in profile.events()]
+    assert names and not [name for name in names if "DtoH" in name or "Device -> Pageable" in name]
 
 
 def test_a_step_leaves_no_copy_of_a_weight():
-    model, x = mlp(FP8, dim=2048, hidden=4096), batches(1, 512, 2048)[0].requires_grad_()
+    model, x = mlp(FP8, (2048, 4096, 2048), bias=False, dtype=torch.bfloat16).cuda(), tokens(512, 2048).requires_grad_()
 
     def held(keep: str = "") -> int:
         """Bytes that a step leaves, of them those that a scope keeps."""
@@ -72,3 +99,30 @@ def test_a_step_leaves_no_copy_of_a_weight():
     weights = 2 * 2048 * 4096
     assert after == nothing and weights <= rowwise - nothing <= weights * 1.01
     assert 2 * weights <= both - nothing <= 2 * weights * 1.01
+
+
+def grouped_step(config, ends: torch.Tensor) -> list[torch.Tensor]:
+    weight, x = layer_of("grouped", config).weight, tokens().requires_grad_()
+    out = grouped_linear(x, weight, ends.int().cuda())
+    out.backward(tokens()[:, :1].expand_as(out))
+    return [out.detach(), x.grad, weight.grad]
+
+
+def test_malformed_group_ends_reach_no_other_memory():
+    """On a GPU nobody reads them before a kernel does: they are clamped, and results are those of the clamped ones."""
+    for ends in ([-5, 600, 300, 10**9] * 2, [400, 100, -(2**31), 450] * 2):
+        clamped = torch.tensor(ends).clamp(0, TOKENS).cummax(0).values
+        for got, want in zip(grouped_step(FP8, torch.tensor(ends)), grouped_step(FP8, clamped)):
+            assert_bitwise_equal(got, want)
+
+
+@both_formats
+def test_bits_do_not_depend_on_the_backend(config):
+    """Quantized bits; the products agree within the error of sums in fp32."""
+    ends = torch.tensor([0, 100, 101, 101, 333, 333, 470, 490])
+    results = [grouped_step(replace(config, backend=backend), ends) for backend in ("auto", "reference")]
+    for out, grad_x, grad_w in results:
+        assert not out[490:].any() and not grad_x[490:].any() and not grad_w[[0, 3, 5]].any()
+    for got, want in zip(*results):
+        # One rounding to bf16 that may fall to the other side.
+        assert sqnr(got, want) > 45

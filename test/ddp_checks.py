@@ -1,4 +1,4 @@
-"""What ranks check of compiled models under DistributedDataParallel, whose buckets split the graph."""
+"""What ranks check of models under DistributedDataParallel, eager and compiled, whose buckets split the graph."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from every_layer import CONFIGS, make
+from helpers import mlp
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.parallel import DistributedDataParallel
 from torchao.quantization import quantize_
 
+from torchao_blockwise import weights_unchanged
 from torchao_blockwise.nn import SwiGLUMLP
 from torchao_blockwise.testing import assert_bitwise_equal, relative_error
 
@@ -120,7 +122,33 @@ def compiles(rank: int, model_name: str, config: str, order: str, backend: str, 
             assert_bitwise_equal(got, expected)
 
 
+def averages(rank: int, config: str) -> None:
+    """Gradients are the mean over ranks, and a scope of unchanged weights changes no bits of a training."""
+    states = []
+    for scope in (contextlib.nullcontext, weights_unchanged):
+        model, alone = mlp(CONFIGS[config]), mlp(CONFIGS[config])
+        parallel, optimizer = DistributedDataParallel(model), torch.optim.SGD(model.parameters(), lr=1e-3)
+        for step in range(2):
+            alone.load_state_dict(model.state_dict())
+            alone.zero_grad()
+            with scope(parallel) if scope is weights_unchanged else scope():
+                for micro in range(3):
+                    x = torch.randn(24, 64, generator=torch.Generator().manual_seed(100 * step + 10 * micro + rank))
+                    alone(x).square().sum().backward()
+                    with parallel.no_sync() if micro < 2 else contextlib.nullcontext():
+                        parallel(x).square().sum().backward()
+                assert (model[0].weight.quantized_bytes > 0) == (scope is weights_unchanged)
+            for p, of_rank in zip(model.parameters(), alone.parameters()):
+                dist.all_reduce(of_rank.grad)
+                assert relative_error(p.grad, of_rank.grad / dist.get_world_size()) < 1e-6
+            optimizer.step()
+            optimizer.zero_grad()
+        states.append(model.state_dict())
+    for name, value in states[0].items():
+        assert_bitwise_equal(states[1][name], value, name)
+
+
 def run(rank: int, count: int, port: int, file: str, cases) -> None:
     ranks.join(rank, count, port, seconds=180)
-    ranks.run_each({"compiles": compiles}, rank, [("compiles", *case) for case in cases], file)
+    ranks.run_each({"compiles": compiles, "averages": averages}, rank, cases, file)
     ranks.leave()
