@@ -100,7 +100,6 @@ EXPERT_CHECKS = (
 TENSOR_PARALLEL_CHECKS = (
     (tensor_parallel.colwise, (2, 4), tuple(CONFIGS)),
     (tensor_parallel.rowwise, (2, 4), tuple(CONFIGS)),
-    (tensor_parallel.computes_in_low_precision, (2, 4), BOTH),
     (tensor_parallel.sequence_parallel, (2, 4), (*BOTH, "fp8_128x128", FULL)),
     (tensor_parallel.loss_in_parallel, (2, 4), BOTH),
     (tensor_parallel.splits_tokens_alone, (2, 4), (*BOTH, "fp8_128x128", FULL)),

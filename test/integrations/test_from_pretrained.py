@@ -9,8 +9,8 @@ import warnings
 
 import pytest
 import torch
-from exported_models import assert_same_tensors, export, logits, save, tensors_in, tiny_mixture
-from helpers import FP8, NVFP4, replace
+from exported_models import export, logits, save, tensors_in, tiny_mixture
+from helpers import FP8, NVFP4, assert_same_tensors, replace
 from torchao.quantization import quantize_
 
 from torchao_blockwise import (
@@ -84,11 +84,7 @@ def dequantized() -> dict:
 def assert_same_model(model, expected):
     """Values, dtypes, buffers that no file has, ties, and logits."""
     for named in ("named_parameters", "named_buffers"):
-        theirs = dict(getattr(expected, named)())
-        ours = dict(getattr(model, named)())
-        assert ours.keys() == theirs.keys()
-        for name, x in theirs.items():
-            assert_bitwise_equal(ours[name].detach(), x.detach(), name)
+        assert_same_tensors(dict(getattr(model, named)()), dict(getattr(expected, named)()))
     assert_bitwise_equal(logits(model), logits(expected))
 
 
@@ -286,8 +282,7 @@ def test_full_fine_tuning_learns(recipe, qwen, tmp_path):
     assert losses[-1] < losses[0] - 0.5
     assert all(not torch.equal(x, before[name]) for name, x in model.state_dict().items())
     model.save_pretrained(tmp_path / "saved")
-    for name, x in loaded_by_transformers(tmp_path / "saved", torch.float32).state_dict().items():
-        assert_bitwise_equal(x, model.state_dict()[name], name)
+    assert_same_tensors(loaded_by_transformers(tmp_path / "saved", torch.float32).state_dict(), model.state_dict())
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------
@@ -431,8 +426,7 @@ def test_a_model_without_values(qwen):
     model = from_pretrained(qwen[0], "fp8", device="meta")
     assert all(p.is_meta for p in model.parameters()) and converted(model)
     expected = from_pretrained(qwen[0], "fp8")
-    for name, x in model.named_buffers():
-        assert_bitwise_equal(x, expected.get_buffer(name), name)
+    assert_same_tensors(dict(model.named_buffers()), dict(expected.named_buffers()))
 
 
 def test_generation_config_and_folder_come_along(qwen, tmp_path):
