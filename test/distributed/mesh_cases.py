@@ -33,7 +33,6 @@ FSDP_CHECKS = (
     (checks.reshards_to_fewer_ranks, (4,), ("fp8",)),
     (checks.offloads, (2,), (*BOTH, FULL)),
     (checks.trains_in_mixed_precision, (1, 2, 3), EVERY),
-    (checks.trains_bf16, (2,), BOTH),
     (checks.accumulates, (1, 2), (*BOTH, FULL)),
     (checks.leaves_frozen_weights, (2,), BOTH),
     (checks.ties_embeddings, (1, 2), BOTH),
