@@ -1,8 +1,13 @@
 """Packaging of torchao_blockwise: pure Python, nothing to build."""
 
+import re
 from pathlib import Path
 
 from setuptools import find_packages, setup
+
+HERE = Path(__file__).parent
+# Read, not imported: the requirements are not installed yet.
+VERSION = re.search(r'^__version__ = "(.+)"', (HERE / "torchao_blockwise/__init__.py").read_text("utf-8"), re.M)
 
 TEST = ["pytest>=8", "pytest-xdist", "expecttest", "hypothesis", "numpy", "safetensors"]
 DEMO = ["matplotlib", "tqdm", "numpy"]
@@ -25,9 +30,9 @@ DEV = [*TEST, *DEMO, "ruff", "mypy", "pre-commit"]
 
 setup(
     name="torchao_blockwise",
-    version="0.1.0",
+    version=VERSION[1],
     description="Train transformers in blockwise FP8 (DeepSeek-V3 style) and NVFP4 with PyTorch and torchao",
-    long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
+    long_description=(HERE / "README.md").read_text("utf-8"),
     long_description_content_type="text/markdown",
     license="BSD-3-Clause",
     license_files=["LICENSE"],

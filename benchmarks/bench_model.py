@@ -6,6 +6,8 @@ first that the output is bf16's within the recipe's error. Memory is the peak of
 is of device time by kernel, from torch.profiler over three steps; below the table it is kernel by kernel. fp8_fused:
 layers that read one input share its quantization, where q, k, v, gate and up are separate layers (--fuse);
 fp8_fused_once: SwiGLU quantizes what it computes as well. fp8_128x128: with these blocks of grad_weight.
+MFU counts 6 FLOPs a token and weight and the causal half of attention, without recomputation, and divides them by the
+989 TFLOP/s that NVIDIA states for dense bf16 on an H100 or H200. J: joules of the board for 1,000 tokens.
 Writes benchmarks/results/model_<layers>_layers_<device>.json and .md, with --fuse model_<layers>_layers_fuse_<device>.
 
     python benchmarks/bench_model.py [--layers 32 --tokens 4096] [--only fp8 bf16] [--modes eager] [--fuse]
@@ -24,6 +26,7 @@ from typing import ClassVar
 
 import torch
 from common import driver, errors, peers
+from common.energy import joules
 from common.errors import relative_error
 from common.kernel_times import KINDS, OTHER, group_ms, kernels_of, longest, split_of, table
 from common.report import Report
@@ -39,7 +42,8 @@ RECIPES = ("bf16", *OURS, "torchao", "torchao_tensorwise", "torchao_rowwise")
 DEFAULT_RECIPES = tuple(r for r in RECIPES if not r.endswith("_fused") and r != "nvfp4")
 FUSE_RECIPES = ("bf16", *FP8)
 MODES = ("eager", "compiled")
-COLUMNS = ("recipe", "mode", "checkpointing", "tokens/s", "x bf16", "ms a step", "peak GiB", "error")
+COLUMNS = ("recipe", "mode", "checkpointing", "tokens/s", "x bf16", "ms a step", "MFU %", "J", "peak GiB", "error")
+_BF16_FLOPS = 989e12
 # Of the whole stack: errors of layers add up.
 _BUDGET = 0.5
 
@@ -86,6 +90,9 @@ class Trainer:
         # As it would behind an embedding.
         self.x.requires_grad_()
         self.tokens = shape[0] * shape[1]
+        weights = sum(p.numel() for p in model.parameters() if p.dim() == 2)
+        attention = config.layers * shape[1] * config.dim
+        self.flops = 6 * self.tokens * (weights + attention)
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
     def backward(self) -> torch.Tensor | None:
@@ -142,6 +149,8 @@ def measure(recipe: str, mode: str, config: Config, args: Namespace, expected: t
             "tokens/s": trainer.tokens / timing.us * 1e6,
             "x bf16": base["us"] / timing.us if base else None,
             "ms a step": timing.us / 1e3,
+            "MFU %": 100 * trainer.flops / timing.us * 1e6 / _BF16_FLOPS if device.type == "cuda" else None,
+            "J": None if (energy := joules(trainer.step, device)) is None else 1e3 * energy / trainer.tokens,
             "peak GiB": None if peak is None else peak / 2**30,
             "error": error,
             **{f"{kind} %": 100 * share for kind, share in split_of(kernels).items()},

@@ -1,7 +1,8 @@
-"""Tables of ratios from the JSON files of benchmarks/results; and all results that README.md and pages of docs/ show.
+"""Tables of ratios and charts from the JSON files of benchmarks/results, and all results that README.md and docs/ show.
 
 Ratios and their ranges over shapes, routings and the like; needs nothing but the files. Writes
-benchmarks/results/summary_<name>.md, then the pages, between `<!-- results: name -->` and `<!-- end of results -->`.
+benchmarks/results/summary_<name>.md and chart_<name>.png, then the pages, between `<!-- results: name -->` and
+`<!-- end of results -->`.
 
     python benchmarks/summary.py
 """
@@ -25,6 +26,7 @@ TABLES: dict[str, tuple[Callable[[Results], str], tuple[str, ...]]] = {
     "convergence_nvfp4": (runs.nvfp4_parts, (runs.NVFP4,)),
     "fsdp": (runs.fsdp, runs.FSDP),
     "grad_weight": (kernels.grad_weight, (kernels.GROUPED,)),
+    "gemms": (kernels.gemms, ()),
     "graphs": (runs.graphs, (runs.GRAPHS,)),
     "kernels": (kernels.kernels, ()),
     "layers": (layers.layers, ()),
@@ -44,9 +46,14 @@ def texts(results: Results) -> dict[str, str]:
 
 
 def main() -> int:
+    # Charts need PyTorch, which the tables do not.
+    from summaries import charts
+
     for name, text in texts(Results(RESULTS)).items():
         path = RESULTS / f"{name}.md"
         path.write_text(text, encoding="utf-8")
+        print(f"wrote {path}")
+    for path in charts.draw(Results(RESULTS), RESULTS):
         print(f"wrote {path}")
     for page in pages(RESULTS.parents[1]):
         text = filled(page, RESULTS)

@@ -114,26 +114,26 @@ def saved_and_loaded(x):
     return torch.load(file, weights_only=True)
 
 
-def linear_by_hand(x, hp, bias, dy, config):
-    """(output, grad_input, grad_weight, grad_bias) of a layer, composed of the operations that it promises."""
+def linear_by_hand(x, hp, bias, dy, config, rounding=None):
+    """(output, grad_input, grad_weight, grad_bias) of a layer, composed of the operations that it promises.
+
+    rounding: the random bits of the gradient's copies, an `ops.StochasticRounding`.
+    """
 
     def quantize(t, fmt, **kwargs):
         return ops.quantize(t, fmt, power_of_2_scales=config.power_of_2_scales, **kwargs)
 
-    fmt = config.activation_format
+    fmt, hadamard = config.activation_format, getattr(config, "hadamard", False)
+    along_tokens = {"columnwise": True, "hadamard": hadamard, "padded": True}
     tokens, gradients = x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
     w = quantize(hp, config.weight_format).rowwise
-    out_dtype = config.out_dtype or x.dtype
-    output = ops.matmul(quantize(tokens, fmt).rowwise, w, out_dtype=out_dtype, bias=bias).view(dy.shape)
-    w_columnwise = ops.transpose(w, columns=hp.shape[1])
-    grad_input = ops.matmul(quantize(gradients, fmt).rowwise, w_columnwise, out_dtype=x.dtype).view(x.shape)
-    options = {"rowwise": False, "columnwise": True, "padded": True}
-    columnwise = (
-        quantize(t, of_t, **options).columnwise for t, of_t in ((gradients, fmt), (tokens, config.grad_weight_format))
-    )
-    grad_weight = ops.matmul(*columnwise, out_dtype=hp.dtype)
+    output = ops.matmul(quantize(tokens, fmt).rowwise, w, out_dtype=config.out_dtype or x.dtype, bias=bias)
+    of_dy = quantize(gradients, fmt, stochastic=rounding, **along_tokens)
+    grad_input = ops.matmul(of_dy.rowwise, ops.transpose(w, columns=hp.shape[1]), out_dtype=x.dtype)
+    columnwise = quantize(tokens, config.grad_weight_format, rowwise=False, **along_tokens).columnwise
+    grad_weight = ops.matmul(of_dy.columnwise, columnwise, out_dtype=hp.dtype)
     grad_bias = None if bias is None else gradients.float().sum(0).to(bias.dtype)
-    return output, grad_input, grad_weight, grad_bias
+    return output.view(dy.shape), grad_input.view(x.shape), grad_weight, grad_bias
 
 
 def forward_backward(layer, x, dy=None):

@@ -3,9 +3,12 @@
 import contextlib
 import io
 import re
+import sys
+import types
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parent.parent
 # Written next to the pages by a build of the site.
@@ -72,18 +75,56 @@ def test_pages_have_examples():
         "moe.md",
         "monitor.md",
         "nvfp4_generation.md",
+        "rollouts.md",
         "saving.md",
         "training.md",
     ]
 
 
-@pytest.mark.usefixtures("no_interpreter")
+class LLM:
+    """Stands for vLLM's engine. weights: by name, as it has received them."""
+
+    def __init__(self, model, **options):
+        self.weights = {}
+
+    def collective_rpc(self, method, kwargs):
+        assert method == "reload_weights"
+        if "weights_iterator" in kwargs:
+            self.weights = {name: x.detach().clone() for name, x in kwargs["weights_iterator"]}
+            return
+        from safetensors.torch import load_file
+
+        files = Path(kwargs["weights_path"]).glob("*.safetensors")
+        self.weights = {name: x for file in files for name, x in load_file(file).items()}
+
+
+@pytest.fixture
+def vllm(monkeypatch):
+    module = types.ModuleType("vllm")
+    module.LLM = LLM
+    monkeypatch.setitem(sys.modules, "vllm", module)
+    yield
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def check_rollout(engine, model):
+    """Its weights and scales are those that the next forward pass multiplies."""
+    from exported_models import OperandsRead, assert_files_hold
+
+    with OperandsRead() as products, torch.no_grad():
+        model(torch.arange(8)[None])
+    assert len(products.operands) == 14
+    assert_files_hold(products.operands, engine.weights)
+
+
+@pytest.mark.usefixtures("no_interpreter", "vllm")
 @pytest.mark.parametrize("page", EXAMPLES, ids=lambda page: page.name)
 def test_examples_print_what_is_shown(page, tmp_path, monkeypatch):
     """One after the other: a later one may use what an earlier one made."""
-    if page.name in ("fusion.md", "integrations.md"):
+    if page.name in ("fusion.md", "integrations.md", "rollouts.md"):
         pytest.importorskip("transformers")
-    if page.name == "saving.md":
+    if page.name in ("rollouts.md", "saving.md"):
         pytest.importorskip("safetensors")
     monkeypatch.chdir(tmp_path)
     shown, namespace = blocks(page, "output"), {"__name__": "docs"}
@@ -92,6 +133,8 @@ def test_examples_print_what_is_shown(page, tmp_path, monkeypatch):
         with contextlib.redirect_stdout(printed):
             exec(compile(code, page.name, "exec"), namespace)
         assert printed.getvalue().strip() == shown.get(name, ""), name
+        if name in ("verl_style", "prime_rl_style"):
+            check_rollout(namespace["engine"], namespace["model"])
 
 
 # docs/extensions/ writes it next to the pages; git does not have it.

@@ -13,7 +13,7 @@ from torchao.quantization.transform_module import _QUANTIZE_CONFIG_HANDLER
 from torchao.utils import TorchAOBaseTensor
 
 import torchao_blockwise
-from torchao_blockwise import ops
+from torchao_blockwise import diagnostics, ops
 
 SIGNATURES = """
     BlockwiseFP8Tensor.from_hp NVFP4Tensor.from_hp linear conversion_report dry_run fuse fusion_report keep_last_blocks
@@ -115,10 +115,14 @@ def test_torchao_knows_what_it_must():
         assert issubclass(getattr(torchao_blockwise, name), TorchAOBaseTensor)
 
 
-@pytest.mark.parametrize("name", sorted(ops._REMOVED))
-def test_a_removed_name_says_what_to_use_instead(name):
-    with pytest.raises(AttributeError, match=f"ops.{name} was removed in version 0.2; use (ops|distributed)"):
-        getattr(ops, name)
+@pytest.mark.parametrize(
+    ("module", "name"), [(module, name) for module in (ops, diagnostics) for name in sorted(module._REMOVED)]
+)
+def test_a_removed_name_says_what_to_use_instead(module, name):
+    package = module.__name__.removeprefix("torchao_blockwise.")
+    uses = "ops|distributed|NumericsMonitor"
+    with pytest.raises(AttributeError, match=rf"{package}\.{name} was removed in version 0.2; use ({uses})"):
+        getattr(module, name)
     changes = (Path(__file__).parents[1] / "CHANGELOG.md").read_text(encoding="utf-8")
-    assert f"`ops.{name}" in changes
-    assert not hasattr(ops, "no_such_name")
+    assert f"`{package}.{name}" in changes or f"`{name}`" in changes
+    assert not hasattr(module, "no_such_name")

@@ -15,11 +15,8 @@ reference = importlib.import_module("reference")
 
 pytestmark = pytest.mark.usefixtures("no_interpreter")
 SECTIONS = examples.sections()
-# They need a trainer, an engine, or a writer's own package.
-NOT_RUN = (
-    *("integrations.vllm", "integrations.sglang", "integrations.torchtitan"),
-    *("diagnostics.TensorBoardWriter", "diagnostics.WandbWriter"),
-)
+# They need a trainer or an engine.
+NOT_RUN = ("integrations.vllm", "integrations.sglang", "integrations.torchtitan")
 
 
 def documented() -> set[str]:

@@ -32,7 +32,7 @@ except Exception:
     _versions.check()
     raise
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "BlockwiseFP8Tensor",

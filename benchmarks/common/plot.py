@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 _FAINT = "#6b7280"
-_STYLE = {
+STYLE = {
     "font.size": 10.5,
     "axes.spines.top": False,
     "axes.spines.right": False,
@@ -60,7 +60,7 @@ def draw(
     except ImportError:
         print("no picture: matplotlib is not installed (pip install matplotlib)", file=sys.stderr)
         return False
-    with plt.rc_context(_STYLE):
+    with plt.rc_context(STYLE):
         rows = 2 if distances else 1
         figure, axes = plt.subplots(
             rows, 1, figsize=(9, 6.2 if distances else 4.8), sharex=True, squeeze=False,

@@ -61,11 +61,6 @@ def span(values: Iterable[float], text: Callable[[float], str] = ratio) -> str:
     return "–".join(dict.fromkeys((text(min(found)), text(max(found))))) if found else MISSING
 
 
-def each(cells: Mapping[str, str]) -> str:
-    """Cells with their names, without those that are missing: "rowwise 0.95–0.99, both 0.88"."""
-    return ", ".join(f"{name} {cell}".strip() for name, cell in cells.items() if cell != MISSING) or MISSING
-
-
 def times(shape: str) -> str:
     """A shape as pages write it: 4096×7168."""
     return shape.replace("x", "×")

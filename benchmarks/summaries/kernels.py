@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
-from summaries.cells import MISSING, Results, column, each, link, ratio, select, sizes, span, table, times, whole
+from summaries.cells import MISSING, Results, column, link, select, sizes, span, table, times, whole
 from summaries.layers import PUBLISHED, SHAPE
 
 COPIES = ("rowwise", "columnwise", "both", "weight", "transpose")
@@ -20,13 +19,16 @@ FEW_TOKENS, FEW_COLUMNS, RAGGED = "64x18432x7168", "4096x576x7168", "4097x18432x
 # AUTO takes DeepGEMM from here on.
 _DEEP_GEMM_FROM = 2**38
 _LARGE = 64 * 2**20
-Row = tuple[str, str, str, str]
 
 
 def kernels(results: Results) -> str:
-    columns = ("kernel", "bound by", "of its floor", "× others in the same run")
-    parts = (_bytes, _products, _grouped)
-    return table(columns, (row for part in parts for row in part(results)), left=4)
+    columns = ("kernel", "writes", "of its floor", "compared with", "× that")
+    return table(columns, _bytes(results), left=2)
+
+
+def gemms(results: Results) -> str:
+    columns = ("GEMM", "bound by", "of its floor", *(f"× {peer}" for peer in PEERS))
+    return table(columns, (row for part in (_products, _grouped) for row in part(results)), left=2)
 
 
 def grad_weight(results: Results) -> str:
@@ -41,91 +43,93 @@ def grad_weight(results: Results) -> str:
     return table(columns, (cells(shape) for shape in PUBLISHED if shape in there))
 
 
-def _bytes(results: Results) -> Iterable[Row]:
+def _bytes(results: Results) -> Iterable[Sequence[str]]:
     """Kernels that bytes bound: quantizers, fused and not, and the permutation."""
     rows = results.rows(QUANTIZE)
     large = [row for row in rows if math.prod(sizes(row["shape"])) >= _LARGE]
-    whats = {f"{link('quantize, transpose', QUANTIZE)}, from 64 Mi elements": large}
-    whats |= {f"the same, {times(shape)}": select(rows, shape=shape) for shape in ("4096x7168", "4097x7168")}
+    whats = {"from 64 Mi elements": large, "4096×7168": select(rows, shape="4096x7168")}
+    whats["4097×7168"] = select(rows, shape="4097x7168")
     for what, some in whats.items():
-        yield what, "bytes", *_by(some, "case", {case: case for case in COPIES}, {"torchao": "x torchao"})
-    rows, bound = results.rows(FUSED), "bytes, and nearly as much by instructions"
+        for case in COPIES:
+            kernel = f"{link('transpose' if case == 'transpose' else 'quantize', QUANTIZE)}, {what}"
+            yield from _compared(kernel, case, select(some, case=case), "torchao", "x torchao")
+    rows = results.rows(FUSED)
     ragged = [row for row in rows if sizes(row["shape"])[1] % 128]
-    for what, bounds, kind, some in (
-        (link("RMSNorm + quantize", FUSED), "bytes", "rms", rows),
-        ("LayerNorm + quantize", "bytes", "layer", rows),
-        ("SwiGLU + quantize", bound, "swiglu", rows),
-        ("SwiGLU's gradients + quantize", bound, "swiglu_backward", [row for row in rows if row not in ragged]),
-        ("the same, a width that is no multiple of 128", bound, "swiglu_backward", ragged),
+    whole_blocks = [row for row in rows if row not in ragged]
+    for what, kind, some in (
+        ("RMSNorm + quantize", "rms", rows),
+        ("LayerNorm + quantize", "layer", rows),
+        ("SwiGLU + quantize", "swiglu", rows),
+        ("SwiGLU's gradients + quantize", "swiglu_backward", whole_blocks),
+        ("the same, a width that is no multiple of 128", "swiglu_backward", ragged),
     ):
-        cases = {copies: f"{kind}_{copies}" for copies in ("rowwise", "both")}
-        yield what, bounds, *_by(some, "case", cases, {"two steps": "x two steps"})
+        for copies in ("rowwise", "both"):
+            some_copies = select(some, case=f"{kind}_{copies}")
+            yield from _compared(link(what, FUSED), copies, some_copies, "two kernels", "x two steps")
     rows = results.rows(PERMUTE)
     few = [row for row in rows if sizes(row["shape"])[0] == 64]
-    operations = {name: name for name in ("permute", "unpermute", "backward")}
-    whats = {link("permute, unpermute, its backward", PERMUTE): [row for row in rows if row not in few]}
-    for what, some in (whats | {"the same, 64 tokens": few}).items():
-        yield what, "bytes", *_by(some, "operation", operations, {"eager PyTorch": "x eager"})
+    for what, some in {"": [row for row in rows if row not in few], ", 64 tokens": few}.items():
+        for name in ("permute", "unpermute", "backward"):
+            kernel = link("unpermute's backward" if name == "backward" else name, PERMUTE) + what
+            yield from _compared(kernel, "bf16", select(some, operation=name), "eager PyTorch", "x eager")
 
 
-def _products(results: Results) -> Iterable[Row]:
+def _products(results: Results) -> Iterable[Sequence[str]]:
     rows = results.rows(MATMUL, recipe="fp8")
     ours = select(rows, by="gluon")
     both, weights = select(ours, product=PRODUCTS), select(ours, product="grad_weight")
     special = (FEW_TOKENS, FEW_COLUMNS)
     plain = [row for row in both if row["shape"] not in special]
     yield f"{link('`output`, `grad_input`', MATMUL)}, Gluon", "power", *_peers(plain)
-    for what, shape in (("64 tokens", FEW_TOKENS), ("576 columns", FEW_COLUMNS)):
-        by_product = {f"`{product}`": product for product in PRODUCTS}
-        some = select(both, shape=shape)
-        yield (
-            f"the same, {what}", "bytes" if shape == FEW_TOKENS else "few tiles",
-            *_by(some, "product", by_product, PEERS),
-        )  # fmt: skip
-    yield "DeepGEMM, the same, from 2³⁸ multiplications", "power", *_deep_gemm(select(rows, product=PRODUCTS))
+    for what, shape, bound in (("64 tokens", FEW_TOKENS, "bytes"), ("576 columns", FEW_COLUMNS, "few tiles")):
+        for product in PRODUCTS:
+            yield f"`{product}`, {what}", bound, *_peers(select(both, shape=shape, product=product))
+    yield (
+        "`output`, `grad_input`, DeepGEMM, from 2³⁸ multiplications",
+        "power",
+        *_deep_gemm(select(rows, product=PRODUCTS)),
+    )
     filled = [row for row in weights if row["shape"] not in (*UNFILLED, *special, RAGGED)]
-    yield "`grad_weight`, Gluon, tiles that fill the programs' rounds", "power", *_peers(filled)
+    yield f"{link('`grad_weight`', MATMUL)}, Gluon, tiles that fill the programs' rounds", "power", *_peers(filled)
     unfilled = ", ".join(times(shape.partition("x")[2]) for shape in UNFILLED)
     for what, bound, shapes in (
-        (f"the same, {unfilled}", "the last round of tiles", UNFILLED),
-        ("the same, 4097 tokens", "power, and a copy that pads", RAGGED),
-        ("the same, 64 tokens", "bytes", FEW_TOKENS),
-        ("the same, 576 columns, where AUTO takes cuBLASLt", "few tiles", FEW_COLUMNS),
+        (unfilled, "the last round of tiles", UNFILLED),
+        ("4097 tokens", "power, and a copy that pads", RAGGED),
+        ("64 tokens", "bytes", FEW_TOKENS),
+        ("576 columns, where AUTO takes cuBLASLt", "few tiles", FEW_COLUMNS),
     ):
-        yield what, bound, *_peers(select(weights, shape=shapes))
+        yield f"`grad_weight`, {what}", bound, *_peers(select(weights, shape=shapes))
 
 
-def _deep_gemm(rows: Iterable[dict]) -> tuple[str, str]:
-    """DeepGEMM × the faster of Gluon and cuBLAS."""
-    best: dict[tuple[str, str], dict] = {}
+def _deep_gemm(rows: Iterable[dict]) -> Sequence[str]:
+    """Cells of DeepGEMM, which AUTO takes for large GEMMs."""
+    times_of: dict[tuple[str, str], dict] = {}
     for row in rows:
-        key = row["product"], row["shape"]
-        if row["by"] in ("gluon", "cublas") and math.prod(row["mnk"]) >= _DEEP_GEMM_FROM and "x deep_gemm" in row:
-            best[key] = min(best.get(key, row), row, key=lambda found: found["us"])
-    floors = [row["roofline us"] / row["peers us"]["deep_gemm"] for row in best.values()]
-    faster = span(row["us"] / row["peers us"]["deep_gemm"] for row in best.values())
-    return span(floors), each({"the faster of Gluon and cuBLAS": faster})
+        if row["by"] == "gluon" and math.prod(row["mnk"]) >= _DEEP_GEMM_FROM and "x deep_gemm" in row:
+            times_of[row["product"], row["shape"]] = row["peers us"] | {"floor": row["roofline us"]}
+    return [
+        MISSING if other == "deep_gemm" else span(us[other] / us["deep_gemm"] for us in times_of.values())
+        for other in ("floor", *(key.removeprefix("x ") for key in PEERS.values()))
+    ]
 
 
-def _grouped(results: Results) -> Iterable[Row]:
+def _grouped(results: Results) -> Iterable[Sequence[str]]:
     rows = results.rows(GROUPED, recipe="fp8", by="gluon")
     both = select(rows, product=PRODUCTS)
     few = [row for row in both if sizes(row["shape"])[1] <= 32]
     many = [row for row in both if row not in few]
-    by_bf16, by_both = {"bf16": "x bf16"}, {"DeepGEMM": "x deep_gemm", "bf16": "x bf16"}
     whats = {
         f"grouped {link('`output`, `grad_input`', GROUPED)}, 8 and 32 experts": few,
         "the same, 64 and 128 experts, balanced": select(many, routing="balanced"),
-        "the same, skewed": select(many, routing="skewed"),
+        "the same, 64 and 128 experts, skewed": select(many, routing="skewed"),
     }
     for what, some in whats.items():
-        yield what, "power, and each group's last tile", *_peers(some, by_both)
+        yield what, "power, and each group's last tile", *_peers(some)
     alone, quantized = (select(rows, product=product) for product in ("grad_weight", "grad_weight_quantized"))
-    yield "grouped `grad_weight`", "power", *_peers(alone, by_bf16)
-    yield "the same, dy and x in bf16, quantized first", "bytes, then power", *_peers(quantized, by_bf16)
+    yield f"grouped {link('`grad_weight`', GROUPED)}", "power", *_peers(alone)
+    yield "the same, dy and x in bf16, quantized first", "bytes, then power", *_peers(quantized)
     shares = _quantizing(quantized, alone, results.load(GROUPED)["ceilings"]["copy"])
-    median = f", median {ratio(statistics.median(shares))} of {len(shares)}" if shares else ""
-    yield "quantizing alone, the difference of the two", "bytes", f"{span(shares)}{median}", MISSING
+    yield "quantizing alone, the difference of the two", "bytes", span(shares), *[MISSING] * len(PEERS)
 
 
 def _quantizing(with_it: Iterable[dict], without: Iterable[dict], copy: float) -> list[float]:
@@ -141,14 +145,13 @@ def _quantizing(with_it: Iterable[dict], without: Iterable[dict], copy: float) -
     return shares
 
 
-def _by(rows: Iterable[Mapping], name: str, values: Mapping[str, str], peers: Mapping[str, str]) -> tuple[str, str]:
-    """Shares of the floor by the value of a column, and × each peer likewise; values: by what is shown of them."""
-    groups = {shown: select(rows, **{name: value}) for shown, value in values.items()}
-    floors = {shown: span(column(some, "of roofline")) for shown, some in groups.items()}
-    others = {p: each({shown: span(column(some, key)) for shown, some in groups.items()}) for p, key in peers.items()}
-    return each(floors), "; ".join(f"{p}: {cell}" for p, cell in others.items() if cell != MISSING) or MISSING
+def _compared(kernel: str, writes: str, rows: Sequence[Mapping], peer: str, key: str) -> Iterable[Sequence[str]]:
+    """A row of the kernels that bytes bound, if it was measured."""
+    if rows:
+        faster = span(column(rows, key))
+        yield kernel, writes, span(column(rows, "of roofline")), peer if faster != MISSING else MISSING, faster
 
 
-def _peers(rows: Iterable[Mapping], peers: Mapping[str, str] = PEERS) -> tuple[str, str]:
+def _peers(rows: Iterable[Mapping]) -> Sequence[str]:
     found = list(rows)
-    return span(column(found, "of roofline")), each({peer: span(column(found, key)) for peer, key in peers.items()})
+    return [span(column(found, key)) for key in ("of roofline", *PEERS.values())]

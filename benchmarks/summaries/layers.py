@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from summaries.cells import (
     MISSING,
     Results,
     against,
     column,
-    each,
     link,
     select,
     sizes,
@@ -38,120 +38,124 @@ SHAPE = "tokens × experts × hidden × dim"
 OURS = ("fp8", "fp8_primary")
 # What "fp8" does, by its name in the run with torchao's: there "fp8" kept quantized copies from forward to backward.
 FP8_AND_PEERS = "fp8_on_demand"
+# Column -> recipe.
 TORCHAO = {"torchao blockwise": "torchao", "tensorwise": "torchao_tensorwise", "rowwise": "torchao_rowwise"}
-FP8, FORMATS = {"": "fp8"}, {"FP8": "fp8", "NVFP4": "nvfp4"}
-Row = tuple[str, str, str, str]
+# Name -> recipe.
+FORMATS = {"FP8": "fp8", "NVFP4": "nvfp4"}
+PARAMETERS = {"FP8": "fp8", "FP8 Parameters": "fp8_primary"}
+
+
+class Row(NamedTuple):
+    """What was measured, in which recipe; and ranges of its ratios: to bf16, to each of TORCHAO, of peak memory."""
+
+    what: str
+    recipe: str
+    fast: str
+    peers: Mapping[str, str] = {}
+    memory: str = MISSING
+
+    def cells(self) -> list[str]:
+        return [self.what, self.recipe, self.fast, *(self.peers.get(peer, MISSING) for peer in TORCHAO), self.memory]
 
 
 def layers(results: Results) -> str:
-    columns = ("what", "× bf16", "× others in the same run", "peak memory, × bf16")
+    columns = ("what", "recipe", "× bf16", *(f"× {peer}" for peer in TORCHAO), "peak memory, × bf16")
     parts = (_linear, _tracker, _models, _experts, _fsdp, _convergence, _small)
-    return table(columns, (row for part in parts for row in part(results)), left=4)
+    return table(columns, (row.cells() for part in parts for row in part(results)), left=2)
 
 
 def _linear(results: Results) -> Iterable[Row]:
     name = "linear_nvidia_h200"
-    whats = (f"{link('a linear layer', name)}, three shapes, forward and backward", "with the Parameter in FP8")
-    for what, recipe in zip(whats, OURS, strict=True):
-        rows = results.rows(name, recipe=recipe)
-        others = {peer: span(column(rows, f"x {key}")) for peer, key in TORCHAO.items()}
-        yield what, span(column(rows, "x bf16")), each(others), MISSING
+    for recipe, key in PARAMETERS.items():
+        rows = results.rows(name, recipe=key)
+        peers = {peer: span(column(rows, f"x {other}")) for peer, other in TORCHAO.items()}
+        what = f"{link('a linear layer', name)}, three shapes, forward and backward"
+        yield Row(what, recipe, span(column(rows, "x bf16")), peers)
 
 
 def _tracker(results: Results) -> Iterable[Row]:
     name = "linear_tracker_nvidia_h200"
     # Both matrices of each.
     models = {"16B": ("4096x10944x2048", "4096x2048x10944"), "671B": ("4096x18432x7168", "4096x7168x18432")}
-    whats = (f"{link('linear layers', name)} of DeepSeek-V3's dense FFN, 4096 tokens", "with Parameters in FP8")
-    for what, recipe in zip(whats, OURS, strict=True):
-        found = {model: results.rows(name, recipe=recipe, shape=shapes) for model, shapes in models.items()}
-        fast, reached = (
-            each({model: span(column(rows, key)) for model, rows in found.items()})
-            for key in ("x bf16", "reached (measured)")
-        )
-        yield what, fast, f"of the speed-up that the roofline allows: {reached}", MISSING
+    for model, shapes in models.items():
+        for recipe, key in PARAMETERS.items():
+            rows = results.rows(name, recipe=key, shape=shapes)
+            what = f"{link('linear layers', name)} of DeepSeek-V3 {model}'s dense FFN, 4096 tokens"
+            yield Row(what, recipe, span(column(rows, "x bf16")))
 
 
 def _models(results: Results) -> Iterable[Row]:
     """Eager, then compiled; ranges are over activation checkpointing off and on."""
     four, fuse, every = (f"model_{what}_nvidia_h200" for what in ("4_layers", "4_layers_fuse", "32_layers"))
-    fused = {"not fused": "fp8", "fused": "fp8_fused", "`round_once`": "fp8_fused_once"}
-    # Layers as Hugging Face has them.
-    apart = f"the same with {link('`fuse`', fuse)}, q, k, v, gate and up apart, DeepGEMM installed"
+    fp8 = {"FP8": "fp8"}
+    fused = fp8 | {"FP8, `fuse`": "fp8_fused", "FP8, `fuse`, `round_once`": "fp8_fused_once"}
     for name, what, recipes in (
-        (four, f"{link('four Llama-8B layers', four)}, 8192 tokens, AdamW", FP8),
-        (fuse, apart, fused),
-        (every, link("all 32 layers", every), FP8),
+        (four, f"{link('four Llama-8B layers', four)}, 8192 tokens, AdamW", fp8),
+        # Layers as Hugging Face has them.
+        (fuse, f"{link('the same', fuse)}, q, k, v, gate and up separate, DeepGEMM installed", fused),
+        (every, link("all 32 layers", every), fp8),
     ):
-        for mode, first in (("eager", f"{what}, eager"), ("compiled", "the same, compiled")):
+        for mode in ("eager", "compiled"):
             rows = results.rows(name, mode=mode)
-            same = ("checkpointing",)
-            others = {peer: _over(rows, FP8, "tokens/s", recipe, same) for peer, recipe in TORCHAO.items()}
-            fast, memory = (_over(rows, recipes, key, same=same) for key in ("tokens/s", "peak GiB"))
-            yield first, fast, each(others), memory
+            for recipe, key in recipes.items():
+                peers = {peer: _over(rows, key, "tokens/s", other) for peer, other in TORCHAO.items()}
+                fast, memory = (_over(rows, key, column) for column in ("tokens/s", "peak GiB"))
+                yield Row(f"{what}, {mode}", recipe, fast, peers, memory)
 
 
 def _experts(results: Results) -> Iterable[Row]:
     rows, compared = results.rows(MOE, shape=tuple(PUBLISHED)), results.rows(MOE_PEERS)
-    whats = (f"{link('an expert MLP', MOE)}, forward and backward, by experts", "with Parameters in FP8")
-    for what, recipe, peer in zip(whats, OURS, (FP8_AND_PEERS, "fp8_primary"), strict=True):
-        by_experts: dict[int, list[dict]] = {}
-        for row in select(rows, recipe=recipe):
-            by_experts.setdefault(sizes(row["shape"])[1], []).append(row)
-        fast = {f"{count}:": span(column(some, "x bf16")) for count, some in sorted(by_experts.items())}
-        others = {link("torchao on DeepGEMM", MOE_PEERS): span(column(select(compared, recipe=peer), "x torchao"))}
-        memory = _over(rows, {"": recipe}, "memory MiB", same=("shape", "routing"))
-        yield what, each(fast), each(others), memory
+    counts = sorted({sizes(shape)[1] for shape in PUBLISHED})
+    for recipe, key, peer in zip(PARAMETERS, OURS, (FP8_AND_PEERS, "fp8_primary"), strict=True):
+        for count in counts:
+            ours = [row for row in rows if sizes(row["shape"])[1] == count]
+            theirs = [row for row in select(compared, recipe=peer) if sizes(row["shape"])[1] == count]
+            peers = {"torchao blockwise": span(column(theirs, "x torchao"))}
+            what = f"{link('an expert MLP', MOE)} with {count} experts, forward and backward"
+            memory = _over(ours, key, "memory MiB", same=("shape", "routing"))
+            yield Row(what, recipe, span(column(select(ours, recipe=key), "x bf16")), peers, memory)
 
 
 def _fsdp(results: Results) -> Iterable[Row]:
-    whats = {"fsdp_nvidia_h200": ("FSDP2 on two", "eager"), "fsdp_compiled_nvidia_h200": ("the same", "compiled")}
-    for name, (what, mode) in whats.items():
+    for name, mode in (("fsdp_nvidia_h200", "eager"), ("fsdp_compiled_nvidia_h200", "compiled")):
         rows = results.rows(name)
-        fast, memory, gathered = (_over(rows, FORMATS, key) for key in ("tokens/s", "peak GiB", "gathered MiB"))
-        gather = _over(rows, FP8, "tokens/s", "torchao_fp8_gather")
-        others = f"torchao's FP8 gather {gather}; bytes gathered, × bf16: {gathered}"
-        yield f"{link(what, name)}, {mode}", fast, others, memory
+        for recipe, key in FORMATS.items():
+            fast, memory = (_over(rows, key, column, same=()) for column in ("tokens/s", "peak GiB"))
+            # With an all-gather in FP8.
+            peers = {"tensorwise": _over(rows, key, "tokens/s", "torchao_fp8_gather", same=())}
+            yield Row(f"{link('FSDP2 on two GPUs', name)}, four Llama-8B layers, {mode}", recipe, fast, peers, memory)
 
 
 def _convergence(results: Results) -> Iterable[Row]:
     name = "convergence_1b_nvidia_h200"
     written = results.load(name)
-    recipes = FORMATS | {"NVFP4": "nvfp4_full"}
-    fast, memory = (_over(written["table"], recipes, key) for key in ("tokens_per_second", "peak_bytes"))
     parameters, steps = written["config"]["parameters"] / 1e9, written["config"]["steps"]
-    what = link(f"a decoder of {parameters:.2f} billion parameters", name)
-    yield f"{what}, {steps} steps on text, compiled", fast, MISSING, memory
+    what = f"{link(f'a decoder of {parameters:.2f} billion parameters', name)}, {steps} steps on text, compiled"
+    for recipe, key in {"FP8": "fp8", "NVFP4": "nvfp4_full"}.items():
+        fast, memory = (_over(written["table"], key, column, same=()) for column in ("tokens_per_second", "peak_bytes"))
+        yield Row(what, recipe, fast, memory=memory)
 
 
 def _small(results: Results) -> Iterable[Row]:
     """Steps that Python launches, one operation after the other."""
-    whats = {
-        "throughput_1b_compiled": "on an H100, {}, compiled: a decoder of 1.07 billion parameters",
-        "throughput_125m_compiled": "{} of 125 million parameters",
-        "throughput_moe_400m_compiled": "{} of 400 million parameters, a mixture of experts",
-        "throughput_125m": "{} of 125 million parameters, eager",
-        "throughput_moe_400m": "{}, a mixture of experts, eager",
-    }
-    for stem, what in whats.items():
+    for stem, what in {
+        "throughput_1b_compiled": "1.07 billion parameters, compiled",
+        "throughput_125m_compiled": "125 million parameters, compiled",
+        "throughput_125m": "125 million parameters, eager",
+        "throughput_moe_400m_compiled": "400 million parameters, a mixture of experts, compiled",
+        "throughput_moe_400m": "400 million parameters, a mixture of experts, eager",
+    }.items():
         name = f"{stem}_nvidia_h100_80gb_hbm3"
-        rows = results.rows(name)
-        fast, memory = (_over(rows, FP8, key) for key in ("tokens/s", "peak GiB"))
-        ours, bf16 = (select(rows, recipe=recipe)[0] for recipe in ("fp8", "bf16"))
-        step, host = (f"{tenths(ours[key])} (bf16 {tenths(bf16[key])})" for key in ("ms a step", "host ms"))
-        first = "steps of `train_llm.py`" if stem == "throughput_1b_compiled" else "the same"
-        yield what.format(link(first, name)), fast, f"ms a step: {step}, of the host {host}", memory
+        fast, memory = (_over(results.rows(name), "fp8", column, same=()) for column in ("tokens/s", "peak GiB"))
+        yield Row(f"on an H100, {link('a decoder', name)} of {what}", "FP8", fast, memory=memory)
 
 
 def _over(
-    rows: Iterable[dict], recipes: Mapping[str, str], name: str, base: str = "bf16", same: Sequence[str] = ()
+    rows: Iterable[dict], recipe: str, name: str, base: str = "bf16", same: Sequence[str] = ("checkpointing",)
 ) -> str:
-    """`name` of each recipe over that of `base`, in rows that are the `same`."""
+    """The range of `name` over that of `base`, in rows that are the `same`."""
     there = list(rows)
-    others = select(there, recipe=base)
-    return each(
-        {what: span(against(select(there, recipe=recipe), others, name, same)) for what, recipe in recipes.items()}
-    )
+    return span(against(select(there, recipe=recipe), select(there, recipe=base), name, same))
 
 
 # --- experts' MLPs ----------------------------------------------------------------------------------------------------

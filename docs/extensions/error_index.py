@@ -158,10 +158,9 @@ def page() -> str:
     """errors.rst."""
     lines = ["Error index", "===========", ""]
     lines += [
-        f"What the package raises and warns of, by part, in the order of the text; {BLANK} stands for a name or number."
-    ]
-    lines += [
-        "Search it for the words of your error; a message says what was wanted, what was given and what to do.",
+        "This page lists all errors and warnings of the package by part, in alphabetical order.",
+        f"Search it for the words of your message. {BLANK} stands for a name or a number.",
+        "A message states what was expected, what was given and what to do.",
         "",
     ]
     by_area: dict[str, list[Message]] = {}

@@ -94,7 +94,7 @@ def page(name: str) -> str:
 
 def cards() -> str:
     """The end of the list of tutorials."""
-    lines = ["", "On a GPU", "--------", "", "What these print is from a run on the GPU that they name.", ""]
+    lines = ["", "On a GPU", "--------", "", "Each page shows the output of a run on the GPU that it names.", ""]
     lines += [".. toctree::", "   :hidden:", "", *(f"   /gpu/{name}" for name in TUTORIALS), ""]
     lines += [".. grid:: 1 2 2 2", "   :gutter: 3", ""]
     for name in TUTORIALS:

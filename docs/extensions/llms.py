@@ -8,8 +8,8 @@ from pathlib import Path
 from docutils import nodes
 
 ABOUT = (
-    "Train transformers in blockwise FP8 (DeepSeek-V3 style) and in NVFP4 with PyTorch: a torchao plugin. One "
-    "quantize_ call makes any nn.Linear and any experts run their three GEMMs in low precision."
+    "A torchao plugin that trains transformers in blockwise FP8 (as in DeepSeek-V3) and NVFP4 with PyTorch. One "
+    "quantize_ call makes the linear layers and experts of a model run their three GEMMs in low precision."
 )
 # Longer first paragraphs are cut.
 LONGEST = 240

@@ -34,8 +34,8 @@ RECIPE = (
         "kind": Box(0, 0, ("Do the weights train,", "or only adapters (LoRA)?")),
         "base": Box(1, 0, ("master_weights=False:", "a frozen base in FP8 or NVFP4"), True),
         "gpu": Box(0, 1, ("Which GPU?",)),
-        "bytes": Box(1, 1, ("FP8 is emulated: train here", "for fewer bytes, not for speed"), True),
-        "try": Box(0, 2, ("Are halved activations and", "FSDP2 gathers enough?")),
+        "bytes": Box(1, 1, ("FP8 is emulated:", "it saves memory but no time"), True),
+        "try": Box(0, 2, ("Is it enough to halve saved", "activations and FSDP2 traffic?")),
         "fp8": Box(1, 2, ("BlockwiseFP8TrainingConfig()", "the safe first choice"), True),
         "nvfp4": Box(0, 3, ("NVFP4TrainingConfig()", "and recommended_layers(...)"), True),
         "watch": Box(1, 3, ("NumericsMonitor: which layers", "stay in bf16?"), True),
@@ -53,7 +53,7 @@ RECIPE = (
 PRODUCTS = (
     {
         "x": Box(0, 0, ("x rowwise", "1×128, quantized from bf16")),
-        "w": Box(1, 0, ("w", "128×128, quantized from the master")),
+        "w": Box(1, 0, ("w rowwise", "128×128, from the master weight")),
         "output": Box(2, 0, ("output", "forward"), True),
         "dy": Box(0, 1, ("dy rowwise", "1×128, quantized from bf16")),
         "wt": Box(1, 1, ("w transposed", "128×128, quantized again")),
@@ -74,16 +74,16 @@ PRODUCTS = (
 # name: (what it shows, for who cannot see it; boxes; arrows)
 DRAWINGS = {
     "choose_recipe": (
-        "How to choose a recipe. If only adapters train: a frozen base, master_weights=False. Else by GPU: before Ada "
-        "FP8 is emulated and saves bytes, not time. From Ada on take BlockwiseFP8TrainingConfig first; if half of the "
-        "bytes is not enough, NVFP4TrainingConfig with the last 15 percent of the blocks in bf16, and NumericsMonitor "
-        "to see which layers stay in bf16.",
+        "How to choose a recipe. If only adapters train, use a frozen base with master_weights=False. Otherwise the "
+        "GPU decides. Before Ada, FP8 is emulated: it saves memory but no time. From Ada on, start with "
+        "BlockwiseFP8TrainingConfig. If half of bf16's bytes is not enough, use NVFP4TrainingConfig with the last 15 "
+        "percent of the blocks in bf16, and NumericsMonitor to find the layers that should stay in bf16.",
         *RECIPE,
     ),
     "products": (
-        "The three products of a linear layer in FP8. Output: x in blocks of 1 by 128, times the weight in blocks of "
-        "128 by 128. grad_input: dy times the transposed weight. grad_weight: dy along the tokens times x along the "
-        "tokens, which forward saved in FP8.",
+        "The three GEMMs of a linear layer in FP8. output: x in blocks of 1 by 128, times the weight in blocks of 128 "
+        "by 128. grad_input: dy times the transposed weight. grad_weight: dy times x, both with blocks along the "
+        "tokens; x was saved in FP8 in the forward pass.",
         *PRODUCTS,
     ),
 }
@@ -106,7 +106,7 @@ def draw(name: str) -> str:
     return "\n".join([*parts, "</svg>"])
 
 
-NUMBERS = "All magnitudes of e2m1, eight from 0 to 6, and those of e4m3 in the same range, dense near zero."
+NUMBERS = "The eight magnitudes of e2m1, from 0 to 6, and those of e4m3 in the same range, which are dense near zero."
 
 
 def draw_number_lines() -> str:

@@ -76,11 +76,11 @@ def write(folder: Path) -> None:
 
 
 def _index() -> str:
-    lines = [*_title("API reference"), "Every public name, from its docstring.", ""]
-    lines += ["A shape like ``[M, K]`` says what a tensor's dims are; ``[..]`` are leading dims.", ""]
+    lines = [*_title("API reference"), "These pages document every public name.", ""]
+    lines += ["``[M, K]`` is the shape of a tensor, and ``..`` in a shape stands for leading dims.", ""]
     lines += ["Examples begin with:", "", ".. code-block:: python", ""]
     lines += [*(f"    {line}" for line in examples.IMPORTS.splitlines()), ""]
-    lines += ["``folder`` is an empty ``pathlib.Path``, ``mesh`` a ``DeviceMesh`` of all ranks.", ""]
+    lines += ["``folder`` is an empty ``pathlib.Path``, and ``mesh`` is a ``DeviceMesh`` of all ranks.", ""]
     lines += ["Errors have a separate index: :doc:`/errors`.", "", ".. toctree::", "    :maxdepth: 1", ""]
     return "\n".join([*lines, *(f"    {module}" for module in modules()), ""])
 

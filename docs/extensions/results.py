@@ -33,11 +33,42 @@ def source(name: str) -> str:
     return sources.source(Results(RESULTS), name)
 
 
+# How the names of results begin, in words.
+SUBJECTS = {
+    "adapter_memory": "Memory of adapters",
+    "builds": "Kernel builds",
+    "convergence": "Loss of training runs",
+    "engine_agreement": "Agreement of training and inference",
+    "engine_kernels": "Kernels compared with inference engines",
+    "engine_layers": "Layers compared with inference engines",
+    "fsdp": "FSDP2",
+    "fused": "Fused quantization kernels",
+    "graphs": "Ways to launch a training step",
+    "grouped_matmul": "Grouped GEMMs",
+    "host_time": "Host time of a layer",
+    "linear": "Linear layers",
+    "matmul": "GEMMs",
+    "memory": "Memory of MLPs",
+    "model": "Training steps of Llama-8B layers",
+    "moe": "Expert MLPs",
+    "permute": "Permutation of tokens",
+    "quantize": "Quantization kernels",
+    "refit": "Weights sent to an inference engine",
+    "study": "Loss study",
+    "throughput": "Training steps of language models",
+    "train_llm": "The example training run",
+    "weight_bytes": "Bytes of a weight",
+}
+
+
 def title(name: str) -> str:
-    """The subject and the device: `moe_nvidia_h200` is "moe, NVIDIA H200"."""
+    """The subject and the device: `moe_peers_nvidia_h200` is "Expert MLPs: peers, NVIDIA H200"."""
     gpu = load(name)["environment"]["device"]
     slug = "_".join("".join(c if c.isalnum() else " " for c in gpu.lower()).split())
-    return f"{name.replace(f'_{slug}', '').removesuffix('_cpu').replace('_', ' ')}, {gpu}"
+    name = name.replace(f"_{slug}", "").removesuffix("_cpu")
+    subject = max((start for start in SUBJECTS if name.startswith(start)), key=len)
+    rest = name.removeprefix(subject).strip("_").replace("_", " ")
+    return f"{SUBJECTS[subject]}{rest and f': {rest}'}, {gpu}"
 
 
 def device(name: str) -> str:
@@ -141,7 +172,7 @@ def _parse(directive: SphinxDirective, text: str) -> list[nodes.Node]:
 def write(folder: Path) -> None:
     """A page for each result."""
     names = sorted(path.stem for path in RESULTS.glob("*.md") if (RESULTS / f"{path.stem}.json").exists())
-    index = "# Results\n\nWhat benchmarks wrote, each with its command, device, versions and commit.\n\n"
+    index = "# Results\n\nResults of the benchmarks, each with its command, device, versions and commit.\n\n"
     pages = {"index": f"{index}```{{toctree}}\n:maxdepth: 1\n\n" + "\n".join(names) + "\n```\n"}
     for name in names:
         # Headings of single recipes are below the page's own.

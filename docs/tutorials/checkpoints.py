@@ -52,8 +52,8 @@ def command_line(*arguments):
 print(command_line("convert", plain, published))
 
 # %%
-# The file contains a weight in e4m3 and a scale for each block of 128 × 128. The format calls the scale
-# ``weight_scale_inv``; the payload is multiplied by it.
+# For each layer, the file contains a weight in e4m3 and a scale for each block of 128 × 128. The format calls the
+# scale ``weight_scale_inv``, although the payload is multiplied by it.
 
 
 def show(path):
@@ -71,8 +71,8 @@ print(json.dumps(json.loads((published / "config.json").read_text())["quantizati
 # Load
 # ----
 #
-# Convert a model, then load the files. The Parameters are fp32 master weights. Their values quantize to the same bytes
-# again, so nothing is rounded twice.
+# Convert a model, then load the files. The Parameters are fp32 master weights. Their values quantize to the same
+# bytes again, so loading adds no rounding error.
 
 model = transformers.LlamaForCausalLM(config)
 quantize_(model, BlockwiseFP8TrainingConfig(), filter_fn=recommended_layers(model))
@@ -99,8 +99,8 @@ for step in range(10):
 # Export
 # ------
 #
-# ``export`` writes a folder in the format that vLLM and SGLang read (``vllm serve folder``). No engine ran for this
-# page. The folder is written atomically.
+# ``export`` writes a folder in the format that vLLM and SGLang read (``vllm serve folder``). It writes the folder
+# atomically. This tutorial does not run an engine.
 
 served = Path(folder.name) / "served"
 checkpoint.export(model, served)
@@ -115,7 +115,8 @@ for name, tensor in list(weights)[:4]:
     print(f"{name:50}{tensor.dtype!s:22}{tuple(tensor.shape)}")
 
 # %%
-# ``load`` can also read the files into a plain model, for tools that do not support FP8. It gets the decoded values.
+# ``load`` can also read the files into a plain model, for tools that do not support FP8. The model gets the decoded
+# values.
 
 again = transformers.LlamaForCausalLM(config)
 checkpoint.load(again, served)
@@ -130,4 +131,4 @@ folder.cleanup()
 # %%
 # To continue training later, save a plain checkpoint (``torch.save``, ``save_pretrained``,
 # ``torch.distributed.checkpoint``), because master weights have more precision than the export. :doc:`/saving` covers
-# this, sharded models, and other formats.
+# plain checkpoints, sharded models, and other formats.

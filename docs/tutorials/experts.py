@@ -2,9 +2,9 @@
 A mixture of experts
 ====================
 
-A router sends each token to a few of many experts. The weights of the experts are 3D Parameters, which one grouped GEMM
-multiplies. The same ``quantize_`` call converts them. This tutorial trains a small Qwen3-MoE of transformers in fp32
-and in FP8.
+A router sends each token to a few of many experts. The weights of all experts are in one 3D Parameter, and a grouped
+GEMM processes all experts at once. The same ``quantize_`` call converts them. This tutorial trains a small Qwen3-MoE of
+transformers in fp32 and in FP8.
 """
 
 # %%
@@ -12,7 +12,7 @@ and in FP8.
 # ---------
 #
 # ``experts_implementation="grouped_mm"`` uses PyTorch's grouped GEMM, which can be converted. ``"eager"``, which runs
-# expert by expert, can also be converted.
+# one expert at a time, can also be converted.
 
 import matplotlib.pyplot as plt
 import torch
@@ -90,13 +90,13 @@ plt.show()
 # Tokens of each expert
 # ---------------------
 #
-# Experts may have any number of tokens, including none. Nothing is padded to a fixed size, and a change in the routing
-# does not cause recompilation.
+# An expert may have any number of tokens, including none. Nothing is padded to a fixed size, and a change in the
+# routing does not cause recompilation.
 
 router_logits = model(input_ids=batch).router_logits[0]
 chosen = router_logits.topk(2, -1).indices
 print("tokens of each expert:", torch.bincount(chosen.flatten(), minlength=8).tolist())
 
 # %%
-# In your own model, call ``F.grouped_mm``, or use the layers ``permute``, ``SwiGLUExperts`` and ``unpermute``, which
-# quantize in the same kernel that computes their result. :doc:`/moe` describes both.
+# In your own model, call ``F.grouped_mm``, or use ``permute``, ``SwiGLUExperts`` and ``unpermute``. In
+# ``SwiGLUExperts``, the kernel that computes a result also quantizes it. :doc:`/moe` describes both ways.

@@ -2,17 +2,17 @@
 Fine-tune a Qwen3-FP8 checkpoint
 ================================
 
-Many models are published in FP8, as ``Qwen/Qwen3-8B-FP8`` is: e4m3 weights, and a scale for each block of 128×128.
-:func:`~torchao_blockwise.integrations.transformers.from_pretrained` reads such a folder, and returns a model that
-trains. This tutorial trains adapters on the FP8 weights, and then all weights.
+Many models, such as ``Qwen/Qwen3-8B-FP8``, are published in FP8: weights in e4m3, with a scale for each block of
+128×128. :func:`~torchao_blockwise.integrations.transformers.from_pretrained` reads such a folder, and returns a
+trainable model. This tutorial trains adapters on the FP8 weights, and then all weights.
 """
 
 # %%
 # A checkpoint in FP8
 # -------------------
 #
-# So that nothing is downloaded, we write a small Qwen3 with random weights. Its files have the names, formats and
-# settings of the published ones. For the real model, take
+# This tutorial downloads nothing. It writes a small Qwen3 with random weights, in files that have the names, formats
+# and settings of the published ones. For the real model, use
 # ``folder = huggingface_hub.snapshot_download("Qwen/Qwen3-8B-FP8")``.
 
 import json
@@ -63,15 +63,15 @@ print(json.loads((folder / "config.json").read_text())["quantization_config"]["w
 # Train adapters on the FP8 weights
 # ---------------------------------
 #
-# With ``trainable="adapters"`` the Parameters are the FP8 weights of the files, byte for byte. They are frozen, and
-# take one byte each. Layers that the files hold in bf16, here the embedding and the head that is tied to it, stay in
-# bf16.
+# With ``trainable="adapters"``, the Parameters are the FP8 weights of the files, byte for byte. They are frozen, and
+# take one byte for each element. Layers that are in bf16 in the files stay in bf16: here the embedding, and the head
+# that is tied to it.
 
 base = from_pretrained(folder, "fp8", trainable="adapters")
 print(conversion_report(base))
 
 # %%
-# From here on it is plain PEFT. ``Trainer`` and TRL's ``SFTTrainer`` take the model as well.
+# The following code is plain PEFT. You can also pass the model to ``Trainer`` or to TRL's ``SFTTrainer``.
 
 text = torch.tensor(list(b"The base is in FP8, and adapters are plain. " * 16))
 batch = text[: len(text) // 32 * 32].view(-1, 32)
@@ -94,7 +94,8 @@ model.print_trainable_parameters()
 train(model, learning_rate=1e-2)
 
 # %%
-# The base has not changed. Without its adapters, it exports every byte of the files that it came from.
+# The base has not changed. Without its adapters, it is exported with exactly the bytes of the files that it came
+# from.
 
 adapters = Path(temporary.name) / "adapters"
 model.save_pretrained(adapters)
@@ -118,17 +119,17 @@ print(f"loss {merged(input_ids=batch, labels=batch).loss.item():.2f}")
 # Train all weights
 # -----------------
 #
-# With ``trainable="full"`` each converted weight has a master weight, which starts at the decoded value and quantizes
-# to the codes of the files again. So the first step uses the published weights, and the optimizer updates them in high
-# precision.
+# With ``trainable="full"``, each converted weight has a master weight. It starts at the decoded value, which
+# quantizes to the codes of the files again. The first step therefore uses the published weights, and the optimizer
+# updates them in high precision.
 
 model = from_pretrained(folder, "fp8", dtype=torch.float32)
 print(type(model.model.layers[0].mlp.up_proj.weight).__name__)
 train(model, learning_rate=1e-3)
 
 # %%
-# A recipe may be another one than the files': ``from_pretrained(folder, "nvfp4")`` decodes the weights and trains in
-# NVFP4, with a warning that they are quantized again. ``recipe=None`` decodes them and converts nothing.
-# :doc:`/integrations` has the details, and says how to shard the model before it has values.
+# The recipe can differ from the format of the files. ``from_pretrained(folder, "nvfp4")`` decodes the weights and
+# trains in NVFP4, with a warning that they are quantized again. ``recipe=None`` decodes them and converts nothing.
+# :doc:`/integrations` has the details, and explains how to shard the model before its weights are loaded.
 
 temporary.cleanup()

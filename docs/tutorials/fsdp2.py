@@ -11,8 +11,8 @@ is the same on GPUs with NCCL.
 # The program of each rank
 # ------------------------
 #
-# Convert, then shard, then train. This is PyTorch's own FSDP2 tutorial with one additional line. The file runs itself:
-# without a rank, it starts two copies of itself with ``torchrun``, and each copy has a rank.
+# Convert, then shard, then train. Compared with plain FSDP2, there is one additional line. The file starts itself:
+# when it runs without a rank, it starts two copies of itself with ``torchrun``, and each copy has a rank.
 
 import inspect
 import os
@@ -90,7 +90,7 @@ if "RANK" in os.environ:
 # Run it
 # ------
 #
-# The command in a shell is ``torchrun --nproc-per-node 2 fsdp2.py``.
+# In a shell, use ``torchrun --nproc-per-node 2 fsdp2.py``.
 
 command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 done = subprocess.run([*command, inspect.getsourcefile(train)], capture_output=True, text=True)
@@ -101,8 +101,8 @@ print("\n".join(sorted(line for line in done.stdout.splitlines() if line.startsw
 # Compare with one process
 # ------------------------
 #
-# One process trains the whole model on the samples of both ranks. The loss is the same, because sharded and whole
-# weights are quantized to bitwise identical values.
+# One process trains the whole model on the samples of both ranks. The loss is the same, because the quantized values
+# of sharded and whole weights are bitwise identical.
 
 model = make_model()
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -117,4 +117,5 @@ for _ in range(5):
 print("whole:  ", [f"{loss:.6f}" for loss in losses])
 
 # %%
-# :doc:`/sharding` covers details, tensor parallelism and ZeRO. It also lists what was tested on GPUs, and the speed.
+# :doc:`/sharding` covers the details, tensor parallelism and ZeRO. It also shows the speed, and lists what was tested
+# on GPUs.

@@ -2,8 +2,8 @@
 LoRA on an FP8 base
 ===================
 
-LoRA trains adapters while the base does not change. So the base needs no high-precision values. With
-``master_weights=False`` its Parameters are FP8 tensors with one byte a parameter, or half a byte in NVFP4.
+LoRA trains adapters and does not change the base, so the base does not need high-precision values. With
+``master_weights=False``, its Parameters are FP8 tensors with one byte a parameter, or NVFP4 tensors with half a byte.
 """
 
 # %%
@@ -39,7 +39,7 @@ with tempfile.TemporaryDirectory() as folder:
 print(conversion_report(base))
 
 # %%
-# The weights were fp32, so they now take a quarter of the bytes.
+# The weights were in fp32, so they now take about a quarter of the bytes.
 #
 # Add adapters and train them
 # ---------------------------
@@ -76,4 +76,4 @@ print(type(merged.model.layers[0].self_attn.q_proj.weight).__name__, f"loss {bef
 # %%
 # To merge without this rounding, use a base with master weights (``BlockwiseFP8Config()``), or call
 # :func:`~torchao_blockwise.unconvert` first. :doc:`/saving` covers adapters of experts. :doc:`/integrations` compares
-# the memory with NF4 of bitsandbytes.
+# the memory with bitsandbytes' NF4.

@@ -46,8 +46,8 @@ y = ops.matmul(a, b, out_dtype=torch.float32)
 print(f"relative error of the GEMM {((y - x @ w.T).norm() / (x @ w.T).norm()):.3f}")
 
 # %%
-# No kernel supports this format, so the reference computes it, in eager PyTorch on any device. A Triton kernel is a
-# function and a row in a table: see :doc:`/extending`.
+# No kernel supports this format, so the reference implementation computes it, in eager PyTorch on any device. To add
+# a Triton kernel, see :doc:`/extending`.
 #
 # Effect of the block length
 # --------------------------
@@ -72,7 +72,7 @@ axes.set(title="Values that become zero, by block length", xlabel="values that s
 plt.show()
 
 # %%
-# The longer the block, the more values are lost to an outlier. With blocks of 128, as in DeepSeek-V3, a 32-bit scale
+# In a longer block, an outlier turns more values into zeros. With blocks of 128, as in DeepSeek-V3, a 32-bit scale
 # costs a quarter of a bit for each value.
 #
 # Remove the formats of this experiment:
@@ -81,5 +81,6 @@ for length in lengths:
     del FORMATS[f"my_fp8_1x{length}"]
 
 # %%
-# A format for training also needs square blocks for weights, so that the transposed copy is exact. A config can then
-# name the format. :doc:`/extending` shows the steps, and :doc:`/numerics` contains complete definitions of formats.
+# To train with a format, you also need one with square blocks for weights, so that the transposed copy is exact. A
+# config can then name both. :doc:`/extending` shows the steps, and :doc:`/numerics` contains complete definitions of
+# formats.

@@ -40,8 +40,8 @@ def error(got, wanted):
 print(f"relative error {error(ops.dequantize(q), x):.3f}")
 
 # %%
-# The steps are finest near zero. Each block has a separate scale, so it has separate steps. The figure shows those of a
-# block whose largest value is 6:
+# The steps between values are finest near zero. Their size depends on the scale of the block. The figure shows the
+# steps in a block whose largest value is 6:
 
 line = torch.linspace(-6, 6, 1024 * 15).view(-1, 15)
 # A 6 in each block fixes the block's scale.
@@ -57,9 +57,9 @@ plt.show()
 # Stochastic rounding
 # -------------------
 #
-# With rounding to nearest, 0.2 between 0 and 0.5 always becomes 0. A gradient with many small values then loses all of
-# them, in every step, in the same direction. Stochastic rounding rounds up with the probability that preserves the
-# mean: 0.2 becomes 0.5 in two of five cases.
+# With rounding to nearest, 0.2 always becomes 0, because the neighboring values are 0 and 0.5. A gradient with many
+# small values then loses all of them, in every step, in the same direction. Stochastic rounding rounds up with the
+# probability that preserves the mean: 0.2 becomes 0.5 in two of five cases.
 
 values = torch.tensor([0.1, 0.2, 0.7, 1.3, 2.4, 3.3, 4.5, 6.0]).repeat(2)
 rows = values.repeat(4096, 1)
@@ -71,9 +71,9 @@ print("nearest   ", [f"{v:.2f}" for v in nearest.mean(0)[:8].tolist()])
 print("stochastic", [f"{v:.2f}" for v in stochastic.mean(0)[:8].tolist()], "on average over 4096")
 
 # %%
-# A single stochastic rounding has a larger error, but the mean is right. The gradient of a weight is a sum over many
-# tokens, in which positive and negative errors cancel. The figure shows the error of the mean of n roundings of a
-# random gradient:
+# A single stochastic rounding has a larger error, but its mean is correct. The gradient of a weight is a sum over
+# many tokens, in which positive and negative errors cancel. The figure shows the error of the mean of n roundings of
+# a random gradient:
 
 gradient = torch.randn(8, 256) * 0.3
 counts = [1, 4, 16, 64, 256]
@@ -93,8 +93,8 @@ plt.show()
 
 # %%
 # ``use`` counts how often a layer has drawn random bits, and ``stream`` distinguishes layers. The bits depend only on
-# these numbers, the seed and the position of the element. So a run is reproducible bit for bit, on any device and on
-# any number of GPUs.
+# these numbers, the seed and the position of the element. A run is therefore reproducible bit for bit, on any device
+# and on any number of GPUs.
 #
 # The Hadamard transform
 # ----------------------
@@ -122,8 +122,8 @@ right.set(title="the same, transformed", xlabel="value")
 plt.show()
 
 # %%
-# Next, look at the ordinary values that share a chunk with an outlier. Quantize with and without the transform,
-# decode, transform back, and count the values that are lost.
+# Next, look at the ordinary values that share a chunk with an outlier. The code quantizes with and without the
+# transform, decodes, transforms back, and counts the values that become zero.
 
 
 def decoded(hadamard):
@@ -142,12 +142,12 @@ for hadamard in (False, True):
     print(f"{'with' if hadamard else 'without'} the transform".ljust(22), f"{zero:4.0%}")
 
 # %%
-# Without the transform, many ordinary values are lost. With it, almost none are, and each has some noise instead.
+# Without the transform, many ordinary values become zero. With it, almost none do, but each has some noise.
 #
 # The parts combined
 # ------------------
 #
-# The table gives the error of ``grad_weight`` with each combination of the two parts, compared with the exact result.
+# The table gives the error of ``grad_weight`` for each combination of the two parts, compared with the exact result.
 # The mean of 16 such results shows which errors cancel:
 
 exact = dy.T @ x
@@ -169,19 +169,19 @@ for hadamard in (False, True):
         print(f"{name:24}{error(products[0], exact):8.3f}{error(torch.stack(products).mean(0), exact):12.3f}")
 
 # %%
-# Stochastic rounding makes a single step worse and the mean of many steps better. The error that remains in the mean is
-# that of ``x``, which is rounded to nearest. The transform does not improve this result: it is dominated by the
-# outliers, and a block represents its largest value best. The transform preserves the many ordinary values. NVIDIA's
-# paper found that this helps large models in long runs. ``NVFP4TrainingConfig(hadamard=False)`` trains without it, and
-# :doc:`monitor` shows how to measure the difference in your model.
+# Stochastic rounding makes a single step worse and the mean of many steps better. The error that remains in the mean
+# comes from ``x``, which is rounded to nearest. The transform does not improve this result, because outliers dominate
+# it, and a block represents its largest value best. Instead, the transform preserves the many ordinary values.
+# NVIDIA's paper found that this helps large models in long runs. ``NVFP4TrainingConfig(hadamard=False)`` trains
+# without it, and :doc:`monitor` shows how to measure the difference in your model.
 #
 # The recipe uses stochastic rounding only for gradients, and the transform only for ``grad_weight``.
 #
 # Convert a model
 # ---------------
 #
-# All of this is the default. The paper and the recipe keep about 15 % of the layers, the last ones, in bf16, and also
-# the output head. ``recommended_layers`` selects the same layers if it is called with the config.
+# All of this is the default of ``NVFP4TrainingConfig``. The paper also keeps the output head and about 15 % of the
+# layers, the last ones, in bf16. ``recommended_layers`` leaves out the same layers if you call it with the config.
 
 from torch import nn
 from torchao.quantization import quantize_

@@ -57,7 +57,7 @@ class Model(nn.Module):
 # Convert the model
 # -----------------
 #
-# ``quantize_`` is a function of torchao. The config selects the recipe, and the filter selects the layers: here all
+# ``quantize_`` is a function of torchao. The config selects the recipe, and the filter selects the layers, here all
 # except the output head. The report has one line for each layer.
 
 torch.manual_seed(0)
@@ -66,10 +66,10 @@ quantize_(model, BlockwiseFP8TrainingConfig(), filter_fn=recommended_layers(mode
 print(conversion_report(model))
 
 # %%
-# The bytes before and after are the same, because the Parameters stay in high precision for the optimizer. Each GEMM
-# quantizes the weight that it reads. The names in the state dict do not change.
+# The columns "before" and "after" show the same bytes, because the Parameters stay in high precision for the
+# optimizer. Each GEMM quantizes the weight that it reads. The names in the state dict do not change.
 #
-# Filters can be combined. This one also leaves out the last block. ``dry_run`` reports the result without converting.
+# You can combine filters. This one also leaves out the last block. ``dry_run`` reports the result without converting.
 
 from torchao_blockwise import dry_run
 
@@ -133,7 +133,8 @@ plt.show()
 # Save
 # ----
 #
-# The state dict is that of a plain model. A plain model can load it, and a converted model can load a plain state dict.
+# The state dict has the same names and plain tensors as before the conversion. A plain model can load it, and a
+# converted model can load the state dict of a plain model.
 
 plain = Model()
 plain.load_state_dict(model.state_dict())

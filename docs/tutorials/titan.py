@@ -17,7 +17,7 @@ torchtitan's small Llama 3 in this way, and trains it for a few steps on the CPU
 #     torchrun --nproc-per-node 8 -m torchtitan.train --module llama3 --config llama3_8b \
 #         --override.imports torchao_blockwise.integrations.torchtitan.fp8
 #
-# Options are passed as JSON: ``'torchao_blockwise.integrations.torchtitan.nvfp4={"keep_last_blocks": 0.15}'``.
+# Pass options as JSON: ``'torchao_blockwise.integrations.torchtitan.nvfp4={"keep_last_blocks": 0.15}'``.
 #
 # In a custom config
 # ------------------
@@ -56,8 +56,8 @@ print(conversion_report(model))
 # Train
 # -----
 #
-# torchtitan's trainer, and the backward pass of its attention, need a GPU. On a CPU, this tutorial uses its own loop
-# and PyTorch's attention.
+# torchtitan's trainer, and the backward pass of its attention, need a GPU. To run on a CPU, this tutorial uses a
+# plain training loop and PyTorch's attention.
 
 
 class Attention(nn.Module):
@@ -87,5 +87,5 @@ print("fp8: ", [f"{loss:.3f}" for loss in train(model)])
 print("fp32:", [f"{loss:.3f}" for loss in train(build(None))])
 
 # %%
-# Checkpoints hold plain tensors, so a run can start or stop using the conversion when it resumes. :doc:`/integrations`
-# lists the options, and what was tested on several ranks.
+# Checkpoints hold plain tensors, so a run can resume with or without the conversion. :doc:`/integrations` lists the
+# options, and what was tested on several ranks.

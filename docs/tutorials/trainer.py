@@ -37,14 +37,14 @@ model = transformers.AutoModelForCausalLM.from_pretrained(folder.name, quantizat
 print(conversion_report(model))
 
 # %%
-# The output projection is left out, and so are modules that the model keeps in fp32. ``modules_to_not_convert=[...]``
+# The output projection, and modules that the model keeps in fp32, are not converted. ``modules_to_not_convert=[...]``
 # excludes more layers. ``fused=True`` lets q, k and v share one quantization of their input (:doc:`/fusion`).
 #
 # Train
 # -----
 #
-# Two microbatches make a step. Weights do not change between them, so ``UnchangedWeights`` quantizes each weight once
-# for both.
+# Each step has two microbatches. Weights do not change between them, so ``UnchangedWeights`` quantizes each weight
+# only once for both.
 
 text = torch.tensor(list(b"Blocks of 128 share a scale. " * 64))
 rows = [{"input_ids": row, "labels": row} for row in text[: len(text) // 32 * 32].view(-1, 32)]
@@ -73,8 +73,8 @@ print(f"loss {losses[0]:.2f} -> {losses[-1]:.2f}")
 # ----
 #
 # The files contain plain weights, and ``config.json`` contains the recipe. If
-# ``torchao_blockwise.integrations.transformers`` is imported, the model is loaded converted, and otherwise as a plain
-# model.
+# ``torchao_blockwise.integrations.transformers`` is imported, ``from_pretrained`` converts the model again.
+# Otherwise, it loads a plain model.
 
 model.save_pretrained(folder.name)
 again = transformers.AutoModelForCausalLM.from_pretrained(folder.name)

@@ -41,9 +41,9 @@ optimizer.step()  # after the scope
 optimizer.zero_grad()
 
 # %%
-# ``keep="rowwise"``, the default, keeps one byte a parameter, and backward quantizes the weight again. ``"both"`` keeps
-# two bytes. Both copies are freed at the end. On this CPU, with few rows in a microbatch, quantizing weights takes much
-# of the time:
+# ``keep="rowwise"``, the default, keeps one byte a parameter, and backward quantizes the weight again. ``"both"``
+# keeps two bytes. All copies are freed at the end of the scope. On this CPU, with few rows in a microbatch,
+# quantizing weights takes much of the time:
 
 
 def milliseconds(run):
@@ -75,7 +75,7 @@ print(len(outputs), "batches, each weight quantized once")
 # A change inside the scope raises
 # --------------------------------
 #
-# A detectable change inside the scope raises an error with the name of the weight:
+# If a change inside the scope is detected, an error names the weight:
 
 optimizer.zero_grad()
 try:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import summary
 from summaries import sources
-from summaries.cells import MISSING, Results, against, each, ratio, select, span, table, whole
+from summaries.cells import MISSING, Results, against, ratio, select, span, table, whole
 from summaries.sources import filled, pages
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
@@ -79,8 +79,6 @@ def test_ranges():
     assert (ratio(9.994), ratio(9.996)) == ("9.99", "10.0")
     assert span([5737.4, 5744.1], whole) == "5,737–5,744"
     assert span([]) == MISSING
-    assert each({"a": span([1]), "b": span([]), "": "2.00"}) == "a 1.00, 2.00"
-    assert each({"b": MISSING}) == MISSING
     assert table(("what", "×"), [("a", span([0.5]))]) == "| what | × |\n|---|--:|\n| a | 0.50 |"
 
 

@@ -1,4 +1,4 @@
-"""What the files of each format hold: the bytes that products read, and what config.json says of them."""
+"""Files of each format: they hold the bytes that GEMMs read, and config.json has the settings of engines."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from exported_models import (
     assert_files_hold,
     decoded,
     digest,
+    every_format,
     export,
     filled,
     language_model,
@@ -84,6 +85,20 @@ def test_files_have_the_bytes_of_the_weights(format, config, masters, tmp_path):
     assert_same_tensors(export(model, tmp_path / "out", format), expected)
     assert weights.metadata() == {name: (x.dtype, tuple(x.shape)) for name, x in weights}
     assert_same_tensors(dict(weights), expected)
+
+
+@every_format
+def test_an_engine_gets_the_settings_of_the_files(format, tmp_path):
+    """Layers in high precision are listed, and scales that are powers of two are marked."""
+    config = FP8_POW2 if format == "fp8_block" else FORMATS[format]
+    model = language_model("Llama", config)
+    if format == "fp8_block_ue8m0":
+        model.config.model_type = "deepseek_v4"
+    export(model, tmp_path / "out", format)
+    settings = checkpoint.quantized_weights(model, format).quantization_config()
+    assert settings == json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert "lm_head" in settings.get("modules_to_not_convert", settings.get("ignore"))
+    assert ("scale_fmt" in settings) == (config is FP8_POW2)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -260,6 +275,12 @@ def test_products_read_what_files_hold(format, masters, dtype, device, tmp_path)
         optimizer.step()
         optimizer.zero_grad()
     check_products(model, format, tmp_path / "out", x)
+
+
+def test_autocast_does_not_change_what_products_read(tmp_path):
+    """fp32 masters are quantized as they are."""
+    with torch.autocast("cpu", torch.bfloat16):
+        check_products(mlp(FP8, features=FEATURES), "fp8_block", tmp_path / "out", torch.randn(4, FEATURES[0]))
 
 
 @masters_or_not

@@ -124,7 +124,7 @@ WRONG = {
     "min_features": (lambda: min_features(-1), ValueError, "features must not be negative, got -1"),
     "no blocks": (lambda: keep_last_blocks(nn.Linear(4, 8), 1), ValueError, "no nn.ModuleList .*; use skip_fqns with"),
     "too many": (lambda: keep_last_blocks(Stack(3), 4), ValueError, "'layers' has 3 blocks, got count=4"),
-    "share": (lambda: keep_last_blocks(Stack(3), 1.5), ValueError, r"a share is from 0.0 to 1.0, got count=1.5"),
+    "share": (lambda: keep_last_blocks(Stack(3), 1.5), ValueError, r"a fraction is from 0.0 to 1.0, got count=1.5"),
     "negative": (lambda: keep_last_blocks(Stack(3), -1), ValueError, "'layers' has 3 blocks, got count=-1"),
 }
 
@@ -173,7 +173,7 @@ lm_head: skip_lm_head: output projection""",
 
 def test_a_filter_works_on_a_root_that_is_a_layer():
     layer = nn.Linear(64, 64)
-    with pytest.warns(UserWarning, match="nothing of Linear is converted"):
+    with pytest.warns(UserWarning, match="no layer of Linear is converted"):
         quantize_(layer, FP8, min_features(128))
     assert dry_run(layer, FP8, min_features(128)).layers[0].reason == "min_features: 64 < 128"
     quantize_(layer, FP8, min_features(64))
@@ -183,9 +183,7 @@ def test_a_filter_works_on_a_root_that_is_a_layer():
 @pytest.mark.parametrize("combine", (lambda f: f, lambda f: is_linear() & f, lambda f: f & (lambda m, fqn: True)))
 def test_quantize_warns_of_patterns_that_match_nothing(combine):
     model = nn.ModuleDict({"block": nn.ModuleDict({"up": nn.Linear(64, 64), "down": nn.Linear(64, 64)})})
-    said = (
-        r"quantize_: 'block.uo' of Filter\(.*\) matches no layer and leaves nothing out; the nearest names are block.up"
-    )
+    said = r"quantize_: 'block.uo' of Filter\(.*\) matches no layer; the most similar names are block.up"
     with pytest.warns(UserWarning, match=said) as seen:
         quantize_(model, FP8, filter_fn=combine(skip_fqns("block.uo", "*.down")))
     assert len(seen) == 1
@@ -193,7 +191,7 @@ def test_quantize_warns_of_patterns_that_match_nothing(combine):
 
 def test_quantize_warns_where_it_converts_nothing():
     model = nn.ModuleDict({"up": nn.Linear(64, 64)})
-    said = r"nothing of ModuleDict is converted: Filter\(min_features\(128\)\) leaves out all linear layers and experts"
+    said = r"no layer of ModuleDict is converted, because Filter\(min_features\(128\)\) leaves out all linear layers"
     with pytest.warns(UserWarning, match=said) as seen:
         quantize_(model, FP8, filter_fn=min_features(128))
     assert len(seen) == 1 and seen[0].filename == __file__

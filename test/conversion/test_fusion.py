@@ -193,7 +193,7 @@ def test_the_report():
     assert_expected_inline(
         str(fusion_report(model)),
         """\
-module                             class                status   one input of                  why not / what else
+module                             class                status   shared input of               reason / SwiGLU
 ---------------------------------  -------------------  -------  ----------------------------  -------------------------
 model.layers.0.self_attn           DeepseekV3Attention  fused    q_a_proj, kv_a_proj_with_mqa
 model.layers.0.mlp                 DeepseekV3MLP        fused    gate_proj, up_proj            SwiGLU in down_proj
@@ -241,9 +241,9 @@ def replaced(model):
 
 
 LEFT_ALONE = {
-    "derived": (derived, "mine.MyMLP is derived from a known class; fuse before others wrap it"),
-    "patched": (patched, "its forward pass is an attribute of the instance"),
-    "wrapped": (wrapped, "gate_proj is a Sequential; fuse before others wrap it"),
+    "derived": (derived, "mine.MyMLP is derived from a known class; call fuse before other libraries wrap it"),
+    "patched": (patched, "its forward pass was replaced on the instance"),
+    "wrapped": (wrapped, "gate_proj is a Sequential; call fuse before other libraries wrap it"),
     "unknown": (lambda m: setattr(m, "own", Own()), "the forward pass of test_fusion.Own is not known"),
     "replaced": (replaced, "its forward pass was replaced by test_fusion.replaced.<locals>.<lambda>"),
 }

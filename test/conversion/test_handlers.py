@@ -168,9 +168,9 @@ def test_by_name():
 @pytest.mark.parametrize(
     ("name", "message"),
     (
-        ("layers.0.experts.bias", r"bias: a Parameter of shape \[4, 64\] is not a weight \[E, N, K\]; leave it out"),
-        ("lm_head.bias", r"a Parameter of shape \[16\] is not a weight \[N, K\]; leave it out"),
-        ("layers", "  layers: a ModuleList is not an nn.Linear and holds no experts"),
+        ("layers.0.experts.bias", r"bias: a Parameter of shape \[4, 64\] is not a weight \[E, N, K\]; exclude it"),
+        ("lm_head.bias", r"a Parameter of shape \[16\] is not a weight \[N, K\]; exclude it"),
+        ("layers", "  layers: a ModuleList is not an nn.Linear and has no expert weights"),
     ),
 )
 def test_names_of_no_weights_are_refused(name, message):
@@ -277,7 +277,9 @@ def test_attention_and_transformer_layers(train):
     if train:
         out.sum().backward()
         assert layer.linear1.weight.grad is not None
-    with pytest.raises(ValueError, match=r"self_attn.out_proj: nn.MultiheadAttention uses its weight without"):
+    with pytest.raises(
+        ValueError, match=r"self_attn.out_proj: nn.MultiheadAttention reads its weight without calling the layer"
+    ):
         quantize_(plain, FP8, is_linear())
 
 

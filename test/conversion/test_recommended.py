@@ -72,7 +72,7 @@ def test_mixtures_of_experts(family):
     assert has_weights or family in ("nllb-moe", "switch_transformers")
 
 
-TIED, NO_EXPERTS = "output head, tied to ", "not named as experts are"
+TIED, NO_EXPERTS = "output head, tied to ", "not named like experts"
 # {what: (family, class, what is left out)}
 OTHERS = {
     "llama": ("llama", None, {"lm_head": "output head"}),
@@ -83,7 +83,7 @@ OTHERS = {
     "gpt2": ("gpt2", None, {"lm_head": f"{TIED}transformer.wte"}),
     "t5": ("t5", "T5ForConditionalGeneration", {"lm_head": f"{TIED}decoder.embed_tokens"}),
     "image classifier": ("vit", "ViTForImageClassification", {"classifier": "output head"}),
-    "image encoder": ("vit", "ViTModel", {"pooler.dense": "last layer, behind the blocks"}),
+    "image encoder": ("vit", "ViTModel", {"pooler.dense": "last layer, after the blocks"}),
     # Heads of attention and recurrent gates are Parameters [E, N, K] too, which no grouped GEMM reads.
     "xlnet": ("xlnet", None, {"rel_attn": NO_EXPERTS, "lm_loss": f"{TIED}transformer.word_embedding"}),
     "recurrent": ("recurrent_gemma", None, {"temporal_block.rg_lru": NO_EXPERTS,
@@ -122,11 +122,11 @@ def test_a_head_by_any_name_and_attention_of_pytorch():
         "\n".join(f"{row.fqn}: {row.status}, {row.reason}" for row in rows),
         """\
 patches: converted, fp8_128x128
-encoder.layers.0.self_attn.in_proj_weight: skipped, nn.MultiheadAttention multiplies by it itself, without an nn.Linear
-encoder.layers.0.self_attn.out_proj: skipped, used by nn.MultiheadAttention itself
+encoder.layers.0.self_attn.in_proj_weight: skipped, nn.MultiheadAttention uses it directly, without an nn.Linear
+encoder.layers.0.self_attn.out_proj: skipped, nn.MultiheadAttention reads its weight directly
 encoder.layers.0.linear1: converted, fp8_128x128
 encoder.layers.0.linear2: converted, fp8_128x128
-to_classes: skipped, last layer, behind the blocks""",
+to_classes: skipped, last layer, after the blocks""",
     )  # fmt: skip
 
 
@@ -225,7 +225,7 @@ def test_it_composes():
 def test_another_model_is_left_alone():
     model = ExpertModel()
     other = copy.deepcopy(model)
-    with pytest.warns(UserWarning, match="nothing of Model is converted"):
+    with pytest.warns(UserWarning, match="no layer of Model is converted"):
         quantize_(other, FP8, filter_fn=recommended_layers(model))
     reasons = {row.reason for row in conversion_report(other).layers}
     assert reasons == {"not part of the model that recommended_layers was called with"}

@@ -85,32 +85,32 @@ class Registered(nn.Linear):
 
 
 QUANTIZED = replace(FP8, master_weights=False)
-ITSELF = r"{} of {}\..* quantizes its weight by itself"
+ITSELF = r"{} of {}\..* quantizes its weight itself"
 FAILURES = {
     "complex": (lambda: nn.Linear(64, 64, dtype=torch.complex64), "its weight is torch.complex64; cast it to bfloat16"),
     "lazy": (lambda: nn.LazyLinear(64), "its weight is not initialized yet; run one forward pass first"),
     "parametrized": (lambda: nn.utils.parametrizations.weight_norm(nn.Linear(64, 64)), r"not a Parameter \(.*; remove"),
     "pruned": (lambda: prune.random_unstructured(nn.Linear(64, 64), "weight", amount=0.5), r"not a Parameter \("),
     "own parameter": (lambda: changed(nn.Linear(64, 64), own_parameter), "a OwnParameter; convert first, then shard"),
-    "no linear": (lambda: nn.Conv1d(4, 4, 1), "a Conv1d is not an nn.Linear and holds no experts"),
-    "quantized": (lambda: convert_module(nn.Linear(64, 64), QUANTIZED), "a BlockwiseFP8Tensor already; call unconvert"),
+    "no linear": (lambda: nn.Conv1d(4, 4, 1), "a Conv1d is not an nn.Linear and has no expert weights"),
+    "quantized": (lambda: convert_module(nn.Linear(64, 64), QUANTIZED), "already a BlockwiseFP8Tensor; call unconvert"),
     "weak reference": (lambda: changed(nn.Linear(64, 64), lambda m: weakref.ref(m.weight)), "a weak reference to its"),
-    "view": (lambda: changed(nn.Linear(64, 64), lambda m: m.weight.t()), "a view of it, the graph of .* holds its"),
-    "forward": (lambda: changed(nn.Linear(64, 64), lambda m: vars(m).update(forward=lambda x: x)), "an attribute of"),
+    "view": (lambda: changed(nn.Linear(64, 64), lambda m: m.weight.t()), "a view, the autograd graph of .* refers"),
+    "forward": (lambda: changed(nn.Linear(64, 64), lambda m: vars(m).update(forward=lambda x: x)), "replaced on the"),
     "class": (lambda: type("L", (Registered,), {}, name="L")(64, 64), r"no class can be derived from L .*'name'"),
-    "attention": (lambda: nn.MultiheadAttention(64, 2).out_proj, "nn.MultiheadAttention uses its weight without"),
+    "attention": (lambda: nn.MultiheadAttention(64, 2).out_proj, "nn.MultiheadAttention reads its weight without"),
     "experts, double": (changed_experts(lambda m: m.double() and None), r"up: its weight is torch.float64; cast it to"),
     "experts, weak": (changed_experts(lambda m: weakref.ref(m.down)), "down: something holds a weak reference to its"),
-    "experts, view": (changed_experts(lambda m: m.down.mT), "down: a view of it, the graph of"),
+    "experts, view": (changed_experts(lambda m: m.down.mT), "down: a view, the autograd graph of"),
     "experts, own": (changed_experts(own_parameter), "down: its weight is a OwnParameter; convert first"),
-    "experts, quantized": (changed_experts(lambda m: convert_module(m, QUANTIZED) and None), "up: .* already; call"),
+    "experts, quantized": (changed_experts(lambda m: convert_module(m, QUANTIZED) and None), "up: .* already a .*; "),
     # Layers that quantize by themselves.
     "qat": (lambda: qat.Linear(64, 64, qconfig=get_default_qat_qconfig()), ITSELF.format("Linear", r"torch\.ao")),
     "float8": (float8, ITSELF.format("Float8Linear", "torchao")),
     "fake quantized": (fake_quantized, ITSELF.format("FakeQuantizedLinear", "torchao")),
     "derived": (derived, ITSELF.format("FakeQuantizedLinear", "torchao")),
     "fp8 of transformers": (of("transformers.integrations.finegrained_fp8", "FP8Linear", block_size=(32, 32)),
-                            "its weight is torch.float8_e4m3fn, codes whose scales are stored elsewhere"),
+                            "its weight is torch.float8_e4m3fn, and its scales are stored in another tensor"),
     "bitnet": (of("transformers.integrations.bitnet", "AutoBitLinear"), ITSELF.format("AutoBitLinear", "transformers")),
     "8 bits": (of("bitsandbytes.nn", "Linear8bitLt"), ITSELF.format("Linear8bitLt", "bitsandbytes")),
     "4 bits": (of("bitsandbytes.nn", "Linear4bit"), ITSELF.format("Linear4bit", "bitsandbytes")),
@@ -137,7 +137,7 @@ def test_a_failing_conversion_names_the_layer_and_changes_nothing(make, reason):
     model = nn.ModuleDict({"first": nn.Linear(64, 64), "block": block, "last": nn.Linear(64, 64)})
     before = state(model)
     wanted = lambda m, fqn: fqn in ("first", "block.1", "last")  # noqa: E731
-    said = f"(?s)1 of 3 layers cannot be converted, and nothing was changed.*\n  block.1: .*{reason}"
+    said = f"(?s)1 of 3 layers cannot be converted, so nothing was changed.*\n  block.1: .*{reason}"
     with pytest.raises(ValueError, match=said):
         quantize_(model, FP8, wanted)
     assert state(model) == before
@@ -165,7 +165,7 @@ def test_the_message():
     assert_expected_inline(
         str(error.value),
         """\
-quantize_: 2 of 3 layers cannot be converted, and nothing was changed; fix them, or leave them out with filter_fn=skip_fqns(...):
+quantize_: 2 of 3 layers cannot be converted, so nothing was changed; fix them, or exclude them with filter_fn=skip_fqns(...):
   0: its weight is torch.float64; cast it to bfloat16, float16 or float32, or exclude the layer
   1: its weight is not initialized yet; run one forward pass first""",  # noqa: E501
     )
@@ -187,7 +187,7 @@ def test_a_module_with_nothing_to_convert_is_refused():
     module = nn.Module()
     module.bias = nn.Parameter(torch.zeros(4, 8))
     reason = why_not_convertible(module, FP8)
-    assert reason == "a Module is not an nn.Linear and holds no experts [E, N, K]; narrow filter_fn"
+    assert reason == "a Module is not an nn.Linear and has no expert weights [E, N, K]; exclude it"
 
 
 # --- wrong calls ------------------------------------------------------------------------------------------------------
@@ -227,10 +227,10 @@ def test_a_training_config_is_wanted_and_no_class():
             wrong |= {theirs.__name__: theirs(), f"the class {theirs.__name__}": theirs}
         for got, given in wrong.items():
             for name, call in calls.items():
-                said = rf"^{name}: config must be a training config, got {got}; write {config.__name__}\(\)$"
+                said = rf"^{name}: config must be a training config, got {got}; use {config.__name__}\(\)$"
                 with pytest.raises(TypeError, match=said):
                     call(layers(), given)
-    with pytest.raises(TypeError, match=r"got str; take BlockwiseFP8TrainingConfig\(\) or NVFP4TrainingConfig\(\)"):
+    with pytest.raises(TypeError, match=r"got str; use BlockwiseFP8TrainingConfig\(\) or NVFP4TrainingConfig\(\)"):
         dry_run(layers(), "fp8")
 
 
@@ -242,7 +242,8 @@ def test_from_pretrained_takes_its_own_configs_and_no_class(config, tmp_path):
     wrong = {f"a {config.__name__}": config(), f"the class {config.__name__}": config}
     for got, given in {**wrong, f"the class {theirs.__name__}": theirs}.items():
         said = (
-            rf"^from_pretrained: quantization_config must be {theirs.__name__}\(\) from .*\.transformers, got {got}; "
+            rf"^from_pretrained: quantization_config must be {theirs.__name__}\(\) from .*\.transformers "
+            rf"\(with the same options\), got {got}; "
         )
         with pytest.raises(AttributeError, match=said):
             transformers.AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=given)
@@ -252,7 +253,7 @@ def test_from_pretrained_takes_its_own_configs_and_no_class(config, tmp_path):
 def test_a_model_that_ddp_has_wrapped(one_rank):
     ddp = nn.parallel.DistributedDataParallel(layers())
     for model in (ddp, nn.Sequential(ddp), ddp.module):
-        with pytest.raises(ValueError, match=r"DistributedDataParallel holds its weight; .* convert before DDP"):
+        with pytest.raises(ValueError, match=r"DistributedDataParallel refers to its weight; .* before DDP"):
             quantize_(model, FP8)
 
 
@@ -279,8 +280,8 @@ def test_a_plain_call_warns_once_of_heads_and_routers():
     for options in ({}, {"filter_fn": None}):
         model = Model()
         assert warned(model, FP8, **options) == [
-            "quantize_: without a filter it converts layers.1.router (router or gate), lm_head (output head); to leave "
-            "these out, convert a fresh model with filter_fn=recommended_layers(model, config)"
+            "quantize_: without a filter, it also converts layers.1.router (router or gate), lm_head (output head); to "
+            "leave these out, convert a new model with filter_fn=recommended_layers(model, config)"
         ]
         assert isinstance(model.lm_head.weight, MasterWeightTensor)
 

@@ -57,7 +57,7 @@ def test_text_of_a_dry_run_that_would_fail():
     assert_expected_inline(
         str(dry_run(model, NVFP4, min_features(0) & (lambda m, fqn: fqn != "2"))),
         """\
-dry run: what quantize_ would do
+dry run: the result of quantize_, without converting
 layer  status          why / format                                                                                shape  dtype      before     after  quantized
 -----  --------------  ------------------------------------------------------------------------------------------  -----  -------  --------  --------  ---------
 0      cannot convert  its weight is torch.float64; cast it to bfloat16, float16 or float32, or exclude the layer  64×64  float64  32.0 KiB  32.0 KiB          -
@@ -168,7 +168,8 @@ def test_a_weight_that_was_replaced_is_told():
     model[2].weight = nn.Parameter(model[2].weight.hp.clone())
     report = conversion_report(model)
     first, second = report.layers
-    assert (first.status, second.status, second.reason) == ("converted", "replaced", "was converted, weight replaced")
+    assert (first.status, second.status) == ("converted", "replaced")
+    assert second.reason == "its weight was replaced after the conversion"
     assert second.bytes_after == second.bytes_before == model[2].weight.nbytes and report.totals["converted"] == 1
 
 
@@ -195,10 +196,10 @@ def test_a_report_of_nothing_names_the_filter():
     assert report.layers == () and report.totals["layers"] == 0 and "0 of 0" in str(report)
     model = nn.ModuleDict({"experts": SwiGLUExperts(2, 16, 16)})
     quantize_(model, FP8)
-    hint = "\nnothing is converted; filter_fn=recommended_layers(model) takes experts too"
+    hint = "\nno layer is converted; filter_fn=recommended_layers(model) includes experts"
     assert str(conversion_report(model)).endswith(hint)
     quantize_(model, FP8, filter_fn=recommended_layers(model))
-    assert "nothing is converted" not in str(conversion_report(model))
+    assert "no layer is converted" not in str(conversion_report(model))
 
 
 class Conv1D(nn.Module):
@@ -220,11 +221,11 @@ class Raw(nn.Module):
 def test_matrices_that_no_linear_layer_has_are_shown_with_the_reason():
     model = nn.ModuleDict({"attention": nn.MultiheadAttention(64, 4), "cross": nn.MultiheadAttention(64, 4, kdim=32)})
     model.update({"c_attn": Conv1D(), "raw": Raw(), "embed": nn.Embedding(8, 64), "norm": nn.LayerNorm((8, 64))})
-    attention = "nn.MultiheadAttention multiplies by it itself, without an nn.Linear"
-    by_name = "not in an nn.Linear; if F.linear multiplies by it, FqnToConfig converts it by name"
+    attention = "nn.MultiheadAttention uses it directly, without an nn.Linear"
+    by_name = "not in an nn.Linear; if the model passes it to F.linear, FqnToConfig converts it by name"
     names = ("attention.in_proj_weight", *(f"cross.{x}_proj_weight" for x in "qkv"))
     expected = dict.fromkeys(names, attention) | {
-        "c_attn.weight": "Conv1D holds its weight transposed; replace it by nn.Linear",
+        "c_attn.weight": "Conv1D stores its weight transposed; replace it with nn.Linear",
         "raw.w_up": by_name,
         "raw.w_down": by_name,
     }

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import itertools
 import math
-import re
 import warnings
 
 import pytest
 import torch
-from helpers import FP8, NVFP4, mlp, weight
+from helpers import FP8, NVFP4, mlp, replace, weight
 from shared_inputs import Counter
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -197,20 +196,63 @@ def test_any_number_of_tokens(count):
             assert {t.elements for t in report.tensors if t.layer == "0" and t.tensor == "x"} <= {64 * count}
 
 
-def test_layers_that_do_not_run_or_are_in_evaluation_are_not_seen():
-    """One warning says so, whatever number of reports follow."""
-    for model, said in (
-        (mlp(FP8).eval(), "all layers are in evaluation mode, .* call model.train"),
-        (mlp(FP8), "CUDA graph replays are not observed"),
-        (mlp(), "and unconverted layers only with recipes in what_if"),
-    ):
-        with NumericsMonitor(model, every=1) as monitor, pytest.warns(UserWarning, match="NumericsMonitor") as seen:
-            for _ in range(3):
-                if not model.training or "nor" in said:
-                    model(tokens())
-                report = monitor.step()
-                assert {t.tensor for t in report.tensors} <= {"w"} and "step " in str(report)
-        assert len(seen) == 1 and re.search(f"no monitored layer ran in step 0: .*{said}", str(seen[0].message))
+@pytest.mark.parametrize("options", (None, *CHECKPOINTS.values()), ids=("plain", *CHECKPOINTS))
+@pytest.mark.parametrize("config", (FP8, None), ids=("fp8", "unconverted"))
+def test_in_evaluation_mode_passes_count_whose_backward_runs(config, options):
+    """`from_pretrained` leaves models in this mode. Validation is not counted, with gradients enabled or not."""
+    reports = []
+    for training in (True, False):
+        model = mlp(config).train(training)
+        run = model if options is None else lambda x, m=model: checkpoint(m, x.requires_grad_(), **options)
+        with NumericsMonitor(model, what_if=("nvfp4",)) as monitor:
+            if not training:
+                model(tokens(7))
+                with torch.no_grad():
+                    model(tokens(8))
+            reports += train(model, monitor, run=run)
+    assert reports[0].tensors == reports[1].tensors and reports[0].gradients == reports[1].gradients
+    assert {t.elements for t in reports[1].tensors if t.tensor == "x" and t.layer == "0"} == {TOKENS * 64}
+
+
+NOT_RUN = (
+    "which did not run, or ran in a CUDA graph, in code compiled after the monitor was created, or in evaluation mode "
+    "without backward"
+)
+NO_MASTER = "whose quantized Parameter has no master, or one that is sharded"
+UNSEEN = {
+    "evaluation": (lambda: mlp(FP8).eval(), lambda model: model(tokens()), f"x in 2 of 2 layers (0, 2), {NOT_RUN}"),
+    "some_layers": (lambda: mlp(FP8), lambda model: model[0](tokens()), f"x in 1 of 2 layers (2), {NOT_RUN}"),
+    "no_master": (
+        lambda: mlp(replace(FP8, master_weights=False)), lambda model: [model(tokens()) for _ in range(2)],
+        f"w in 2 of 2 layers (0, 2), {NO_MASTER}",
+    ),
+    "many_layers": (
+        lambda: nn.ModuleList(mlp(replace(FP8, master_weights=False))[0] for _ in range(5)), lambda model: None,
+        f"x in 5 of 5 layers (0, 1, 2, 3, ..), {NOT_RUN}; of w in 5 of 5 layers (0, 1, 2, 3, ..), {NO_MASTER}",
+    ),
+    "not_converted": (
+        mlp, lambda model: model(tokens()), "any layer, because none is converted; name recipes in what_if",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("make", "run", "message"), UNSEEN.values(), ids=UNSEEN)
+def test_what_is_not_observed_is_said_once(make, run, message):
+    model = make()
+    run(model)  # A quantized weight whose master nobody wants drops it when it is read.
+    with NumericsMonitor(model, every=1) as monitor, pytest.warns(UserWarning, match="NumericsMonitor") as caught:
+        for _ in range(3):
+            run(model)
+            assert "step " in str(monitor.step())
+    assert [str(w.message) for w in caught] == [f"NumericsMonitor: step 0 has no figures of {message}"]
+
+
+def test_nothing_is_said_of_layers_that_are_observed():
+    """Nor of layers that stay in high precision, where no recipe is tried on them."""
+    model = mlp(FP8).append(nn.Linear(32, 8))
+    with NumericsMonitor(model) as monitor, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(model, monitor)
 
 
 # --- which steps ------------------------------------------------------------------------------------------------------
@@ -253,13 +295,14 @@ def test_patterns_choose_layers():
         (lambda: mlp(FP8), {"layers": ("*", "1")}, r"layers='1' matches no layer; the nearest names are "),
         (lambda: mlp(FP8), {"what_if": ("fp4",)}, "what_if must name recipes of fp8, .*, or hold configs, got 'fp4'"),
         (lambda: mlp(FP8), {"every": 0}, "every must be at least 1, got 0"),
+        (lambda: mlp(FP8), {"writers": ["a.csv"]}, r"got 'a.csv'; for a file, use HTMLWriter\(path\) or CSVWriter"),
         (lambda: nn.LayerNorm(3), {}, "the model has no linear layer and no experts"),
         (lambda: nn.Linear(3, 3, device="meta"), {}, "the model is on the meta device; materialize it first"),
     ),
-    ids=("layers", "what_if", "every", "no layers", "meta"),
+    ids=("layers", "what_if", "every", "writers", "no layers", "meta"),
 )
 def test_what_it_refuses(make, options, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=message):
         NumericsMonitor(make(), **options)
 
 

@@ -8,8 +8,6 @@ import math
 import re
 import shutil
 import subprocess
-import sys
-import types
 import warnings
 
 import pytest
@@ -21,8 +19,6 @@ from torchao_blockwise.diagnostics import (
     CSVWriter,
     HTMLWriter,
     NumericsMonitor,
-    TensorBoardWriter,
-    WandbWriter,
     writers,
 )
 
@@ -57,10 +53,14 @@ def test_csv_can_be_read_again(tmp_path):
 
 
 def test_tensorboard_can_be_read_again(tmp_path):
+    """The program's own `SummaryWriter` is a writer, and stays open."""
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from torch.utils.tensorboard import SummaryWriter
 
-    written = reports(TensorBoardWriter(tmp_path))
+    with SummaryWriter(str(tmp_path)) as program:
+        written = reports(program)
+        program.add_scalar("loss", 0.5, 7)
     read = EventAccumulator(str(tmp_path)).Reload()
     points = read.Scalars("numerics/gradient_to_noise")
     assert [(p.step, pytest.approx(p.value, rel=1e-6)) for p in points] == [
@@ -68,33 +68,22 @@ def test_tensorboard_can_be_read_again(tmp_path):
     ]
     asked = written[1].what_if("nvfp4")["second.2"]
     assert read.Scalars("what_if/nvfp4/second.2")[1].value == pytest.approx(asked, rel=1e-6)
+    assert [p.step for p in read.Scalars("loss")] == [7]
 
 
-class Run:
-    """As a run of Weights & Biases."""
-
-    def __init__(self, **options):
-        self.logged, self.finished = [], False
-        self.log = self.logged.append
-
-    def finish(self):
-        self.finished = True
-
-
-def test_wandb_is_given_scalars_and_runs_of_the_program_are_left_open(monkeypatch):
-    wandb = types.SimpleNamespace(run=None, init=Run)
-    monkeypatch.setitem(sys.modules, "wandb", wandb)
-    begun = WandbWriter(project="numerics")
-    wandb.run = Run()
-    given = Run()
-    written = reports(begun, WandbWriter(), WandbWriter(given))
-    for run, is_own in ((begun._run, True), (wandb.run, False), (given, False)):
-        assert run.finished is is_own and [values["numerics/step"] for values in run.logged] == [0, 1]
-    for values, report in zip(given.logged, written):
-        assert values["numerics/gradient_to_noise"] == report.gradient_to_noise
-        figures = {(t.layer, t.kind, t.recipe): t.sqnr_db for t in report.tensors}
-        assert values["sqnr_db/first.2/w"] == figures["first.2", "w", "fp8"]
-        assert all(isinstance(value, (int, float)) for value in values.values())
+@pytest.mark.parametrize("mode", ("offline", "disabled"))
+def test_wandb_gets_scalars(mode, tmp_path):
+    """The program's own run is a writer, and stays open. Its steps may be larger than the monitor's."""
+    wandb = pytest.importorskip("wandb")
+    with wandb.init(mode=mode, dir=tmp_path, settings=wandb.Settings(silent=True)) as run:
+        run.log({"loss": 2.0}, step=50)
+        written = reports(run)
+        run.log({"loss": 1.0}, step=60, commit=True)
+        logged = dict(run.summary)
+    assert logged["numerics/step"] == 1 and logged["loss"] == 1.0
+    assert logged["numerics/gradient_to_noise"] == written[1].gradient_to_noise
+    figures = {(t.layer, t.kind, t.recipe): t.sqnr_db for t in written[1].tensors}
+    assert logged["sqnr_db/first.2/w"] == figures["first.2", "w", "fp8"]
 
 
 @pytest.mark.parametrize("kind", (CSVWriter, HTMLWriter))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 
 import torch
 import torch.distributed as dist
@@ -166,15 +167,28 @@ def nonfinite(rank: int) -> None:
     assert math.isnan(next(t.amax for t in report.tensors if t.layer == "0.up" and t.tensor == "x"))
 
 
+def ranks_outside(rank: int) -> None:
+    """Ranks outside of the group take no part in a report, which is said once."""
+    group = [dist.new_group([r]) for r in range(RANKS)][rank]
+    model = blocks(config_of("fp8"))
+    with NumericsMonitor(model, every=1, group=group) as monitor, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            model(batch(rank)).square().sum().backward()
+            monitor.step()
+    messages = [str(w.message) for w in caught if "NumericsMonitor" in str(w.message)]
+    assert messages == ["NumericsMonitor: step 0 has no figures of ranks outside of `group`"]
+
+
 RUNS = {
     "counts_microbatches": counts_microbatches, "expert_parallel": expert_parallel, "pipeline": pipeline,
-    "nonfinite": nonfinite,
+    "nonfinite": nonfinite, "ranks_outside": ranks_outside,
 }  # fmt: skip
 # Of two processes and of four.
 CASES = {
     2: (
         [("fsdp", "nvfp4"), ("fsdp_of_layers", None), ("tensor_parallel", "fp8"), ("expert_parallel", "fp8"),
-         ("counts_microbatches",), ("pipeline",), ("nonfinite",)],
+         ("counts_microbatches",), ("pipeline",), ("nonfinite",), ("ranks_outside",)],
         [("fsdp", "fp8"), ("fsdp_of_layers", "fp8"), ("fsdp_of_layers", "nvfp4"), ("ddp", "fp8"), ("ddp", "nvfp4"),
          ("tensor_parallel", "nvfp4"), ("tensor_parallel", None), ("expert_parallel", "nvfp4")],
     ),

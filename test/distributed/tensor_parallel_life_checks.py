@@ -184,7 +184,7 @@ def refuses_cut_blocks(mesh, config):
 def refuses_what_it_cannot_place(mesh, config):
     model = parallelize_module(layer(config, 512, 160), mesh, ColwiseParallel())
     forward = type(model).forward
-    with raises(TypeError, "the weight is a DTensor, x a Tensor; parallelize the layer with ColwiseParallel or Row"):
+    with raises(TypeError, "the weight is a DTensor, but x is a Tensor; parallelize the layer with ColwiseParallel"):
         forward(model, tokens())
     with raises(ValueError, "x [.., K] and weight [N, K] must agree in K, got [4, 96] and [512, 160]"):
         forward(model, distribute_tensor(torch.ones(4, 96, device=device()), mesh, [Replicate()]))

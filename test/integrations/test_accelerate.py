@@ -53,7 +53,7 @@ def test_weights_that_a_dispatch_replaces_are_said(tmp_path):
         model = mlp()
     quantize_(model, FP8)
     model = accelerate.load_checkpoint_and_dispatch(model, str(tmp_path / "model.bin"), device_map={"": "cpu"})
-    with pytest.warns(UserWarning, match="was converted to low precision, but its weight was replaced") as caught:
+    with pytest.warns(UserWarning, match="in high precision, because its weight was replaced") as caught:
         model(torch.randn(4, 64))
     assert sorted(str(w.message).split()[0] for w in caught) == ["0", "2"]
     assert [layer.status for layer in conversion_report(model).layers] == ["replaced", "replaced"]
@@ -61,7 +61,7 @@ def test_weights_that_a_dispatch_replaces_are_said(tmp_path):
 
 def test_what_is_offloaded_is_refused(tmp_path):
     _, model = dispatched(tmp_path, {"0": "cpu", "1": "cpu", "2": "disk"})
-    with pytest.raises(ValueError, match=r"2: accelerate offloads its weight and replaces it .*; give it a device"):
+    with pytest.raises(ValueError, match=r"2: accelerate offloads its weight and replaces it .*; put it on a device"):
         quantize_(model, FP8)
     assert not isinstance(model[0].weight, MasterWeightTensor)
 

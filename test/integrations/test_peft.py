@@ -147,7 +147,7 @@ def test_adapters_are_left_out_and_the_report_says_so(order):
     adapters = {name for name, m in adapted.named_modules() if isinstance(m, torch.nn.Linear) and ".lora_" in name}
     report = {layer.fqn: (layer.status, layer.reason) for layer in conversion_report(adapted).layers}
     assert len(adapters) == 4 and {report[name] for name in adapters} == {
-        ("skipped", "PEFT adapter, stays in high precision")
+        ("skipped", "PEFT adapter, kept in high precision")
     }
     assert all(type(adapted.get_submodule(name).weight) is torch.nn.Parameter for name in adapters)
     assert report["base_model.model.model.layers.0.self_attn.q_proj.base_layer"][0] == "converted"

@@ -23,7 +23,9 @@ def test_names_of_recipes():
         recipes.training_config("nvpf4")
     with pytest.raises(ValueError, match=r"got 'xyz'$"):
         recipes.training_config("xyz")
-    with pytest.raises(TypeError, match=r"got the class Blockwise.*; write BlockwiseFP8TrainingConfig\(\)"):
+    with pytest.raises(
+        TypeError, match=r"got the class BlockwiseFP8TrainingConfig; use BlockwiseFP8TrainingConfig\(\)"
+    ):
         recipes.training_config(BlockwiseFP8TrainingConfig)
 
 

@@ -1,16 +1,20 @@
-"""TRL's SFTTrainer trains a model that is loaded converted: the bits of one that `quantize_` converts."""
+"""TRL's trainers on converted models: SFT as after `quantize_`, and references that equal the policy at the start."""
 
 from __future__ import annotations
+
+import re
+from pathlib import Path
 
 import pytest
 import torch
 from helpers import FP8
 from torchao.quantization import quantize_
 
-from torchao_blockwise import NVFP4TrainingConfig, recommended_layers
+from torchao_blockwise import NVFP4TrainingConfig, recommended_layers, skip_fqns
+from torchao_blockwise.tensors import QuantizedTensor
 from torchao_blockwise.testing import assert_bitwise_equal
 
-trl = pytest.importorskip("trl")
+trl = pytest.importorskip("trl", "1.16")
 transformers = pytest.importorskip("transformers", "5.0")
 datasets = pytest.importorskip("datasets")
 tokenizers = pytest.importorskip("tokenizers")
@@ -23,8 +27,28 @@ ARGUMENTS = {
     "max_steps": 2, "per_device_train_batch_size": 2, "learning_rate": 1e-2, "lr_scheduler_type": "constant",
     "report_to": [], "use_cpu": True, "disable_tqdm": True, "save_strategy": "no", "max_grad_norm": 0.0,
     "train_sampling_strategy": "sequential", "bf16": False, "gradient_checkpointing": False,
-    "gradient_accumulation_steps": 1,
+    "gradient_accumulation_steps": 1, "logging_steps": 1,
 }  # fmt: skip
+# Each method's options, and the logged value that is 0 if policy and reference are equal.
+METHODS = {
+    "DPO": ({"max_length": 16}, "rewards/margins"),
+    "GRPO": ({"num_generations": 2, "max_completion_length": 4}, "kl"),
+}
+PROMPTS = [f"w{i} w{i + 3} w{2 * i} " for i in range(8)]
+ROWS = {
+    "DPO": {
+        "prompt": PROMPTS,
+        "chosen": [f"w{i + 1} w{i + 5} w3" for i in range(8)],
+        "rejected": [f"w{i + 9} w{i}" for i in range(8)],
+    },
+    "GRPO": {"prompt": PROMPTS},
+}
+RECIPES = {
+    "fp8": (ours.BlockwiseFP8Config, FP8),
+    "nvfp4": (ours.NVFP4Config, NVFP4TrainingConfig()),
+}
+every_method = pytest.mark.parametrize("method", METHODS)
+both_recipes = pytest.mark.parametrize("recipe", RECIPES)
 
 
 def tokenizer():
@@ -34,19 +58,58 @@ def tokenizer():
     return transformers.PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", eos_token="<eos>")
 
 
-@pytest.fixture
-def model_in(tmp_path):
+def reward(completions, **_):
+    return [float(len(text)) for text in completions]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("trl") / "plain"
     torch.manual_seed(0)
-    transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)).save_pretrained(tmp_path / "plain")
-    return lambda config: transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path / "plain", quantization_config=config
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)).save_pretrained(path)
+    return str(path)
+
+
+def converted(folder, recipe, chosen=None, **options):
+    """A model that `quantize_` converts, by default all layers that the recipe recommends for any depth."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    config = type(RECIPES[recipe][1])(**options)
+    quantize_(model, config, filter_fn=chosen or recommended_layers(model))
+    return model
+
+
+def hf_config(recipe, **options):
+    return RECIPES[recipe][0](keep_last_blocks=0, **options)
+
+
+def trainer_of(method, model, folder, *, rows=None, more=None, **options):
+    """options: of the method's config; more: of its trainer."""
+    torch.manual_seed(0)
+    more = {"reward_funcs": reward} | (more or {}) if method == "GRPO" else more or {}
+    options = METHODS[method][0] | ARGUMENTS | ({"beta": 0.1} if method == "GRPO" else {}) | options
+    return getattr(trl, f"{method}Trainer")(
+        model,
+        args=getattr(trl, f"{method}Config")(f"{folder}_out", **options),
+        train_dataset=rows or datasets.Dataset.from_dict(ROWS[method]),
+        processing_class=tokenizer(),
+        **more,
     )
 
 
-@pytest.mark.parametrize(
-    ("cls", "config"), ((ours.BlockwiseFP8Config, FP8), (ours.NVFP4Config, NVFP4TrainingConfig())), ids=("fp8", "nvfp4")
-)
-def test_it_trains_as_after_quantize(cls, config, model_in, tmp_path):
+def differences(method, *args, **options) -> list[float]:
+    """Train; return the margin or the divergence of each step."""
+    trainer = trainer_of(method, *args, **options)
+    trainer.train()
+    return logged(method, trainer)
+
+
+def logged(method, trainer) -> list[float]:
+    name = METHODS[method][1]
+    return [entry[name] for entry in trainer.state.log_history if name in entry]
+
+
+@both_recipes
+def test_it_trains_as_after_quantize(recipe, folder, tmp_path):
     text = [" ".join(f"w{(7 * row + i) % 30}" for i in range(8)) for row in range(4)]
 
     def trained(model, *callbacks):
@@ -55,43 +118,130 @@ def test_it_trains_as_after_quantize(cls, config, model_in, tmp_path):
         trl.SFTTrainer(model, arguments, train_dataset=data, processing_class=words, callbacks=list(callbacks)).train()
         return model.state_dict()
 
-    by_hand = model_in(None)
+    def load(config):
+        return transformers.AutoModelForCausalLM.from_pretrained(folder, quantization_config=config)
+
+    cls, config = RECIPES[recipe]
+    by_hand = load(None)
     quantize_(by_hand, config, filter_fn=recommended_layers(by_hand, config))
     expected = trained(by_hand)
-    plain = trained(model_in(None))
-    for name, x in trained(model_in(cls()), ours.UnchangedWeights()).items():
+    plain = trained(load(None))
+    for name, x in trained(load(cls()), ours.UnchangedWeights()).items():
         assert_bitwise_equal(x, expected[name], name)
         assert not torch.equal(x, plain[name])
 
 
-@pytest.mark.parametrize("cls", (ours.BlockwiseFP8Config, ours.NVFP4Config), ids=("fp8", "nvfp4"))
-@pytest.mark.parametrize("method", ("DPO", "GRPO"))
-def test_references_must_be_converted_alike(method, cls, model_in, tmp_path):
-    """Before the first update policy and reference are the same model only if both are converted."""
-    rows, options, more = {"prompt": ["w1 w2 w3 "] * 4}, {"max_length": 16}, {}
-    if method == "DPO":
-        rows |= {"chosen": ["w4 w5"] * 4, "rejected": ["w6 w7"] * 4}
-    else:
-        options = {"beta": 0.1, "num_generations": 2, "max_completion_length": 4}
-        more["reward_funcs"] = lambda completions, **_: [float(len(text)) for text in completions]
-    config = cls(keep_last_blocks=0)
+@both_recipes
+@every_method
+def test_references_must_be_converted_alike(method, recipe, folder):
+    """TRL's own options convert the reference; without them it differs from the policy before the first update."""
+    config = hf_config(recipe)
+    first = lambda *args, **options: differences(method, *args, folder, max_steps=1, **options)[0]  # noqa: E731
+    assert first(converted(folder, recipe)) != 0.0
+    assert first(folder, more={"quantization_config": config}) == 0.0
+    assert first(converted(folder, recipe), model_init_kwargs={"quantization_config": config}) == 0.0
 
-    def first(model_init_kwargs, **reference) -> float:
-        """The margin or the divergence of the first step."""
-        torch.manual_seed(0)
-        made = {**options, **ARGUMENTS, "max_steps": 1, "logging_steps": 1, "model_init_kwargs": model_init_kwargs}
-        trainer = getattr(trl, f"{method}Trainer")(
-            model_in(config),
-            args=getattr(trl, f"{method}Config")(str(tmp_path), **made),
-            train_dataset=datasets.Dataset.from_dict(rows),
-            processing_class=tokenizer(),
-            **more,
-            **reference,
-        )
-        trainer.train()
-        return trainer.state.log_history[0]["rewards/margins" if method == "DPO" else "kl"]
 
-    assert first(None) != 0.0
-    assert first({"quantization_config": config}) == 0.0
-    if method == "DPO":
-        assert first(None, ref_model=model_in(config)) == 0.0
+@both_recipes
+def test_references_with_another_filter(recipe, folder):
+    config, chosen = RECIPES[recipe][1], skip_fqns("*.mlp.*", "lm_head")
+    reference = converted(folder, recipe, chosen)
+    with_reference = differences("DPO", converted(folder, recipe, chosen), folder, more={"ref_model": reference})
+    assert with_reference[0] == 0.0 != with_reference[1]
+    trainer = trainer_of("GRPO", converted(folder, recipe, chosen), folder)
+    quantize_(trainer.ref_model, config, filter_fn=chosen)
+    trainer.train()
+    assert logged("GRPO", trainer)[0] == 0.0 != logged("GRPO", trainer)[1]
+
+
+@both_recipes
+@pytest.mark.parametrize("masters", (True, False), ids=("masters", "quantized"))
+@pytest.mark.parametrize("given", ("peft_config", "PeftModel"))
+@every_method
+def test_lora_needs_no_reference(method, given, masters, recipe, folder):
+    """TRL disables new adapters, or copies those of a PeftModel, which need not be zero."""
+    peft = pytest.importorskip("peft")
+    model = converted(folder, recipe, master_weights=masters)
+    lora = peft.LoraConfig(r=4, target_modules=["q_proj", "up_proj"], init_lora_weights=given == "peft_config")
+    more = {"peft_config": lora} if given == "peft_config" else {}
+    before = {name: x.clone() for name, x in model.state_dict().items()}
+    trainer = trainer_of(method, model if more else peft.get_peft_model(model, lora), folder, more=more)
+    assert trainer.ref_model is None
+    trainer.train()
+    steps = logged(method, trainer)
+    assert steps[0] == 0.0 != steps[1]
+    after = trainer.model.unload().state_dict()
+    for name, x in before.items():
+        assert_bitwise_equal(after[name], x, name)
+
+
+@both_recipes
+@every_method
+def test_a_synchronized_reference_follows_the_policy(method, recipe, folder):
+    options = {"sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 1.0}
+    config = {"model_init_kwargs": {"quantization_config": hf_config(recipe)}}
+    assert differences(method, converted(folder, recipe), folder, **config)[1] != 0.0
+    more = {"callbacks": [ours.UnchangedWeights()]}
+    assert differences(method, converted(folder, recipe), folder, more=more, **config, **options) == [0.0, 0.0]
+    config = {"model_init_kwargs": {"quantization_config": hf_config(recipe, master_weights=False)}}
+    with pytest.raises(NotImplementedError, match=r"q_proj.weight.*keep high-precision weights \(master_weights=True"):
+        differences(method, converted(folder, recipe), folder, **config, **options)
+
+
+@both_recipes
+def test_precomputed_log_probabilities(recipe, folder, tmp_path):
+    """Computed by the policy itself. TRL's cache knows the values of the weights, but not the recipe."""
+    rows = lambda: datasets.load_from_disk(tmp_path)  # noqa: E731
+    datasets.Dataset.from_dict(ROWS["DPO"]).save_to_disk(tmp_path)
+    options = {"max_steps": 1, "precompute_ref_log_probs": True}
+    plain = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    assert differences("DPO", plain, folder, rows=rows(), **options) == [0.0]
+    assert differences("DPO", converted(folder, recipe), folder, rows=rows(), **options) != [0.0]
+    datasets.disable_caching()
+    try:
+        assert differences("DPO", converted(folder, recipe), folder, rows=rows(), **options) == [0.0]
+        options["train_sampling_strategy"] = "random"
+        shuffled = differences("DPO", converted(folder, recipe), folder, rows=rows(), **options)
+    finally:
+        datasets.enable_caching()
+    # The scale of an NVFP4 activation is that of its batch.
+    assert (shuffled == [0.0]) == (recipe == "fp8")
+
+
+@both_recipes
+def test_generation_with_unchanged_weights(recipe, folder):
+    """Two microbatches and four completions of a prompt: the same completions, gradients and weights."""
+    options = {"num_generations": 4, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
+    runs = []
+    for callbacks in ([], [ours.UnchangedWeights()]):
+        model = converted(folder, recipe)
+        differences("GRPO", model, folder, more={"callbacks": callbacks}, **options)
+        runs.append(model.state_dict())
+    for name, x in runs[0].items():
+        assert_bitwise_equal(runs[1][name], x, name)
+
+
+def code_of(page: str, section: str) -> list[str]:
+    text = (Path(__file__).parents[2] / "docs" / page).read_text(encoding="utf-8")
+    return re.findall(r"```python\n(.*?)```", re.search(rf"^## {section}\n(.*?)^## ", text, re.S | re.M)[1], re.S)
+
+
+@every_method
+def test_the_page(method, folder):
+    """The examples of docs/integrations.md."""
+    [example] = [code for code in code_of("integrations.md", "TRL") if f"{method}Trainer" in code]
+    # GRPO's policy is an object, so that `folder` must not be needed.
+    names = {
+        "options": {"output_dir": f"{folder}_out", **METHODS[method][0], **ARGUMENTS},
+        "dataset": datasets.Dataset.from_dict(ROWS[method]),
+        "tokenizer": tokenizer(),
+        "reward": reward,
+    }
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    names |= {"folder": folder} if method == "DPO" else {"model": model}
+    exec(compile(example, "integrations.md", "exec"), names)
+    steps = logged(method, names["trainer"])
+    assert steps[0] == 0.0 != steps[1]
+    weights = names["trainer"].ref_model.parameters()
+    assert any(isinstance(weight, QuantizedTensor) for weight in weights) == (method == "GRPO")

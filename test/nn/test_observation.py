@@ -21,7 +21,7 @@ class Seen:
     def __init__(self):
         self.products = []
 
-    def __call__(self, weight, x, how):
+    def __call__(self, weight, x, how, grad_enabled):
         product = [weight, x, how.groups, None]
         self.products.append(product)
 

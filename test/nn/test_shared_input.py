@@ -124,7 +124,7 @@ CHANGES = {
     "hook": (lambda m: m.k.register_forward_hook(lambda *_: None), "k has hooks"),
     "own_forward": (lambda m: own_forward(m.q), "q has hooks, or a separate forward pass"),
     "wrapper": (lambda m: setattr(m, "q", Doubled(m.q)), "q is a Doubled"),
-    "other_config": (lambda m: quantize_(m.v, replace(FP8, power_of_2_scales=True)), "v has another config than q"),
+    "other_config": (lambda m: quantize_(m.v, replace(FP8, power_of_2_scales=True)), "v and q have different configs"),
     "not_converted": (lambda m: None, "v is not converted"),
     "plain_weight": (
         lambda m: setattr(m.v, "weight", nn.Parameter(torch.ones(48, FEATURES))),

@@ -22,9 +22,7 @@ from torchao_blockwise import (
     ops,
     recipe_state,
 )
-from torchao_blockwise.formats import NVFP4_1X16, StochasticRounding
-from torchao_blockwise.nn import SwiGLUExperts, grouped_linear
-from torchao_blockwise.testing import assert_bitwise_equal
+from torchao_blockwise.formats import NVFP4_1X16
 
 pytestmark = pytest.mark.usefixtures("no_interpreter")
 CONFIG = replace(STOCHASTIC, backend="reference", seed=5)
@@ -50,49 +48,6 @@ def differ(a, b) -> bool:
 
 def keys(model) -> list[list[int]]:
     return [p.rounding_key.tolist() for p in model.parameters() if getattr(p, "rounding_key", None) is not None]
-
-
-@pytest.mark.parametrize("hadamard", (False, True))
-@pytest.mark.parametrize("tokens", (64, 50, 1))
-def test_linear_is_its_operations(tokens, hadamard):
-    """The second weight of a model, in its third backward pass."""
-    config = replace(CONFIG, hadamard=hadamard)
-    model = nn.Sequential(nn.LayerNorm(40), nn.Linear(40, 24, bias=False))
-    quantize_(model, config)
-    w, x, dy = model[1].weight, weight(tokens, 40), weight(tokens, 24, seed=2)
-    for _ in range(3):
-        inputs = x.clone().requires_grad_()
-        w.grad = None
-        F.linear(inputs, w).backward(dy)
-    # LayerNorm has two Parameters before it.
-    rounding = StochasticRounding(seed=5, stream=4 * 2, use=2)
-    copies = ops.quantize(
-        dy, NVFP4_1X16, columnwise=True, hadamard=hadamard, stochastic=rounding, padded=True, backend="reference"
-    )
-    saved = ops.quantize(
-        x, NVFP4_1X16, rowwise=False, columnwise=True, hadamard=hadamard, padded=True, backend="reference"
-    ).columnwise
-    options = {"out_dtype": torch.float32, "backend": "reference"}
-    assert_bitwise_equal(inputs.grad, ops.matmul(copies.rowwise, w.quantized(columnwise=True), **options))
-    assert_bitwise_equal(w.grad, ops.matmul(copies.columnwise, saved, **options))
-
-
-def test_experts_are_their_operations():
-    ends = torch.tensor([20, 20, 55, 64], dtype=torch.int32)
-    model = SwiGLUExperts(4, 40, 24)
-    quantize_(model, CONFIG, filter_fn=lambda module, name: True)
-    x, dy = weight(70, 24).requires_grad_(), weight(70, 40, seed=2)
-    grouped_linear(x, model.down, ends).backward(dy)
-    rounding = StochasticRounding(seed=5, stream=4)
-    options = {"columnwise": True, "backend": "reference"}
-    copies = ops.quantize(dy, NVFP4_1X16, groups=ends, stochastic=rounding, **options)
-    saved = ops.quantize(x, NVFP4_1X16, groups=ends, rowwise=False, **options).columnwise
-    wanted = ops.grouped_matmul(copies.columnwise, saved, ends, along="k", out_dtype=torch.float32, backend="reference")
-    assert_bitwise_equal(model.down.grad, wanted)
-    wanted = ops.grouped_matmul(
-        copies.rowwise, model.down.quantized(columnwise=True), ends, out_dtype=torch.float32, backend="reference"
-    )
-    assert_bitwise_equal(x.grad, wanted)
 
 
 @every_variant
@@ -183,9 +138,9 @@ def test_a_run_resumes(variant):
 def test_states_that_do_not_fit():
     model = mlp(CONFIG)
     state = recipe_state(model)
-    with pytest.raises(KeyError, match=r"the state has no '2\.weight'"):
+    with pytest.raises(KeyError, match=r"'2\.weight' is missing from the state"):
         load_recipe_state(model, {"0.weight": state["0.weight"]})
-    with pytest.raises(KeyError, match=r"rounds no gradients of '1\.weight' stochastically; did you mean"):
+    with pytest.raises(KeyError, match=r"state has '1\.weight', but .* rounded stochastically; did you mean"):
         load_recipe_state(model, state | {"1.weight": state["0.weight"]})
     for wrong in ({"seed": 1}, {"seed": 0, "stream": 0, "use": -1}, {"seed": 0, "stream": 0, "use": "x"}):
         with pytest.raises(ValueError, match=r"'2\.weight' must have the integers seed, stream, use, got"):

@@ -1,4 +1,4 @@
-"""SwiGLUExperts: the bits of the operations it is made of, every routing, in high precision, and refusals."""
+"""SwiGLUExperts: weights of several recipes, in high precision, in a whole mixture, and refusals."""
 
 from __future__ import annotations
 
@@ -7,63 +7,54 @@ import torch
 import torch.nn.functional as F
 from gpu_steps import capture, no_syncs
 from helpers import FP8, NVFP4
-from swiglu_layers import (
-    DIM,
-    HIDDEN,
-    ROUTINGS,
-    assert_same,
-    composed,
-    experts_of,
-    inputs_of,
-    recipes,
-    results,
-    routings,
-)
+from named_results import assert_same, results, tokens
+from products_by_hand import SwiGLU
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torchao.quantization import quantize_
 
-from torchao_blockwise import NVFP4Tensor
-from torchao_blockwise.nn import permute, swiglu_experts, unpermute
+from torchao_blockwise import NVFP4Tensor, experts
+from torchao_blockwise.nn import SwiGLUExperts, grouped_linear, permute, swiglu_experts, unpermute
 from torchao_blockwise.testing import assert_bitwise_equal, relative_error
 
 pytestmark = pytest.mark.usefixtures("no_interpreter")
 
-# --- bits -------------------------------------------------------------------------------------------------------------
+DIM, HIDDEN = 64, 96
+# Ends of the groups, and tokens.
+ROUTINGS = {"ragged": ((5, 140, 150), 150), "tail": ((0, 4, 9), 40), "nobody": ((0, 0), 6), "no_token": ((0, 0), 0)}
 
 
-@recipes
-@routings
-def test_bits_are_those_of_the_operations(routing, config):
-    module = experts_of(config, len(routing[0]))
-    x, dy, ends = inputs_of(routing)
-    got = results(module, x, dy, ends)
-    assert_same(got, results(module, x, dy, ends, composed(module)))
-    assert all(t.isfinite().all() for t in got.values())
-    last = routing[0][-1]
-    assert not got["out"][last:].any() and not got["x"][last:].any()
-    sizes = ends.diff(prepend=ends.new_zeros(1))
-    for name in ("gate_up", "down"):
-        assert not got[name][sizes == 0].any(), "an expert without tokens has a gradient of exact zeros"
-        assert got[name][sizes > 0].flatten(1).any(1).all()
+def experts_of(config, count: int, dim: int = DIM, hidden: int = HIDDEN) -> SwiGLUExperts:
+    torch.manual_seed(0)
+    module = SwiGLUExperts(count, dim, hidden)
+    if config is not None:
+        quantize_(module, config, filter_fn=experts())
+    return module
 
 
-@pytest.mark.parametrize("hidden", (96, 128, 130), ids=str)
-@pytest.mark.parametrize("weights", (torch.float32, torch.bfloat16), ids=lambda d: f"weights_{str(d)[6:]}")
-@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16, torch.float32), ids=lambda d: str(d)[6:])
-def test_dtypes_and_blocks_of_both_halves(dtype, weights, hidden):
-    """Blocks of the merged gradient hold parts of both halves; rows of the second may start off 16 bytes."""
-    module = experts_of(FP8, 3, hidden=hidden, dtype=weights)
-    inputs = inputs_of(ROUTINGS["ragged"], dtype=dtype)
-    got = results(module, *inputs)
-    assert_same(got, results(module, *inputs, composed(module)))
-    assert (got["out"].dtype, got["x"].dtype, got["down"].dtype) == (dtype, dtype, weights)
+def inputs_of(routing):
+    """(x, dy, group_ends) with NaN in the rows after the last group, which nothing may see."""
+    ends, count = routing
+    x, dy = tokens(count, DIM), tokens(count, DIM, seed=7)
+    x[ends[-1] :], dy[ends[-1] :] = float("nan"), float("nan")
+    return x, dy, torch.tensor(ends, dtype=torch.int32)
+
+
+def results_of(module, x, dy, ends, run=None):
+    call = module if run is None else run
+    return results(module, x, dy, lambda x: call(x, ends))
 
 
 def test_each_weight_keeps_its_recipe():
     module = experts_of(FP8, 3)
     module.down = experts_of(NVFP4, 3).down
     inputs = inputs_of(ROUTINGS["ragged"])
-    assert_same(results(module, *inputs), results(module, *inputs, composed(module)))
+
+    def composed(x, ends):
+        gate_up = grouped_linear(x, module.gate_up, ends)
+        return grouped_linear(SwiGLU.apply(*gate_up.chunk(2, 1)), module.down, ends)
+
+    assert_same(results_of(module, *inputs), results_of(module, *inputs, composed))
 
 
 # --- in high precision ------------------------------------------------------------------------------------------------
@@ -80,13 +71,13 @@ def by_loop(module, x, ends):
 
 
 @pytest.mark.parametrize("autocast", (False, True), ids=("plain", "autocast"))
-@routings
+@pytest.mark.parametrize("routing", ROUTINGS.values(), ids=ROUTINGS)
 def test_unconverted_it_is_a_loop_over_experts(routing, autocast):
     module = experts_of(None, len(routing[0]))
     x, dy, ends = inputs_of(routing)
-    expected = results(module, x, dy, ends, lambda x, ends: by_loop(module, x, ends))
+    expected = results_of(module, x, dy, ends, lambda x, ends: by_loop(module, x, ends))
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        got = results(module, x, dy, ends)
+        got = results_of(module, x, dy.bfloat16() if autocast else dy, ends)
     assert got["out"].dtype == (torch.bfloat16 if autocast else torch.float32)
     for name, value in expected.items():
         assert got[name].isfinite().all()
@@ -98,7 +89,7 @@ def test_one_weight_alone_may_be_converted(which):
     module, plain = experts_of(None, 3), experts_of(None, 3)
     setattr(module, which, getattr(experts_of(FP8, 3), which))
     inputs = inputs_of(ROUTINGS["tail"])
-    got, expected = results(module, *inputs), results(plain, *inputs)
+    got, expected = results_of(module, *inputs), results_of(plain, *inputs)
     for name, value in expected.items():
         assert 0 < relative_error(got[name], value) < 0.1, name
 
@@ -122,8 +113,7 @@ class Layer(nn.Module):
 
 
 def step(layer, x, run=None):
-    for p in layer.parameters():
-        p.grad = None
+    layer.zero_grad()
     x = x.detach().requires_grad_()
     torch._dynamo.maybe_mark_dynamic(x, 0)
     out = (layer if run is None else run)(x)
@@ -190,7 +180,7 @@ GATE_UP, DOWN = torch.zeros(2, 2 * HIDDEN, DIM), torch.zeros(2, DIM, HIDDEN)
         ((X, GATE_UP[:1], DOWN), ValueError, "must agree"),
         ((X[:, :5], GATE_UP, DOWN), ValueError, "must agree"),
         ((X, GATE_UP, NVFP4Tensor.from_hp(DOWN, block_size=(1, 16))), ValueError, r"down with blocks of \(1, 16\)"),
-        ((X, GATE_UP.to("meta"), DOWN), ValueError, "x is on cpu, gate_up on meta, down on cpu; move them together"),
+        ((X, GATE_UP.to("meta"), DOWN), ValueError, "one device, got x on cpu, gate_up on meta, down on cpu; move"),
     ),
 )  # fmt: skip
 def test_refusals(args, error, message):

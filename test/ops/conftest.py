@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 
-import kernel_builds
 import pytest
 import torch
 
@@ -36,12 +35,6 @@ def define(namespace):
         return registry.Operation(f"{name}({arguments}) -> {returns}", table=table, **options)
 
     return define
-
-
-@pytest.fixture(scope="module")
-def builds(request):
-    """What the builds of this module's `cases` are like, for each of its TARGETS."""
-    return kernel_builds.built_for([request.path.stem], request.module.TARGETS)
 
 
 GUARD, POISON = 4096, 0xA5

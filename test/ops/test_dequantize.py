@@ -107,21 +107,3 @@ def test_columnwise_decodes_to_the_transpose_where_blocks_allow(fmt):
     decoded = ops.dequantize(columnwise)
     assert decoded.shape == (144, 40)
     assert torch.equal(decoded, ops.dequantize(rowwise).mT) == fmt.is_square
-
-
-Q, PACKED = (quantize(torch.ones(2, 32), fmt) for fmt in (FP8_1X128, NVFP4_1X16))
-_DTYPE = "dtype must be bfloat16, float16, float32 or float64, got {}"
-REFUSALS = {
-    "plain tuple": (tuple(Q), {}, "x must be a result of quantize, got tuple; quantize it first"),
-    "tensor": (torch.ones(2, 32), {}, "x must be a result of quantize, got Tensor; quantize it first"),
-    **{str(t): (Q, {"dtype": t}, _DTYPE.format(t)) for t in (torch.int32, torch.float8_e4m3fn)},
-    "columns": (Q, {"columns": 31}, "the payload holds 32 columns, got columns=31"),
-    "columns of packed payload": (PACKED, {"columns": 30}, "the payload holds 32 columns, got columns=30"),
-}
-
-
-@pytest.mark.parametrize(("x", "options", "message"), REFUSALS.values(), ids=REFUSALS)
-def test_refuses(x, options, message):
-    with pytest.raises(ValueError if "columns" in options else TypeError) as error:
-        ops.dequantize(x, **options)
-    assert str(error.value) == f"dequantize: {message}"

@@ -22,7 +22,7 @@ from torchao_blockwise.formats import FORMATS, FP8_128X128, CastOptions, Operand
 from torchao_blockwise.ops import backend as backend_module
 from torchao_blockwise.ops.backend import Backend, get_backend, why_no_encoders
 from torchao_blockwise.ops.gemm.plain import add_matmul_op, matmul_op
-from torchao_blockwise.ops.quantization.operations import quantize_both_op, quantize_op
+from torchao_blockwise.ops.quantization.operations import quantize_op
 from torchao_blockwise.testing import assert_operands_equal, random_tensor, shape_id
 
 PAGE = (Path(__file__).parents[2] / "docs" / "extending.md").read_text(encoding="utf-8")
@@ -266,12 +266,3 @@ def test_a_registered_backend_is_one_as_the_others(decoding):
         ValueError, match=r"no backend 'x'; the backends are auto, .*gluon, deep_gemm, cutlass, decoding$"
     ):
         get_backend("x")
-
-
-def test_nothing_of_the_page_stays():
-    assert "mxfp8_1x32" not in FORMATS
-    assert quantize_op.table is quantize_both_op.table
-    rows = [row for op in (quantize_op, matmul_op, add_matmul_op) for row in op.table]
-    assert {row.backend for row in rows} <= set(Backend) and len(rows) == 13
-    with pytest.raises(ValueError, match="no backend 'decoding'"):
-        get_backend("decoding")

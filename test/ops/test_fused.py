@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from torchao_blockwise import ops
-from torchao_blockwise.formats import FORMATS, FP8_1X128, NVFP4_1X16, CastOptions
+from torchao_blockwise.formats import FORMATS, FP8_1X128, CastOptions
 from torchao_blockwise.ops.fused import exponential, reference
 from torchao_blockwise.testing import assert_bitwise_equal, assert_operands_equal, random_tensor, shape_id
 
@@ -371,55 +371,6 @@ def test_inputs_that_require_grad_give_the_same_bits(activation):
     got = activation.quantized(*inputs, ROWWISE)
     assert_copies_equal(got, expected)
     assert not got.rowwise.qdata.requires_grad and not activation.values(*inputs, backend=None).requires_grad
-
-
-X = torch.ones(4, 32)
-NORM = ops.Norm(X, None, None, None, torch.ones(4), X.dtype)
-REFUSALS = {
-    "kind": (
-        lambda: ops.norm_statistics(X, "batch", EPS),
-        ValueError("norm_statistics: kind must be rms or layer, got 'batch'"),
-    ),
-    "3-D": (
-        lambda: ops.norm_statistics(X[None], "rms", EPS),
-        ValueError("norm_statistics: x must be [M, K], got shape [1, 4, 32]; reshape it"),
-    ),
-    "f64": (
-        lambda: ops.norm_quantize(NORM._replace(x=X.double()), ROWWISE),
-        TypeError("norm_quantize: x must be bfloat16, float16 or float32, got torch.float64; cast it first"),
-    ),
-    "weight": (
-        lambda: ops.norm_quantize(NORM._replace(weight=torch.ones(31)), ROWWISE),
-        ValueError("norm_quantize: weight must be [32] for x [4, 32], got shape [31]"),
-    ),
-    "rstd": (
-        lambda: ops.normalize(NORM._replace(rstd=torch.ones(4, 1))),
-        ValueError("normalize: rstd must be [4] for x [4, 32], got shape [4, 1]"),
-    ),
-    "power of 2": (
-        lambda: ops.norm_quantize(NORM, CastOptions(NVFP4_1X16, power_of_2_scales=True)),
-        ValueError("quantize: nvfp4_1x16 has no power_of_2_scales; its block scales are torch.float8_e4m3fn"),
-    ),
-    "shape": (
-        lambda: ops.swiglu(X, X[:, 1:]),
-        ValueError("swiglu: gate and up must agree in shape, got [4, 32] and [4, 31]"),
-    ),
-    "dtype": (
-        lambda: ops.swiglu_quantize(X, X.bfloat16(), ROWWISE),
-        TypeError("swiglu_quantize: gate and up must have one dtype, got torch.float32 and torch.bfloat16"),
-    ),
-    "dh": (
-        lambda: ops.swiglu_backward(X.double(), X, X),
-        TypeError("swiglu_backward: dh must be bfloat16, float16 or float32, got torch.float64; cast it first"),
-    ),
-}
-
-
-@pytest.mark.parametrize(("call", "expected"), REFUSALS.values(), ids=REFUSALS)
-def test_refuses(call, expected):
-    with pytest.raises(type(expected)) as error:
-        call()
-    assert str(error.value) == str(expected)
 
 
 # --- on a GPU ---------------------------------------------------------------------------------------------------------

@@ -32,7 +32,9 @@ def call(op, dh, gate, up, *, columnwise=True, groups=None, dtype=None, backend=
     options = CastOptions(FP8_1X128, columnwise=columnwise, **options)
     if op == "norm_quantize":
         statistics = ops.norm_statistics(dh, "rms", EPS, backend="reference")
-        return ops.norm_quantize(ops.Norm(dh, None, None, *statistics, dtype or dh.dtype), options, backend=backend)
+        # Vectors may lie anywhere.
+        weight = torch.linspace(-1, 1, 2 * dh.shape[1], device=dh.device)[::2]
+        return ops.norm_quantize(ops.Norm(dh, weight, None, *statistics, dtype or dh.dtype), options, backend=backend)
     if op == "swiglu_quantize":
         return ops.swiglu_quantize(gate, up, options, groups=groups, backend=backend)
     return ops.swiglu_backward_quantize(dh, gate, up, options, groups=groups, backend=backend)
@@ -56,89 +58,6 @@ def taken(machine, monkeypatch):
     return machine.launches_of(gluon_tiles, happen=False)
 
 
-def built_by(launch) -> tuple:
-    """(dtype, power of 2, parts, warps) of a launch, none of which lets two roundings become one."""
-    options = launch.options
-    assert options["enable_fp_fusion"] is False
-    return options["DTYPE"], options["POWER_OF_2"], options["PARTS"], options["num_warps"]
-
-
-def assert_same_memory(got, expected) -> None:
-    assert [(t.data_ptr(), t.shape, t.stride(), t.dtype) for t in got] == [
-        (t.data_ptr(), t.shape, t.stride(), t.dtype) for t in expected
-    ]
-
-
-def assert_copies_of(copies, rows, width, rowwise) -> None:
-    """Of an [rows, width], columnwise padded to so many rows."""
-    q, s, qt, st = copies
-    assert qt.shape == (width, rows[1]) and st.shape == (-(-rows[1] // FP8_1X128.block[1]), width)
-    assert (q is not None) == (s is not None) == rowwise
-    if rowwise:
-        assert q.shape == (rows[0], width) and s.shape == (-(-width // FP8_1X128.block[1]), rows[0])
-
-
-@rowwise_too
-@dtypes
-@pytest.mark.parametrize("power_of_2", (False, True), ids=("any scale", "power of 2"))
-@pytest.mark.parametrize("shape", ((1, 16), (33, 48), (130, 272)), ids=shape_id)
-def test_swiglu_is_taken(shape, power_of_2, dtype, rowwise, taken, device):
-    inputs = inputs_of(*shape, dtype, device)
-    (rows, width), padded = shape, -(-shape[0] // 32) * 32
-    for op, tensors, columns, build in (
-        ("swiglu_quantize", inputs[1:], width, kernels_gluon.FORWARD),
-        ("swiglu_backward_quantize", inputs, 2 * width, kernels_gluon.BACKWARD),
-    ):
-        call(op, *inputs, rowwise=rowwise, power_of_2_scales=power_of_2)
-        (launch,) = taken
-        *got, q, s, qt, st, blocks = launch.tensors
-        assert_same_memory(got, tensors)
-        assert_copies_of((q, s, qt, st), (rows, padded), columns, rowwise)
-        assert built_by(launch) == (gluon_tiles.DTYPES[dtype], power_of_2, *build) and blocks is None
-        taken.clear()
-
-
-@rowwise_too
-def test_swiglu_is_taken_for_tokens_in_groups(rowwise, taken, device):
-    inputs = inputs_of(17, 48, device=device)
-    ends = torch.tensor([5, 15], dtype=torch.int32, device=device)
-    for op, columns in (("swiglu_quantize", 48), ("swiglu_backward_quantize", 96)):
-        call(op, *inputs, rowwise=rowwise, groups=ends)
-        ((*_, q, s, qt, st, blocks),) = (launch.tensors for launch in taken)
-        assert_copies_of((q, s, qt, st), (17, 256), columns, rowwise)
-        # The tokens as a whole; each group; those of no group.
-        assert blocks.tolist() == [[0, 15, 17, 0], [0, 5, 5, 0], [5, 15, 15, 0], [15, 15, 17, 0]]
-        taken.clear()
-
-
-@rowwise_too
-@dtypes
-@pytest.mark.parametrize("out", (torch.bfloat16, torch.float16), ids=lambda dtype: f"to_{str(dtype)[6:]}")
-@pytest.mark.parametrize("kind", ("rms", "layer"))
-def test_a_norm_is_taken(kind, out, dtype, rowwise, taken, device):
-    """Vectors of any dtype and strides, x beside something else."""
-    x = random_tensor(33, 96, dtype=dtype, device=device)[:, 16:64]
-    weight, bias = torch.ones(96, device=device)[::2], torch.ones(48, dtype=torch.bfloat16, device=device)
-    statistics = ops.norm_statistics(x, kind, EPS, backend="reference")
-    ops.norm_quantize(ops.Norm(x, weight, bias, *statistics, out), CastOptions(FP8_1X128, rowwise, True))
-    (launch,) = taken
-    got, *vectors, q, s, qt, st = launch.tensors
-    assert_same_memory([got], [x])
-    dtypes = gluon_tiles.DTYPES
-    assert built_by(launch) == (dtypes[out], False, *kernels_gluon.NORM) and launch.options["X_DTYPE"] is dtypes[dtype]
-    assert_copies_of((q, s, qt, st), (33, 64), 48, rowwise)
-    assert all(t is None or t.is_contiguous() for t in vectors)
-    for vector, expected in zip(vectors, (*statistics, weight, bias), strict=True):
-        assert (vector is None) == (expected is None) and (vector is None or torch.equal(vector, expected))
-
-
-def assert_not_taken(taken, op, *inputs, **options) -> None:
-    """And the result is right."""
-    got, expected = (call(op, *inputs, **options, backend=backend) for backend in ("auto", "reference"))
-    assert taken == []
-    assert_copies_equal(got, expected)
-
-
 def beside(x, first, columns=48):
     """`x` in memory that begins `first` elements behind a multiple of 16 bytes, rows so many elements apart."""
     wide = x.new_zeros(x.shape[0], columns + 16)
@@ -155,6 +74,50 @@ def every(change):
     return lambda *tensors: tuple(map(change, tensors))
 
 
+def cases_of(table) -> list:
+    return [
+        pytest.param(op, change, options, id=f"{op}-{name}")
+        for name, (of, change, options) in table.items()
+        for op in of
+    ]
+
+
+# (operations, what is changed of (dh, gate, up), options): the launch that follows is that of the operation.
+TAKEN = {
+    "a row": (OPS, every(lambda x: x[:1, :16].contiguous()), {}),
+    "any number of tokens": (OPS, every(lambda x: x), {}),
+    "columnwise only": (OPS, every(lambda x: x), {"rowwise": False}),
+    "f16, powers of 2": (OPS, every(lambda x: x.half()), {"power_of_2_scales": True}),
+    "square blocks": (OPS, every(lambda x: x), SQUARES),
+    "rows apart": (OPS[:1], first(lambda x: beside(x, 16, columns=64)), {}),
+    "a norm to f16": (OPS[:1], every(lambda x: x), {"dtype": torch.float16}),
+    "groups": (OPS[1:], every(lambda x: x), {"groups": (5, 15)}),
+}
+
+
+@pytest.mark.parametrize("op, change, options", cases_of(TAKEN))
+def test_is_taken(op, change, options, taken, device):
+    """By a launch that reads the inputs where they lie; what it writes is compared where the kernels run."""
+    dh, gate, up = change(*inputs_of(33, 48, device=device))
+    options = {"padded": True, **options}
+    if "groups" in options:
+        options["groups"] = torch.tensor(options["groups"], dtype=torch.int32, device=device)
+    copies = call(op, dh, gate, up, **options)
+    (launch,) = taken
+    read = {"norm_quantize": (dh,), "swiglu_quantize": (gate, up), "swiglu_backward_quantize": (dh, gate, up)}[op]
+    assert [t.data_ptr() for t in launch.tensors[: len(read)]] == [t.data_ptr() for t in read]
+    build = dict(zip(OPS, (kernels_gluon.NORM, kernels_gluon.FORWARD, kernels_gluon.BACKWARD)))[op]
+    assert (launch.options["PARTS"], launch.options["num_warps"]) == build
+    assert launch.options["DTYPE"] is gluon_tiles.DTYPES[options.get("dtype", dh.dtype)]
+    assert launch.options["POWER_OF_2"] == options.get("power_of_2_scales", False)
+    # Two roundings never become one.
+    assert launch.options["enable_fp_fusion"] is False
+    others = [t for t in launch.tensors[len(read) :] if t is not None]
+    assert all(t.is_contiguous() for t in others)
+    written = {t.data_ptr() for copy in copies if copy is not None for t in copy.tensors[:2]}
+    assert written <= {t.data_ptr() for t in others} and (copies.rowwise is None) == (options.get("rowwise") is False)
+
+
 # (operations, what is changed of (dh, gate, up), options)
 NOT_TAKEN = {
     "f32": (OPS, every(lambda x: x.float()), {}),
@@ -169,13 +132,14 @@ NOT_TAKEN = {
     "a norm to f32": (OPS[:1], every(lambda x: x), {"dtype": torch.float32}),
     "the rowwise copy": (OPS, every(lambda x: x), {"columnwise": False}),
 }
-CASES = [(op, change, options) for of, change, options in NOT_TAKEN.values() for op in of]
-IDS = [f"{op}-{name}" for name, (of, *_) in NOT_TAKEN.items() for op in of]
 
 
-@pytest.mark.parametrize("op, change, options", CASES, ids=IDS)
+@pytest.mark.parametrize("op, change, options", cases_of(NOT_TAKEN))
 def test_is_not_taken_for_others(op, change, options, taken, device):
-    assert_not_taken(taken, op, *change(*inputs_of(33, 48, device=device)), **options)
+    inputs = change(*inputs_of(33, 48, device=device))
+    got, expected = (call(op, *inputs, **options, backend=backend) for backend in ("auto", "reference"))
+    assert taken == []
+    assert_copies_equal(got, expected)
 
 
 # --- on a GPU ---------------------------------------------------------------------------------------------------------

@@ -155,20 +155,6 @@ def test_sizes_may_be_symbolic():
         assert torch.equal(graph(ends, torch.zeros(tokens)), made(ends, torch.zeros(tokens)))
 
 
-@pytest.mark.parametrize(
-    "ends, fmt, message",
-    (
-        (int32([3]), FP8_128X128, "make_groups: tokens in groups need blocks of"),
-        (int32([3]).long(), FP8_1X128, "make_groups: group_ends must be int32"),
-        (int32([6]), FP8_1X128, r"must lie in \[0, 5\]"),
-    ),
-    ids=("format", "dtype", "ends"),
-)
-def test_refuses(ends, fmt, message):
-    with pytest.raises((TypeError, ValueError), match=message):
-        ops.make_groups(ends, 5, fmt)
-
-
 def takers(fmt) -> dict:
     """{operation: call with groups and a backend}, on tokens of which some are in no group."""
     dh, gate, up = (random_tensor(TOKENS, 48, dtype=torch.bfloat16, seed=seed, device=DEVICE) / 64 for seed in range(3))

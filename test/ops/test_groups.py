@@ -68,39 +68,6 @@ def test_malformed_ends_are_clamped():
     assert rows.unique().tolist() == list(range(11))
 
 
-REFUSED = {
-    "int64": (torch.tensor([1, 2]), TypeError, "op: group_ends must be int32, got torch.int64; use group_ends.int()"),
-    "two dims": (
-        int32([[1, 2]]),
-        ValueError,
-        r"op: group_ends must be \[E\] with at least one group, got shape \[1, 2\]",
-    ),
-    "a scalar": (int32(1), ValueError, r"got shape \[\]"),
-    "no groups": (int32([]), ValueError, r"got shape \[0\]"),
-    "strided": (int32([1, 1, 2, 2])[::2], ValueError, r"must be contiguous, got stride \(2,\); use .contiguous"),
-    "elsewhere": (int32([1, 2]).to("meta"), ValueError, "must be on the tokens' device cpu, got meta; move it"),
-    "negative": (
-        int32([-1, 2]),
-        ValueError,
-        r"lie in \[0, 9\], the number of tokens, got group_ends\[0\] = -1 after 0",
-    ),
-    "decreasing": (int32([1, 5, 5, 4, 3]), ValueError, r"must not decrease .* got group_ends\[3\] = 4 after 5"),
-    "beyond": (int32([1, 5, 10, 12]), ValueError, r"got group_ends\[2\] = 10 after 5; pass the cumulative sum"),
-}
-
-
-@pytest.mark.parametrize("group_ends, error, message", REFUSED.values(), ids=REFUSED)
-def test_malformed_ends_are_refused(group_ends, error, message):
-    with pytest.raises(error, match=message):
-        check_group_ends("op", group_ends, 9, CPU)
-
-
-def test_without_values_only_the_rest_is_checked():
-    check_group_ends("op", int32([5, 4]).to("meta"), 3, torch.device("meta"))
-    with pytest.raises(TypeError, match="must be int32"):
-        check_group_ends("op", torch.tensor([5, 4], device="meta"), 3, torch.device("meta"))
-
-
 def test_traces_with_symbolic_tokens():
     """The number of padded tokens follows the number of tokens, by one graph."""
 

@@ -142,7 +142,7 @@ if not triton.knobs.runtime.interpret:
 def _kernel_cases():
     """{label: call} of the first variant of every kernel that takes no descriptors, of those that are built."""
     sys.path.append(str(Path(__file__).parent))
-    modules = [importlib.import_module(name) for name in ("test_kernel_builds", "test_gemm_builds")]
+    modules = [importlib.import_module(name) for name in ("cast_builds", "gemm_builds")]
     cases = [case for module in modules for case in module.cases(TARGET) if not case[0].startswith("gluon")]
     return dict({tuple(label.split()[:2]): (label, call) for label, call in reversed(cases)}.values())
 
@@ -342,45 +342,17 @@ def test_launches_what_triton_would(results, group):
         assert first == again == plain, label
 
 
-# The labels of cases that share a build, and of those that all have different ones.
-SAME_BUILD = (
-    ("n=16", "n=32", "n=0", "n=-16"),
-    ("n=17", "n=33"),
-    ("n=17, not specialised", "n=16, not specialised", "apart", "further apart", "the other way round"),
-    # Moving a matrix, and giving it another shape or stride.
-    ("here", "there", "fewer rows", "fewer columns", "rows apart"),
-    ("out as a view", "out as int32"),
-)
-DIFFERENT_BUILDS = (
-    ("n=17", "n=1", "n=16", "n=2^31+1"),
-    ("n=16, not specialised", "n=2^40, not specialised"),
-    ("n=17", "x off 16 bytes", "y off 16 bytes", "no y", "bf16", "another constexpr", "8 warps", "64, 128"),
-    ("here", "other tile", "swizzled tile", "e4m3", "f32, one row, strided", "maps, 8 warps", "another scale"),
-    ("here", "out off 16 bytes", "matrix and scales swapped"),
-    ("here", "out as int32", "out as uint8", "out as int32, off 16 bytes"),
-)
+# Labels of cases that share a build with one before them.
+BUILT_ALREADY = ("n=32", "n=33", "there", "fewer rows", "fewer columns")
 
 
-def test_builds_are_told_apart_by_what_triton_specialises_on(results):
-    builds = {label: case["again"]["launches"][0]["build"] for label, case in results["own"].items()}
-    for labels in SAME_BUILD:
-        assert len({builds[label] for label in labels}) == 1, labels
-    for labels in DIFFERENT_BUILDS:
-        assert len({builds[label] for label in labels}) == len(labels), labels
-    # Of what is built already even the first launch is direct.
-    for label in ("n=32", "n=33", "there", "fewer rows"):
+def test_the_first_launch_of_what_is_built_already_is_direct(results):
+    for label in BUILT_ALREADY:
         assert results["own"][label]["first"]["by_triton"] == 0, label
-
-
-def test_what_a_map_is_made_of_tells_maps_apart(results):
-    _, *labels = (label.removesuffix(", later") for label in results["own"] if label.endswith(", later"))
-    rows = {label: results["own"][label]["again"]["launches"][0] for label in ("here", *labels)}
-    assert rows["here"] == rows["the like of another tile"]
-    maps = {label: json.dumps(row["args"]["matrix"]) for label, row in rows.items()}
-    assert rows["f32, one row, strided"]["args"]["matrix"][1:] == [1, 20, 24, 1]
-    # To the copy engine a byte is a byte; to the kernel it is not.
-    assert maps["here"] == maps["e4m3"]
-    assert len(set(maps.values())) == len(maps) - 2
+    # The cases are worth comparing: Triton builds many kernels and makes many maps of them.
+    rows = [case["plain"]["launches"][0] for case in results["own"].values()]
+    assert len({row["build"] for row in rows}) > 20
+    assert len({json.dumps(row["args"]["matrix"]) for row in rows if "matrix" in row["args"]}) > 10
 
 
 def test_what_watches_launches_sees_them_and_other_arguments_are_left_to_triton(results):

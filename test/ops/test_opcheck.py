@@ -134,27 +134,3 @@ def test_compiled_quantize_follows_the_token_count(fmt):
     for count in (5, 16, 13, 517, 8):
         compiled(tokens(count))
     assert counter.frame_count <= 2
-
-
-def round_trip(x, fmt, *_):
-    q = ops.transpose(quantize(x, fmt), columns=160, backend="reference")
-    return ops.dequantize(q, columns=x.shape[0], dtype=torch.bfloat16)
-
-
-def linear(x, fmt, weight):
-    bias = torch.ones(len(weight.qdata))
-    return ops.matmul(quantize(x, fmt), weight, out_dtype=torch.bfloat16, bias=bias, backend="reference")
-
-
-# (function, the formats of its input and of its weight)
-FUNCTIONS = [(round_trip, fmt, fmt) for fmt in (FP8_128X128, NVFP4_16X16)] + [(linear, *pair) for pair in PAIRS]
-
-
-@pytest.mark.parametrize("by", ("aot_eager", "inductor"))
-@pytest.mark.parametrize(("function", "fmt", "weight_fmt"), FUNCTIONS)
-def test_compiled_functions_follow_the_token_count(function, fmt, weight_fmt, by):
-    weight = quantize(random_tensor(48, 160), weight_fmt)
-    compiled, counter = compile_counting(function, by)
-    for count in TOKEN_COUNTS[: 2 if by == "inductor" else None]:
-        assert_bitwise_equal(compiled(tokens(count), fmt, weight), function(tokens(count), fmt, weight))
-    assert counter.frame_count == 1

@@ -197,33 +197,6 @@ def test_any_strides(backend, device):
         assert_bitwise_equal(got, want)
 
 
-# --- refusals ---------------------------------------------------------------------------------------------------------
-
-X, IDS = torch.zeros(4, 8), torch.zeros(4, 2, dtype=torch.int64)
-Y, SOURCE, WEIGHTS = torch.zeros(8, 8), torch.arange(8, dtype=torch.int32), torch.zeros(4, 2)
-
-
-@pytest.mark.parametrize(
-    "call, error, message",
-    (
-        (lambda: ops.permute(X.int(), IDS, 2), TypeError, "permute: x must be bfloat16, float16 or float32, got"),
-        (lambda: ops.permute(X, IDS.float(), 2), TypeError, "expert_ids must be int32 or int64, got torch.float32"),
-        (lambda: ops.permute(X, IDS[:3], 2), ValueError, r"must agree in T, got \[4, 8\] and \[3, 2\]"),
-        (lambda: ops.permute(X, IDS[:, 0], 2), ValueError, r"expert_ids \[T, top_k\], top_k >= 1"),
-        (lambda: ops.permute(X, IDS.to("meta"), 2), ValueError, "x is on cpu, expert_ids on meta"),
-        (lambda: ops.unpermute(Y, SOURCE, 0), ValueError, r"y must be .* for T=8, top_k=0"),
-        (lambda: ops.unpermute(Y, SOURCE[:6], 2), ValueError, r"y must be .* for T=3, top_k=2, got \[8, 8\]"),
-        (lambda: ops.unpermute(Y, SOURCE.long(), 2), ValueError, "source must be int32 .* got torch.int64"),
-        (lambda: ops.unpermute(Y, SOURCE, 2, WEIGHTS.t()), ValueError, r"= \[4, 2\] on cpu, got \[2, 4\] on cpu"),
-        (lambda: ops.unpermute(Y, SOURCE, 2, WEIGHTS.to("meta")), ValueError, "weights must be .* on meta"),
-        (lambda: ops.unpermute_backward(X, None, SOURCE, 1), ValueError, r"T=4 and top_k=1"),
-    ),
-)  # fmt: skip
-def test_refusals(call, error, message):
-    with pytest.raises(error, match=message):
-        call()
-
-
 @pytest.mark.parametrize("source", ([0, 9, -1, 3, 2**31 - 1, 5, -(2**31), 7], [0] * 8, [8] * 8), ids=("wild", "0", "8"))
 def test_kernels_reach_no_memory_outside_whatever_the_source(source, device):
     """Canaries around every tensor that is written; rows that are read lie inside, or are not."""

@@ -82,39 +82,39 @@ def taken(machine):
     return machine.launches_of(gluon_tiles, happen=False)
 
 
-def settled(launch) -> tuple:
-    """All of a launch except its tensors: grid, sizes, power of 2, columns and warps, of bf16."""
-    options = launch.options
-    assert options["DTYPE"] is gluon_tiles.DTYPES[torch.bfloat16] and options["BLOCK"] == FP8_1X128.block[1]
-    return launch.grid, *launch.numbers, options["POWER_OF_2"], options["COLUMNS"], options["num_warps"]
-
-
 def bf16(*shape, device) -> torch.Tensor:
     return random_tensor(*shape, dtype=torch.bfloat16, device=device)
 
 
-def assert_same_memory(got, *expected) -> None:
-    """Of the kernel's pointers, which may be None."""
-    assert [t is not None and t.data_ptr() for t in got] == [t is not None and t.data_ptr() for t in expected]
+TAKEN_WITH = {
+    "by name": {"backend": "gluon"},
+    "padded": {"padded": True},
+    "powers of 2": {"power_of_2_scales": True},
+    "groups": {"groups": (5, 15)},
+    "square blocks": {"columnwise": FP8_128X128},
+}
 
 
-@pytest.mark.parametrize("backend", ("auto", "gluon"))
 @pytest.mark.parametrize("rowwise", (True, False), ids=("both", "columnwise"))
-def test_is_taken_where_it_can(rowwise, backend, taken, monkeypatch, device):
-    name, build = ("BOTH", (128, 8)) if rowwise else ("COLUMNWISE", (64, 2))
-    monkeypatch.setattr(gluon, name, build)
-    # Padded, and padded and then cut.
-    for tokens, padded, width in ((32, False, 32), (33, True, 64), (33, False, 64)):
-        x = bf16(tokens, 48, device=device)
-        options = {"columnwise": True, "power_of_2_scales": True, "backend": backend, "padded": padded}
-        copies = ops.quantize(x, FP8_1X128, rowwise=rowwise, **options)
-        launch = taken.pop()
-        assert settled(launch) == (1, tokens, 48, width, 48, True, *build)
-        of_rows = copies.rowwise.tensors[:2] if rowwise else (None, None)
-        assert_same_memory(launch.tensors[:3], x, *of_rows)
-        assert copies.columnwise.qdata.shape == (48, tokens if not padded else width)
-        if padded or tokens == width:
-            assert_same_memory(launch.tensors[3:], *copies.columnwise.tensors[:2], None)
+@pytest.mark.parametrize("options", TAKEN_WITH.values(), ids=TAKEN_WITH)
+def test_is_taken(options, rowwise, taken, device):
+    """By a launch that reads the input where it lies; what it writes is compared where the kernel runs."""
+    x, options = bf16(33, 48, device=device), {"columnwise": True, **options}
+    if "groups" in options:
+        options["groups"] = torch.tensor(options["groups"], dtype=torch.int32, device=device)
+    copies = ops.quantize(x, FP8_1X128, rowwise=rowwise, **options)
+    (launch,) = taken
+    of_rows = copies.rowwise.tensors[:2] if rowwise else (None, None)
+    for got, wanted in zip(launch.tensors, (x, *of_rows)):
+        assert got is wanted is None or got.data_ptr() == wanted.data_ptr()
+    is_square = options["columnwise"] is FP8_128X128
+    assert bool(launch.options.get("SQUARE")) == is_square
+    assert launch.options["num_warps"] == (gluon.BOTH if rowwise or is_square else gluon.COLUMNWISE)[1]
+    assert launch.options["DTYPE"] is gluon_tiles.DTYPES[torch.bfloat16]
+    assert launch.options["POWER_OF_2"] == options.get("power_of_2_scales", False)
+    tokens = 256 if "groups" in options else 64 if "padded" in options else 33
+    assert copies.columnwise.qdata.shape == (48, tokens)
+    assert copies.columnwise.format is (FP8_128X128 if is_square else FP8_1X128)
 
 
 def test_is_not_taken_where_it_cannot_or_another_is_named(taken, device):
@@ -133,32 +133,6 @@ def test_is_not_taken_where_it_cannot_or_another_is_named(taken, device):
         "quantize: backend gluon cannot run: the kernels make columnwise copies, with or without the rowwise one;"
         " choose another, or auto"
     )
-
-
-def test_is_taken_for_tokens_in_groups(taken, device):
-    x = bf16(17, 16, device=device)
-    ends = torch.tensor([5, 15], dtype=torch.int32, device=device)
-    for rowwise, build in ((True, gluon.BOTH), (False, gluon.COLUMNWISE)):
-        copies = ops.quantize(x, FP8_1X128, groups=ends, rowwise=rowwise, columnwise=True)
-        launch = taken.pop()
-        assert settled(launch) == (3, 17, 16, 256, 16, False, *build)
-        *tensors, blocks = launch.tensors
-        parts = [None, None] if copies.rowwise is None else copies.rowwise.tensors[:2]
-        assert_same_memory(tensors, x, *parts, *copies.columnwise.tensors[:2])
-        assert copies.columnwise.qdata.shape == (16, 256)
-        # The tokens as a whole; each group; those of no group.
-        assert blocks.tolist() == [[0, 15, 17, 0], [0, 5, 5, 0], [5, 15, 15, 0], [15, 15, 17, 0]]
-    ops.quantize(x.float(), FP8_1X128, groups=ends, columnwise=True)
-    assert taken == []
-
-
-@pytest.mark.parametrize("rowwise", (True, False), ids=("both", "columnwise"))
-def test_square_blocks_are_tiles(rowwise, taken, device):
-    x = bf16(33, 144, device=device)
-    copies = ops.quantize(x, FP8_1X128, rowwise=rowwise, columnwise=FP8_128X128, padded=True)
-    launch = taken.pop()
-    assert settled(launch) == (2, 33, 144, 64, 144, False, *gluon.BOTH) and launch.options["SQUARE"]
-    assert copies.columnwise.format is FP8_128X128 and copies.columnwise.scale.shape == (2, 1)
 
 
 @pytest.mark.gpu

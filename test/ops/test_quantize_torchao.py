@@ -168,16 +168,3 @@ def test_experts_are_torchaos_with_an_outer_scale_each(fmt):
 def test_experts_are_transformer_engines():
     w = random_tensor(4, 32, 80) * FACTORS[:, None, None]
     assert_equal(own_scales(w).rowwise, transformer_engines(w, w.abs().amax((1, 2)).float()[:, None, None]))
-
-
-def test_products_are_torchaos_grouped_ones():
-    """Its emulation decodes to bf16, which is exact, and knows no tensor scales: those of a group come after."""
-    emulated = pytest.importorskip("torchao.prototype.moe_training.nvfp4_grouped_mm")
-    x = tokens(exact=False)
-    w = random_tensor(4, 32, 80, seed=1) * FACTORS.flip(0)[:, None, None]
-    a, b = own_scales(x, groups=int32(ENDS)).rowwise, own_scales(w).rowwise
-    product = emulated._emulated_nvfp4_scaled_grouped_mm_2d_3d(a.qdata, a.scale, b.qdata, b.scale, int32(ENDS))
-    scales = (a.global_scale * b.global_scale).repeat_interleave(torch.tensor(SIZES))[:, None]
-    got = ops.grouped_matmul(a, b, int32(ENDS), out_dtype=torch.float32, backend="reference")
-    wanted = product.float() * scales
-    torch.testing.assert_close(got / scales, wanted / scales, rtol=2.0**-8, atol=2.0**-8)

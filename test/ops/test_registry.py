@@ -28,7 +28,6 @@ from torchao_blockwise.formats import (
 )
 from torchao_blockwise.ops.backend import Backend, Implementation
 from torchao_blockwise.ops.fused import NORM, Norm
-from torchao_blockwise.ops.operands import copies_of, without_grad
 from torchao_blockwise.ops.registry import OPTIONS, PLACE, groups, operand
 from torchao_blockwise.ops.shards import SHARDS
 from torchao_blockwise.ops.shards.flat import Shards
@@ -140,13 +139,6 @@ def test_values_arrive_whole(arguments, kind, value, define, monkeypatch):
     assert len(seen["fake"]) == 3 and type(seen["fake"][1]) is type(value)
 
 
-def test_only_the_last_argument_chooses(define):
-    seen = []
-    op = define("Tensor x, str products_by", run=lambda x, products_by: seen.append(products_by))
-    op(X, Backend.CUBLAS)
-    assert seen == [Backend.CUBLAS]
-
-
 # --- results ----------------------------------------------------------------------------------------------------------
 
 PARTS = [OPERAND.qdata, OPERAND.scale]
@@ -175,15 +167,6 @@ def test_results_are_tensors(schema, result, expected, define):
         assert_same(list(got) if isinstance(expected, list) else got, expected)
 
 
-@pytest.mark.parametrize("scale", (None, torch.tensor(2.0)), ids=("no scale", "a scale"))
-@pytest.mark.parametrize(("rowwise", "columnwise"), ((True, False), (False, True), (True, True)))
-def test_copies_are_put_together(rowwise, columnwise, scale):
-    row, column = (OPERAND._replace(scale=OPERAND.scale + i, global_scale=scale) for i in range(2))
-    copies = Copies(row if rowwise else None, column if columnwise else None)
-    tensors = [t for copy in copies if copy is not None for t in copy[:2]]
-    assert_same(copies_of(tensors, CastOptions(row.format, rowwise, columnwise), scale), copies)
-
-
 @pytest.mark.parametrize("argument", ("Tensor(a!) x", "Tensor(a!)[] x"), ids=("a tensor", "a list"))
 def test_operations_change_their_arguments(argument, define):
     op = define(f"Tensor y, {argument}", run=lambda y, x: [t.add_(1) for t in x] and None)
@@ -194,24 +177,6 @@ def test_operations_change_their_arguments(argument, define):
 
 
 # --- tables and checks ------------------------------------------------------------------------------------------------
-
-
-def test_the_backend_chooses_the_row(define):
-    ran, refuse = [], {"triton": "it is told not to"}
-    table = [
-        Implementation(backend, lambda x, b=backend: ran.append(b), lambda x, b=backend: refuse.get(b.value))
-        for backend in (Backend.TRITON, Backend.REFERENCE)
-    ]
-    op = define("Tensor x, str backend", table=table)
-    assert op.table is table
-    op(X, Backend.REFERENCE)
-    op(X, Backend.AUTO)
-    with pytest.raises(ValueError, match=f"^{op.name}: backend triton cannot run: it is told not to; choose another"):
-        op(X, Backend.TRITON)
-    refuse.clear()
-    op(X, Backend.TRITON)
-    op(X, Backend.AUTO)
-    assert ran == [Backend.REFERENCE, Backend.REFERENCE, Backend.TRITON, Backend.TRITON]
 
 
 def test_a_row_by_name_is_imported_when_it_runs(define, monkeypatch):
@@ -256,15 +221,6 @@ def double(define):
         return x * times + (0 if y is None else y)
 
     return define("Tensor x, Tensor? y, int times", "Tensor", run, fake=lambda x, y, times: torch.empty_like(x))
-
-
-def test_no_gradient_is_asked_of_operations():
-    leaf = torch.ones(2, 3, requires_grad=True)
-    values = without_grad(leaf, None, X)
-    assert not values[0].requires_grad and values[1] is None and values[2] is X
-    assert values[0].data_ptr() == leaf.data_ptr()
-    with torch.no_grad():
-        assert without_grad(leaf)[0] is leaf
 
 
 SEEN: list = []

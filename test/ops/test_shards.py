@@ -256,23 +256,6 @@ def test_rows_that_cut_no_block(start, n, expected):
     assert cuts_no_block(64 * start + 32, 0, shape, fmt)
 
 
-@pytest.mark.parametrize(
-    ("fmt", "start", "n", "columns", "expected"),
-    (
-        (FP8_128X128, 7, 9, 5, (7, 9)),
-        (NVFP4_16X16, 0, 8, 4, (0, 4)),
-        (NVFP4_16X16, 3, 6, 16, (1, 4)),
-        (NVFP4_16X16, 3, 1, 16, (1, 1)),
-        (NVFP4_16X16, 5, 5, 5, (3, 3)),
-        (NVFP4_16X16, 4, 2, 5, (2, 2)),
-        (NVFP4_16X16, 9, 0, 5, (0, 0)),
-    ),
-    ids=str,
-)
-def test_shard_entries(fmt, start, n, columns, expected):
-    assert ops.shard_entries(start, n, columns, fmt) == expected
-
-
 # --- on a GPU ---------------------------------------------------------------------------------------------------------
 
 

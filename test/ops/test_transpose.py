@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from torchao_blockwise import ops
-from torchao_blockwise.formats import FP8_1X128, FP8_128X128, NVFP4_1X16, NVFP4_16X16, Operand
+from torchao_blockwise.formats import FP8_128X128, NVFP4_16X16, Operand
 from torchao_blockwise.testing import SHAPES, assert_bitwise_equal, assert_operands_equal, random_tensor, shape_id
 
 formats = pytest.mark.parametrize("fmt", (FP8_128X128, NVFP4_16X16), ids=lambda f: f.name)
@@ -117,34 +117,3 @@ def test_matrices_may_lie_apart(fmt, backend, device):
     apart = q._replace(qdata=q.qdata[::2], scale=q.scale[::2])
     together = q._replace(qdata=q.qdata[::2].contiguous(), scale=q.scale[::2].contiguous())
     assert_operands_equal(ops.transpose(apart, backend=backend), ops.transpose(together, backend="reference"))
-
-
-# --- refusals ---------------------------------------------------------------------------------------------------------
-
-SQUARE = quantize(torch.ones(2, 32), NVFP4_16X16)
-REFUSALS = {
-    "tensor": (torch.ones(2, 32), {}, "x must be a result of quantize, got Tensor; quantize it first"),
-    "plain tuple": (tuple(SQUARE), {}, "x must be a result of quantize, got tuple; quantize it first"),
-    "columns": (SQUARE, {"columns": 30}, "x with a payload of shape [2, 16] does not hold columns=30"),
-    "backend without an implementation": (
-        SQUARE,
-        {"backend": "cublas"},
-        "backend cublas has no implementation; choose one of triton, reference, or auto",
-    ),
-    **{
-        fmt.name: (
-            quantize(torch.ones(2, 32), fmt),
-            {},
-            f"x in {fmt.name} has blocks of 1x{fmt.block[1]}, a transpose would need other scales; "
-            "quantize the high-precision tensor with columnwise=True",
-        )
-        for fmt in (FP8_1X128, NVFP4_1X16)
-    },
-}
-
-
-@pytest.mark.parametrize(("x", "options", "message"), REFUSALS.values(), ids=REFUSALS)
-def test_refuses(x, options, message):
-    with pytest.raises(ValueError if isinstance(x, Operand) else TypeError) as error:
-        ops.transpose(x, **options)
-    assert str(error.value) == f"transpose: {message}"

@@ -48,7 +48,7 @@ def refused(options: dict):
     """Options that are gone are refused, each with its replacement; others load."""
     for name, (default, instead) in configs.REMOVED.items():
         if options.get(name, default) != default:
-            return pytest.raises(ValueError, match=rf"Config: {name}=.* is gone; {re.escape(instead)}")
+            return pytest.raises(ValueError, match=rf"Config: {name}=.* was removed; {re.escape(instead)}")
     return contextlib.nullcontext()
 
 
@@ -165,7 +165,7 @@ def test_a_saved_model_of_transformers(file, tmp_path):
 # --- an option that goes ----------------------------------------------------------------------------------------------
 
 
-REFUSED = "rounding='up' is gone; take seed"
+REFUSED = "rounding='up' was removed; take seed"
 CALLS = {
     "config": lambda value: NVFP4TrainingConfig(rounding=value),
     "of fp8": lambda value: BlockwiseFP8TrainingConfig(rounding=value),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import inspect
 import json
 import pickle
 
@@ -14,9 +15,10 @@ from helpers import saved_and_loaded
 from torchao.core.config import config_from_dict, config_to_dict
 
 from torchao_blockwise import BlockwiseFP8TrainingConfig, NVFP4TrainingConfig, ops
-from torchao_blockwise.formats import FP8_1X128, FP8_128X128, NVFP4_1X16
+from torchao_blockwise.formats import DEFAULT_SIGNS, FP8_1X128, FP8_128X128, NVFP4_1X16
 
 CONFIGS = (BlockwiseFP8TrainingConfig, NVFP4TrainingConfig)
+SIGNS = (1, -1) * 8
 both_classes = pytest.mark.parametrize("cls", CONFIGS, ids=("fp8", "nvfp4"))
 
 
@@ -31,13 +33,21 @@ def test_defaults():
     )
 
 
+@both_classes
+def test_signature_names_each_option_with_its_default(cls):
+    options = {f.name: f.default for f in dataclasses.fields(cls)}
+    shown = inspect.signature(cls).parameters
+    assert {name: option.default for name, option in shown.items()} == options
+    assert "Literal['quantized', 'high_precision']" in str(shown["save_activations"])
+
+
 def test_blocks_of_grad_weight_belong_to_fp8():
     fp8, nvfp4 = (cls() for cls in CONFIGS)
     assert (fp8.grad_weight_format, nvfp4.grad_weight_format) == (FP8_1X128, NVFP4_1X16)
     assert BlockwiseFP8TrainingConfig(grad_weight_blocks="128x128").grad_weight_format is FP8_128X128
     with pytest.raises(ValueError, match="grad_weight_blocks must be '1x128' or '128x128', got '128'"):
         BlockwiseFP8TrainingConfig(grad_weight_blocks="128")
-    with pytest.raises(TypeError, match="no option 'grad_weight_blocks'"):
+    with pytest.raises(TypeError, match="unknown option 'grad_weight_blocks'"):
         NVFP4TrainingConfig(grad_weight_blocks="1x128")
 
 
@@ -45,9 +55,9 @@ WRONG = {
     "save_activations": ({"save_activations": "bf16"}, "must be 'quantized' or 'high_precision', got 'bf16'"),
     "master_weights": ({"master_weights": "yes"}, "master_weights must be True or False, got 'yes'"),
     "backend": ({"backend": "tritn"}, r"no backend 'tritn'; the backends are auto, .*; did you mean 'triton'\?"),
-    "out_dtype": ({"out_dtype": torch.float64}, r"out_dtype must be .* or None \(the input's\), got torch.float64"),
-    "unknown": ({"x": 1}, r"no option 'x'; its options are .*save_activations, master_weights"),
-    "misspelled": ({"save_activation": "quantized"}, "no option 'save_activation'.*; did you mean 'save_activations'?"),
+    "out_dtype": ({"out_dtype": torch.float64}, r"out_dtype must be .* or None \(.*\), got torch.float64"),
+    "unknown": ({"x": 1}, r"unknown option 'x'; the options are .*save_activations, master_weights"),
+    "misspelled": ({"save_activation": "quantized"}, "unknown option .*; did you mean 'save_activations'?"),
     "power_of_2_scales": ({"power_of_2_scales": 2}, "power_of_2_scales"),
 }
 
@@ -85,6 +95,17 @@ def test_backends_by_name(cls):
     for backend in ops.Backend:
         assert cls(backend=backend.value) == cls(backend=backend) and cls(backend=backend.value).backend is backend
     assert cls(backend=None) == cls()
+
+
+def test_signs_are_a_value():
+    config = NVFP4TrainingConfig(hadamard=SIGNS)
+    assert config == NVFP4TrainingConfig(hadamard=list(SIGNS)) != NVFP4TrainingConfig()
+    assert NVFP4TrainingConfig(hadamard=DEFAULT_SIGNS) == NVFP4TrainingConfig(hadamard=list(DEFAULT_SIGNS))
+    assert pickle.loads(pickle.dumps(config)) == copy.deepcopy(config) == config
+    # What another version has not saved has the default.
+    old = object.__new__(NVFP4TrainingConfig)
+    old.__setstate__({"backend": "auto", "save_activations": "nvfp4"})
+    assert old == NVFP4TrainingConfig()
 
 
 def variants(cls):

@@ -299,4 +299,4 @@ def test_a_replaced_weight_is_said_once(change, backend, fresh_dynamo):
     ours = [w for w in caught if "replaced" in str(w.message)]
     assert len(ours) == 1 and str(ours[0].message).startswith("0 was converted")
     layer, *_ = conversion_report(model[0]).layers
-    assert (layer.status, layer.reason) == ("replaced", "was converted, weight replaced")
+    assert (layer.status, layer.reason) == ("replaced", "its weight was replaced after the conversion")

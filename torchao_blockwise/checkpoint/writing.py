@@ -127,8 +127,7 @@ def _write_others(weights: QuantizedWeights, folder: Folder, tokenizer_from: str
         with folder.writing():
             config.save_pretrained(folder.path)
         content = json.loads((folder.path / "config.json").read_text())
-        converted = [x for x in tensors_of(weights.model).values() if is_converted(x)]
-        write_settings(folder, content, weights.layout, weights.written, all(map(has_power_of_2_scales, converted)))
+        write_settings(folder, content, weights.layout, weights.written, weights.has_power_of_2_scales)
     generation = getattr(weights.model, "generation_config", None)
     if generation is not None:
         with folder.writing():
@@ -151,6 +150,7 @@ class QuantizedWeights:
         self._parts = all_parts_on_disk(self.model, tensors)
         self.written = [*written(self.model, tensors, self._parts)]
         check_expert_names(op, self.model, self.written)
+        self.has_power_of_2_scales = all(has_power_of_2_scales(x) for x in tensors.values() if is_converted(x))
         self.requantized: list[str] = []
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -165,6 +165,13 @@ class QuantizedWeights:
             plain = {x.name: (tensors[x.own[0]].dtype, x.shape)}
             found |= self.layout.described(x.name, x.shape) if x.is_quantized else plain
         return found
+
+    def quantization_config(self) -> dict[str, Any]:
+        """Return the `quantization_config` that `export` writes to config.json: the settings for an engine.
+
+        It lists the layers that are not quantized, and marks scales that are powers of two.
+        """
+        return _settings(self.layout, self.written, self.has_power_of_2_scales)
 
     def tensors(self, are_checked: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (name, tensor), one weight at a time; the model must be prepared for gathering.
@@ -206,7 +213,8 @@ def quantized_weights(model: nn.Module, format: str = FP8.name) -> QuantizedWeig
 
     Tensors are unsharded and on the model's device; each is new or shares the Parameter's memory. If the model is
     sharded, all ranks must iterate in lockstep, and weights that FSDP2 shards are gathered quantized. `metadata()` of
-    the result returns names, dtypes and shapes beforehand; `checksums` of it can be compared by the receiver.
+    the result returns names, dtypes and shapes beforehand, and `quantization_config()` the settings with which an
+    engine is started; `checksums` of it can be compared by the receiver.
     Values are not checked, since that would synchronize: weights with NaN are passed on.
     Raises ValueError as `export` does.
     """
@@ -300,7 +308,11 @@ def write_settings(
     warn_of_fused(tensors, block)
     if block is not None:
         warn_of_ragged(tensors, block)
-    settings = layout.settings(plain_layers(tensors)) | (SCALE_FMT if power_of_2_scales else {})
+    settings = _settings(layout, tensors, power_of_2_scales)
     folder.write_json("config.json", config | {"quantization_config": settings})
     if layout is MODELOPT:
         folder.write_json("hf_quant_config.json", hf_quant_config(settings))
+
+
+def _settings(layout: Layout, tensors: Sequence[Written], power_of_2_scales: bool) -> dict[str, Any]:
+    return layout.settings(plain_layers(tensors)) | (SCALE_FMT if power_of_2_scales else {})

@@ -1,5 +1,5 @@
-"""Filters select the linear layers and experts to convert. They compose with `&` and `|`, and record why they leave a
-layer out."""
+"""Filters that select the linear layers and experts to convert. They compose with `&` and `|`, and record the reason
+for each layer that they leave out."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ class Filter:
     `a & b` accepts a layer if both accept it, `a | b` if at least one does:
     `(is_linear() | experts()) & skip_fqns("*.0.*")`.
     why_not: (module, fqn) -> the reason to leave the layer out, or None.
-    kind: the modules that the filter applies to; it rejects all others. Without it the filter applies to the modules
-        of the filters that it is combined with, and by itself to `nn.Linear`.
-    patterns: `fnmatch` patterns of names; quantize_ warns about patterns that match no layer.
+    kind: a predicate for the modules that the filter applies to; it rejects all others. By default it applies to the
+        modules of the filters that it is combined with, or to every `nn.Linear` if it is used by itself.
+    patterns: `fnmatch` patterns of names; `quantize_` warns about patterns that match no layer.
     """
 
     def __init__(
@@ -82,8 +82,8 @@ class Filter:
             return
         if not any(self.is_about(m) and self.why_not(m, fqn) is None for fqn, m in model.named_modules()):
             warnings.warn(
-                f"quantize_: nothing of {type(model).__name__} is converted: {self} leaves out all linear layers and "
-                "experts; print(dry_run(model, config, filter_fn)) shows why",
+                f"quantize_: no layer of {type(model).__name__} is converted, because {self} leaves out all linear "
+                "layers and experts; print(dry_run(model, config, filter_fn)) to see why",
                 stacklevel=5,
             )
 
@@ -137,17 +137,17 @@ def is_linear() -> Filter:
 
 
 def experts() -> Filter:
-    """Accept every module that directly holds weights of experts: floating-point Parameters [E, N, K].
+    """Accept every module that directly holds expert weights: floating-point Parameters [E, N, K].
 
-    All of its weights of experts are converted; to convert single ones, name them in a
+    All expert weights of the module are converted; to convert only some of them, name them in a
     `torchao.quantization.FqnToConfig`. The module's forward pass must call `F.grouped_mm`, or `F.linear` for each
-    expert; other GEMMs with a converted weight raise.
+    expert. Other GEMMs with a converted weight raise an error.
     """
     return Filter(lambda module, fqn: None, "experts()", lambda module: bool(expert_weights(module)))
 
 
 def skip_routers() -> Filter:
-    """Leave out routers: quantization error sends tokens to other experts, and their GEMMs cost little.
+    """Leave out routers: their GEMMs cost little, and quantization error would send tokens to other experts.
 
     A linear layer is a router if it has fewer outputs than inputs, and its name or the name of its parent module ends
     in "gate" or "router". Routers that are not an `nn.Linear` (Hugging Face's) are never converted.
@@ -198,9 +198,9 @@ def is_head_name(fqn: str) -> bool:
 
 
 def min_features(features: int) -> Filter:
-    """Leave out layers with fewer than `features` in_features or out_features, which are too small to gain.
+    """Leave out layers with fewer than `features` in_features or out_features, which are too small to run faster.
 
-    For experts the smallest weight decides. Raises ValueError for a negative number.
+    For experts, the smallest weight is compared. Raises ValueError for a negative number.
     """
     if features < 0:
         raise ValueError(f"min_features: features must not be negative, got {features}")
@@ -216,9 +216,9 @@ def min_features(features: int) -> Filter:
 
 
 def block_lists(model: nn.Module, least: int = 1) -> dict[str, list[nn.Module]]:
-    """Return the outermost lists of at least `least` blocks by name, one for each tower.
+    """Return {name: blocks} of the outermost lists of at least `least` blocks, one for each tower.
 
-    Lists are ModuleLists and numbered ModuleDicts; if there are none, each `nn.Sequential` of blocks.
+    Lists are ModuleLists and numbered ModuleDicts, or, if there are none, each `nn.Sequential` of blocks.
     """
     lists: dict[str, nn.Module] = {
         fqn: m for fqn, m in model.named_modules() if _is_list(m) and len(m) >= least and "expert" not in fqn
@@ -241,8 +241,8 @@ def _holds_blocks(module: nn.Sequential) -> bool:
 
 
 def in_last_blocks(blocks: Sequence[nn.Module], count: int | float) -> dict[nn.Module, str]:
-    """Return {module: reason to leave it out} for all modules in the last `count` blocks, or in a share of them."""
-    # The share as it is written, so that 0.1 of 10 blocks is one block, not two.
+    """Return {module: reason to leave it out} for all modules in the last `count` blocks (a number or a fraction)."""
+    # Use the decimal digits of the float, so that 0.1 of 10 blocks is one block, not two.
     number = math.ceil(Fraction(str(count)) * len(blocks)) if isinstance(count, float) else count
     where = "the last block" if number == 1 else f"the last {number} blocks"
     kept = blocks[len(blocks) - number :]
@@ -252,11 +252,11 @@ def in_last_blocks(blocks: Sequence[nn.Module], count: int | float) -> dict[nn.M
 def keep_last_blocks(model: nn.Module, count: int | float) -> Filter:
     """Keep the last `count` blocks of `model` in high precision.
 
-    Blocks are the entries of the longest ModuleList or numbered ModuleDict that is not inside of a block, as lists of
-    experts are. Without a list, they are the entries of an `nn.Sequential` with two or more linear layers each.
+    Blocks are the entries of the longest ModuleList or numbered ModuleDict that is not itself inside a block (as a list
+    of experts is). Without a list, they are the entries of an `nn.Sequential` with two or more linear layers each.
 
-    count: an integer, or a share of the blocks as a float from 0 to 1, rounded up: 0.15 of 32 blocks are 5.
-    Source: NVFP4 pretraining (arXiv 2509.25149), which keeps 15 % of the layers in bf16, the last ones.
+    count: an integer, or a fraction of the blocks as a float from 0 to 1, rounded up: 0.15 of 32 blocks is 5 blocks.
+    Source: NVFP4 pretraining (arXiv 2509.25149), which keeps the last 15 % of the layers in bf16.
     Raises ValueError if the model has no blocks, or fewer than `count`.
     """
     lists = block_lists(model)
@@ -264,7 +264,7 @@ def keep_last_blocks(model: nn.Module, count: int | float) -> Filter:
         raise ValueError("keep_last_blocks: the model has no nn.ModuleList of blocks; use skip_fqns with their names")
     fqn, blocks = max(reversed(lists.items()), key=lambda item: len(item[1]))
     if not 0 <= count <= (1.0 if isinstance(count, float) else len(blocks)):
-        wanted = "a share is from 0.0 to 1.0" if isinstance(count, float) else f"{fqn!r} has {len(blocks)} blocks"
+        wanted = "a fraction is from 0.0 to 1.0" if isinstance(count, float) else f"{fqn!r} has {len(blocks)} blocks"
         raise ValueError(f"keep_last_blocks: {wanted}, got count={count}")
     kept = in_last_blocks(blocks, count)
     return Filter(lambda module, fqn: kept.get(module), f"keep_last_blocks({count})")

@@ -1,7 +1,7 @@
 """Fusion: layers of attention and MLPs in known models share one quantization of their input.
 
-Modules are recognized by class. The forward pass of a known class passes its first argument to the layers in `_READERS`
-and to nothing else, and does not change it. A module that only looks similar is reported and does not change.
+Modules are recognized by class. The forward pass of a known class passes its first argument only to the layers in
+`_READERS`, and does not modify it. A module that only looks similar is reported and not changed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ FUSED, UNFUSED, SHARDED = "fused", "unfused", "sharded"
 _QKV, _GATE_UP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
 _LATENT = ("q_proj", "kv_a_proj_with_mqa"), ("q_a_proj", "kv_a_proj_with_mqa")
 _W_QKV, _W13, _W_LATENT = ("wq", "wk", "wv"), ("w1", "w3"), (("wq", "wkv_a"), ("wq_a", "wkv_a"))
-# {gate and up of an MLP: (the next layer, the activation module, or "" if the forward pass calls F.silu)}
+# {gate and up of an MLP: (the next layer, the activation module or "" if the forward pass calls F.silu)}
 _SWIGLU: dict[tuple[str, ...], tuple[str, str]] = {_GATE_UP: ("down_proj", "act_fn"), _W13: ("w2", "")}
 _HUGGING_FACE = {
     "llama": "Llama",
@@ -32,7 +32,7 @@ _HUGGING_FACE = {
     "qwen3_moe": "Qwen3Moe",
     "gemma3": "Gemma3",
 }
-# {(package of the class, its name): the alternative sets of layers that read the module's input}
+# {(package of a class, its name): the possible sets of layers that read the module's input}
 _READERS: dict[tuple[str, str], tuple[tuple[str, ...], ...]] = {
     **{(f"transformers.models.{folder}", f"{name}Attention"): (_QKV,) for folder, name in _HUGGING_FACE.items()},
     **{(f"transformers.models.{folder}", f"{name}MLP"): (_GATE_UP,) for folder, name in _HUGGING_FACE.items()},
@@ -42,7 +42,7 @@ _READERS: dict[tuple[str, str], tuple[tuple[str, ...], ...]] = {
     ("torchtitan.models.common", "FeedForward"): (_W13,),
     ("torchtitan.models.deepseek_v3", "Attention"): _W_LATENT,
 }
-_BEFORE = "fuse before others wrap it"
+_BEFORE = "call fuse before other libraries wrap it"
 _ALIKE = tuple(dict.fromkeys(names for ways in _READERS.values() for names in ways))
 
 
@@ -51,8 +51,8 @@ class ModuleReport:
     """An attention or MLP module.
 
     fqn: its fully qualified name. kind: its class. readers: the layers that share its input, or could share it.
-    status: "fused", "unfused", or "sharded": fused in forward passes if FSDP2 gathers the weights, and unfused under
-        tensor parallelism. reason: why it is not fused, or what else is fused.
+    status: "fused", "unfused", or "sharded". A sharded module is fused in forward passes if FSDP2 gathers the weights,
+        and unfused under tensor parallelism. reason: why it is not fused, or whether SwiGLU is fused too.
     """
 
     fqn: str
@@ -64,7 +64,7 @@ class ModuleReport:
 
 @dataclass(frozen=True)
 class FusionReport:
-    """All modules of a model that `fuse` knows, or that look similar to known ones; print it for a table."""
+    """All modules of a model that `fuse` knows, or that look similar to known ones. Print it for a table."""
 
     modules: tuple[ModuleReport, ...]
 
@@ -77,27 +77,29 @@ class FusionReport:
         return sum(module.status == FUSED for module in self.modules)
 
     def __str__(self) -> str:
-        header = ("module", "class", "status", "one input of", "why not / what else")
+        header = ("module", "class", "status", "shared input of", "reason / SwiGLU")
         rows = [(m.fqn or "(the model itself)", m.kind, m.status, ", ".join(m.readers), m.reason) for m in self.modules]
         total = ("total", f"{self._fused()} of {len(rows)}", "fused", "", "")
         return aligned(header, rows, total, words=len(header))
 
 
 def fuse(model: nn.Module, *, round_once: bool = False) -> FusionReport:
-    """Let layers that read one activation share its quantized copies: q, k and v of attention, gate and up of an MLP.
+    """Let layers that read the same input share its quantized copies: q, k and v of attention, gate and up of an MLP.
 
     model: changed in place, before or after `quantize_` and before `fully_shard`. Attention and MLPs are recognized by
         class: Llama, Mistral, Mixtral, Qwen2, Qwen3, Qwen3-MoE, DeepSeek-V3 and Gemma 3 of transformers; llama3, qwen3
         and deepseek_v3 of torchtitan.
-    round_once: in FP8, also fuse SwiGLU with the quantization of its output. h = silu(gate) · up is computed in fp32
-        and rounded once, as compilers do, while the model's code also rounds silu(gate). h is never stored.
-    Returns the report; call `fusion_report(model)` for the current state later. A second call fuses again.
+    round_once: in FP8, also fuse SwiGLU with the quantization of its output, which is then never stored. The output
+        h = silu(gate) · up is computed in fp32 and rounded once, as compilers do; the model's code also rounds
+        silu(gate).
+    Returns the report. `fusion_report(model)` returns the current state later. Another call replaces the fusion.
 
-    An input is quantized once, and backward holds one columnwise copy for all layers that read it. Without `round_once`
-    outputs and gradients do not change, bit for bit. Names, state dicts, hooks, tensor parallel plans and wrapping by
-    FSDP2 keep working: the modules' new classes are derived from their own, and each forward pass checks whether the
-    layers can share. If one of them is not converted, is a DTensor, has hooks or was replaced (for example by LoRA), or
-    if configs differ, each layer quantizes its input itself. Modules with an unknown forward pass do not change.
+    The input is quantized once, and backward holds one columnwise copy for all layers that read it. Without
+    `round_once`, outputs and gradients are bitwise identical to those of the unfused model. Names, state dicts, hooks,
+    tensor parallel plans and FSDP2 wrapping keep working: each module gets a subclass of its class, and each forward
+    pass checks whether the layers can share. If one of them is not converted, is a DTensor, has hooks or was replaced
+    (for example by LoRA), or if configs differ, each layer quantizes its input itself. Modules with an unknown forward
+    pass are not changed.
     `unconvert` also removes the fusion.
     Source: DeepSeek-V3 report (arXiv 2412.19437), §3.3.
     """
@@ -113,7 +115,7 @@ def fuse(model: nn.Module, *, round_once: bool = False) -> FusionReport:
 
 
 def fusion_report(model: nn.Module) -> FusionReport:
-    """Return which modules of `model` share their inputs now, and why others do not."""
+    """Return which modules of `model` currently share their inputs, and why others do not."""
     reports = []
     for fqn, module in model.named_modules():
         readers, reason = _examined(module)
@@ -133,7 +135,7 @@ def fusion_report(model: nn.Module) -> FusionReport:
 
 
 def _examined(module: nn.Module) -> tuple[tuple[str, ...], str | None]:
-    """Return (readers of its input, why it cannot be fused or None); no readers if it resembles no known module."""
+    """Return (readers of the input, why `module` cannot be fused or None); no readers if it looks like no known one."""
     cls: Any = type(module)
     known = _READERS.get((_folder(cls), cls.__name__), ())
     has_all = lambda names: all(isinstance(getattr(module, name, None), nn.Module) for name in names)  # noqa: E731
@@ -146,7 +148,7 @@ def _examined(module: nn.Module) -> tuple[tuple[str, ...], str | None]:
     if (forward.__module__, forward.__qualname__) != (cls.__module__, f"{cls.__qualname__}.forward"):
         return readers, f"its forward pass was replaced by {forward.__module__}.{forward.__qualname__}"
     if "forward" in vars(module):
-        return readers, "its forward pass is an attribute of the instance"
+        return readers, "its forward pass was replaced on the instance"
     for name in readers:
         if not isinstance(layer := getattr(module, name), nn.Linear):
             return readers, f"{name} is a {type(layer).__name__}; {_BEFORE}"

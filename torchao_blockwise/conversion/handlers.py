@@ -1,11 +1,11 @@
-"""Handlers that `quantize_(model, config)` calls for a linear layer, or for a module that holds weights of experts, and
+"""Handlers that `quantize_(model, config)` calls for each linear layer and each module with expert weights, and
 `unconvert`.
 
-A conversion swaps the content of Parameters: the objects stay, so optimizers and tied modules that hold them see the
-converted weights. A linear layer gets a class derived from its own that calls `linear` by name. A module of experts
-keeps its class, whose forward pass calls `F.grouped_mm`, or `F.linear` for each expert. torchao calls a handler for
-each layer. The first call within a `quantize_` checks all layers that the filter accepts and then converts all of them,
-so that either all or none are converted; later calls find their layer converted.
+A conversion swaps the content of Parameters but keeps the objects, so optimizers and tied modules that hold them see
+the converted weights. A linear layer gets a subclass of its class, which calls `linear` by name. Experts keep their
+forward pass, which calls `F.grouped_mm`, or `F.linear` for each expert. torchao calls a handler for each layer. The
+first call within a `quantize_` checks all layers that the filter accepts and then converts all of them, so that either
+all or none are converted. Later calls find their layer converted.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ if torch.distributed.is_available():
 
     _FSDP = (FSDPModule,)
 
-# Attributes of a converted weight that belong to its content and are not copied to a new content.
+# Attributes of a converted weight that belong to its content and are not kept when the content is swapped.
 _OF_THE_CONTENT = "pending_master", "saved_values", "layer", "rounding_key", "rounding_keys", "cast_of", "_is_param"
 
 
@@ -72,8 +72,8 @@ def why_not_convertible(
 ) -> str | None:
     """Return why `module` cannot be converted with `config`, with the remedy, or None if it can.
 
-    held: `held_parameters` of the model that contains it; default none, for a module by itself.
-    parameter_name: the name of the one Parameter to convert; default all of `weights_of(module)`.
+    held: `held_parameters` of the model that contains it; None for a module by itself.
+    parameter_name: the only Parameter to convert; by default all of `weights_of(module)`.
     """
     is_linear = isinstance(module, nn.Linear)
     reason = (_why_no_forward(module) if isinstance(module, nn.Linear) else None) or why_no_class(module)
@@ -81,7 +81,7 @@ def why_not_convertible(
         return reason
     weights = weights_of(module, parameter_name)
     if not weights:
-        return f"a {type(module).__name__} is not an nn.Linear and holds no experts [E, N, K]; narrow filter_fn"
+        return f"a {type(module).__name__} is not an nn.Linear and has no expert weights [E, N, K]; exclude it"
     for name, weight in weights.items():
         dims = 2 if is_linear or parameter_name in matrices(module) else 3
         holders = [holder for _, holder in (held or {}).get(weight, [])] if weight is not None else []
@@ -91,31 +91,31 @@ def why_not_convertible(
 
 
 def _why_no_codes(weight: torch.Tensor | None) -> str | None:
-    """Return why an FP8 weight of transformers cannot be converted, or None for another weight."""
+    """Return why an FP8 weight of transformers cannot be converted, or None for any other weight."""
     if weight is None or not weight.dtype.is_floating_point or weight.dtype.itemsize > 1:
         return None
     return (
-        f"its weight is {weight.dtype}, codes whose scales are stored elsewhere and would be lost; load its files with "
-        "torchao_blockwise.integrations.transformers.from_pretrained, or make the model in high precision (from_config "
-        "in transformers), convert it, and load its files with checkpoint.load"
+        f"its weight is {weight.dtype}, and its scales are stored in another tensor and would be lost; load the "
+        "checkpoint with torchao_blockwise.integrations.transformers.from_pretrained, or create the model in high "
+        "precision (from_config in transformers), convert it, and load the checkpoint with checkpoint.load"
     )
 
 
 def _why_no_forward(module: nn.Linear) -> str | None:
     if hugging_face.is_offloaded_by_accelerate(module):
-        return "accelerate offloads its weight and replaces it by a plain one on every use; give it a device"
+        return "accelerate offloads its weight and replaces it with a plain one on every use; put it on a device"
     cls: Any
     for cls in type(module).__mro__:
         if cls.__module__.startswith(_OTHER_QUANTIZERS) and getattr(cls, "forward", None) not in KNOWN_FORWARDS:
             package = cls.__module__.rpartition(".")[0]
-            itself = f"{cls.__name__} of {package} quantizes its weight by itself; make it an nn.Linear, or exclude it"
+            itself = f"{cls.__name__} of {package} quantizes its weight itself; use an nn.Linear instead, or exclude it"
             return _why_no_codes(module.weight) or itself
     if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
-        return "nn.MultiheadAttention uses its weight without calling it; exclude it"
+        return "nn.MultiheadAttention reads its weight without calling the layer; exclude it"
     # accelerate's hooks store the original forward here.
     own = vars(module).get("_old_forward", vars(module).get("forward"))
     if own is not None and getattr(own, "__func__", None) is not type(module).forward:
-        return "its forward pass is an attribute of the instance, not of its class; define it in a class, or exclude it"
+        return "its forward pass was replaced on the instance; define forward in a class, or exclude it"
     return None
 
 
@@ -126,13 +126,18 @@ def _why_no_weight(
         return "its weight is not initialized yet; run one forward pass first"
     if weight is None:
         return "its weight is not a Parameter (parametrized or pruned?); remove the parametrization first"
+    if hasattr(weight, "ds_shape"):
+        return (
+            "DeepSpeed shards its weight; convert before deepspeed.initialize, and make the model outside of "
+            "deepspeed.zero.Init"
+        )
     if weight.dim() != dims:
         wanted = "[N, K]" if dims == 2 else "[E, N, K]"
-        return f"a Parameter of shape {list(weight.shape)} is not a weight {wanted}; leave it out"
+        return f"a Parameter of shape {list(weight.shape)} is not a weight {wanted}; exclude it"
     if _trains_by(weight, config):
         return None
     if isinstance(weight, QuantizedTensor) or (isinstance(weight, MasterWeightTensor) and not config.master_weights):
-        return f"its weight is a {type(weight).__name__} already; call unconvert(model) first"
+        return f"its weight is already a {type(weight).__name__}; call unconvert(model) first"
     if type(weight) not in (nn.Parameter, MasterWeightTensor):
         return f"its weight is a {type(weight).__name__}; convert first, then shard or wrap"
     if weight.dtype not in HIGH_PRECISION_DTYPES:
@@ -155,8 +160,8 @@ def why_not_swappable(weight: torch.Tensor) -> str | None:
         return "something holds a weak reference to its weight; convert before torch.compile and parallel wrappers run"
     if _compat.is_held(weight):
         return (
-            "a view of it, the graph of a forward pass or DistributedDataParallel holds its weight; drop it (del "
-            "output) first, and convert before DDP wraps the model"
+            "a view, the autograd graph of a forward pass or DistributedDataParallel refers to its weight; free it "
+            "first (del output), and convert before DDP wraps the model"
         )
     return None
 
@@ -169,10 +174,10 @@ def _trains_by(weight: torch.Tensor | None, config: TrainingConfig) -> bool:
 @register_quantize_module_handler(BlockwiseFP8TrainingConfig)
 @register_quantize_module_handler(NVFP4TrainingConfig)
 def convert_module(module: nn.Module, config: TrainingConfig, *, parameter_name: str | None = None) -> nn.Module:
-    """Convert `module`, an `nn.Linear` or a module that holds experts, to train with `config`; in place, and return it.
+    """Convert `module`, an `nn.Linear` or a module with expert weights, in place to train with `config`; return it.
 
-    parameter_name: the one Parameter to convert, which torchao passes for a name in an `FqnToConfig`.
-    Raises ValueError, before any change, if it or another layer of the same `quantize_` call cannot be converted;
+    parameter_name: the only Parameter to convert; torchao passes it for a name in an `FqnToConfig`.
+    Raises ValueError, before any change, if it or another layer of the same `quantize_` call cannot be converted, and
     RuntimeError if PyTorch or torchao is too old.
     """
     _versions.check()
@@ -232,14 +237,14 @@ def _convert(
 
 @register_quantize_module_handler(ConfigClass)
 def refuse_config(module: nn.Module, config: object) -> None:
-    """Raise TypeError, because `quantize_` was called with a class or with the config of a framework."""
+    """Raise TypeError: `quantize_` was called with a class or with the config of a framework."""
     check_config("quantize_", config)
 
 
 def _take_plain_tensor(module: nn.Module) -> None:
-    """Turn a plain tensor that has replaced a converted layer's weight into a frozen Parameter.
+    """Turn a plain tensor that has replaced the weight of a converted layer into a frozen Parameter.
 
-    PEFT merges an adapter that way: it adds to the dequantized weight, assigns the sum, and calls `quantize_`.
+    PEFT merges an adapter this way: it adds it to the dequantized weight, assigns the sum, and calls `quantize_`.
     """
     weight = vars(module).get("weight")
     if isinstance(module, ConvertedLinear) and isinstance(weight, torch.Tensor):
@@ -253,7 +258,7 @@ def _warn_of_unused(filter_fn: Filter, model: nn.Module) -> None:
     for pattern in filter_fn.patterns:
         if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
             warnings.warn(
-                f"quantize_: {pattern!r} of {filter_fn} matches no layer and leaves nothing out; the nearest names are "
+                f"quantize_: {pattern!r} of {filter_fn} matches no layer; the most similar names are "
                 f"{nearest_names(pattern, names)}",
                 stacklevel=2,
             )
@@ -270,8 +275,8 @@ def _check(
     if failures:
         lines = "\n".join(f"  {fqn or 'the model itself'}: {reason}" for fqn, reason in failures.items())
         raise ValueError(
-            f"quantize_: {len(failures)} of {len(targets)} layers cannot be converted, and nothing was changed; fix "
-            f"them, or leave them out with filter_fn=skip_fqns(...):\n{lines}"
+            f"quantize_: {len(failures)} of {len(targets)} layers cannot be converted, so nothing was changed; fix "
+            f"them, or exclude them with filter_fn=skip_fqns(...):\n{lines}"
         )
 
 
@@ -285,7 +290,7 @@ def _converted(weight: nn.Parameter, config: TrainingConfig) -> torch.Tensor:
 
 
 def swap(weight: nn.Parameter, converted: torch.Tensor) -> None:
-    """Give the Parameter object `weight` the content of `converted`, keeping its gradient, hooks and attributes."""
+    """Swap the content of `converted` into the Parameter `weight`, which keeps its gradient, hooks and attributes."""
     if isinstance(converted, QuantizedTensor) and weight.requires_grad:
         converted.pending_master = PendingMaster(weight.detach())
     new = nn.Parameter(converted, requires_grad=weight.requires_grad)
@@ -302,20 +307,20 @@ def swap(weight: nn.Parameter, converted: torch.Tensor) -> None:
     finally:
         weight.grad = grad
     vars(weight).update(attributes)
-    # The Python object keeps the hooks, but the new content runs them: assigning registers them again.
+    # The Python object keeps the hooks, but the new content must run them: the assignment registers them again.
     weight._backward_hooks = weight._backward_hooks
     weight._post_accumulate_grad_hooks = weight._post_accumulate_grad_hooks
 
 
 @torch.no_grad()
 def unconvert(model: nn.Module) -> nn.Module:
-    """Turn every converted layer and fused module of `model` into a plain one again, in place; return `model`.
+    """Turn all converted layers and fused modules of `model` back into plain ones, in place; return `model`.
 
     Parameters stay the same objects, with their gradients, hooks and attributes, so an existing optimizer still trains
-    them. A master weight keeps its values. A quantized Parameter gets its master's values, in the weight's dtype, if a
-    `MasterWeightOptimizer` has one (that optimizer cannot be used afterwards; make another one), else the decoded
-    values. The model can be converted again.
-    Raises ValueError, before any change, for weights that are sharded or that something else holds.
+    them. A master weight keeps its values. A quantized Parameter gets the values of its master weight, in the dtype of
+    the Parameter, if a `MasterWeightOptimizer` has one, and its decoded values otherwise. (Create a new optimizer
+    instead of that `MasterWeightOptimizer`.) The model can be converted again.
+    Raises ValueError, before any change, for weights that are sharded or that a view, a graph or DDP refers to.
     """
     weights = {
         p: held[0][0]
@@ -327,7 +332,7 @@ def unconvert(model: nn.Module) -> nn.Module:
     failures = [f"  {fqn}: {reason}" for fqn, reason in reasons.items() if reason is not None]
     if failures:
         raise ValueError(
-            f"unconvert: {len(failures)} of {len(weights)} weights cannot be made plain, and nothing was changed:\n"
+            f"unconvert: {len(failures)} of {len(weights)} weights cannot be restored, so nothing was changed:\n"
             + "\n".join(failures)
         )
     for p in weights:

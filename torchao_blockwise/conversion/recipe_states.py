@@ -1,4 +1,4 @@
-"""The state of stochastic rounding that a run needs to resume: how often each weight's random bits were drawn."""
+"""The state of stochastic rounding that a run needs to resume: how many times each weight's random bits were drawn."""
 
 from __future__ import annotations
 
@@ -17,36 +17,37 @@ _NUMBERS = "seed", "stream", "use"
 
 
 def recipe_state(model: nn.Module) -> dict[str, dict[str, int]]:
-    """Return the state of the random bits of `model`, to be saved in a checkpoint next to the state dict.
+    """Return the state of the random bits of `model`; save it in checkpoints together with the state dict.
 
-    Returns {name: {"seed", "stream", "use"}} for each weight whose gradients are rounded stochastically: seed and
-    stream of its random bits, and how often they were drawn, as plain integers. Empty for other recipes. Each
-    data-parallel rank has a separate seed and so a separate state. Synchronizes with the device.
+    Returns {name: {"seed", "stream", "use"}} for each weight whose gradients are rounded stochastically: the seed and
+    stream of its random bits, and how many times they were drawn, as plain integers. Empty for other recipes. Each
+    data-parallel rank has a different seed, so each must save its own state. Synchronizes with the device.
     """
     return {name: dict(zip(_NUMBERS, (int(number) for number in keys.now()[:3]))) for name, keys, _ in _rounding(model)}
 
 
 def load_recipe_state(model: nn.Module, state: Mapping[str, Mapping[str, int]]) -> None:
-    """Restore the state of random bits that `recipe_state` returned; nothing changes if an error is raised.
+    """Restore the state of random bits that `recipe_state` returned. If an error is raised, nothing is changed.
 
-    Raises KeyError for weights that only the state or only the model has, ValueError for invalid numbers.
+    Raises KeyError for weights that are only in the state or only in the model, ValueError for invalid numbers.
     """
     found = {name: (keys, expert) for name, keys, expert in _rounding(model)}
     for name in state.keys() - found.keys():
         raise KeyError(
-            f"load_recipe_state: the model rounds no gradients of {name!r} stochastically{did_you_mean(name, found)}"
+            f"load_recipe_state: the state has {name!r}, but the model has no such weight whose gradients are rounded "
+            f"stochastically{did_you_mean(name, found)}"
         )
     for name in found.keys() - state.keys():
         raise KeyError(
-            f"load_recipe_state: the state has no {name!r}, whose gradients the model rounds stochastically; use the "
-            "recipe_state of a model that was converted in the same way"
+            f"load_recipe_state: {name!r} is missing from the state, but the model rounds its gradients "
+            "stochastically; use the recipe_state of a model that was converted in the same way"
         )
     starts = []
     for name, (keys, expert) in found.items():
         try:
             seed, stream, use = (state[name][number] for number in _NUMBERS)
             start = StochasticRounding(seed, stream, use, expert=expert)
-            # Raises for numbers of too many bits.
+            # Raises if a number has too many bits.
             key_of(start, torch.device("cpu"))
             starts.append((keys, start))
         except (KeyError, TypeError, ValueError) as error:

@@ -22,7 +22,7 @@ from torchao_blockwise.conversion.weights import expert_weights
 from torchao_blockwise.tensors import NVFP4TrainingConfig, TrainingConfig
 from torchao_blockwise.tensors.config import check_config
 
-# The share of the blocks, at the end, that NVFP4 pretraining (arXiv 2509.25149) keeps in high precision.
+# The fraction of the blocks, at the end, that NVFP4 pretraining (arXiv 2509.25149) keeps in high precision.
 NVFP4_SHARE_KEPT = 0.15
 
 _GATE = re.compile(r"(.+_)?(gate|gating)")
@@ -30,13 +30,13 @@ _EXPERTS = re.compile("expert|moe", re.IGNORECASE)
 
 
 def recommended_layers(model: nn.Module, config: TrainingConfig | None = None) -> Filter:
-    """Accept the linear layers and experts of `model` that gain from low precision; the recommended `filter_fn`.
+    """Accept the linear layers and experts of `model` that benefit from low precision; the recommended `filter_fn`.
 
-    Left out are output heads (also those that are tied to an embedding), routers and gates, the projection inside of
-    `nn.MultiheadAttention`, and with an `NVFP4TrainingConfig` the last 15 % of the blocks. Parameters [E, N, K] count
+    Leaves out output heads (also those tied to an embedding), routers and gates, the output projection of
+    `nn.MultiheadAttention` and, with an `NVFP4TrainingConfig`, the last 15 % of the blocks. Parameters [E, N, K] count
     as experts if the name or the class of their module contains "expert" or "moe"; `| experts()` adds all others.
 
-    model: the model that is passed to `quantize_`, or one that contains it; layers of other models are left out.
+    model: the model that is passed to `quantize_`, or a model that contains it; layers of other models are left out.
     Raises TypeError unless `config` is a training config or None.
     Source: DeepSeek-V3 report (arXiv 2412.19437), §3.3.1; NVFP4 pretraining (arXiv 2509.25149).
     """
@@ -52,7 +52,7 @@ def warn_of_plain(model: nn.Module, config: TrainingConfig, targets: dict[str, n
     if unwanted:
         shown = ", ".join(unwanted[:3]) + (f" and {len(unwanted) - 3} more" if len(unwanted) > 3 else "")
         warnings.warn(
-            f"quantize_: without a filter it converts {shown}; to leave these out, convert a fresh model with "
+            f"quantize_: without a filter, it also converts {shown}; to leave these out, convert a new model with "
             "filter_fn=recommended_layers(model, config)",
             stacklevel=3,
         )
@@ -63,10 +63,10 @@ def recommended(
 ) -> Filter:
     """Return `recommended_layers` with further options.
 
-    heads: whether to convert output heads too. last_blocks: how many blocks to leave out; None is the config's default.
+    heads: also convert output heads. last_blocks: how many blocks to leave out; None for the config's default.
     """
     reasons: dict[nn.Module, str | None] = dict.fromkeys(model.modules())
-    # If there are several reasons for one layer, the last one stays.
+    # If a layer has several reasons, the last one is reported.
     if last_blocks is None:
         for blocks in block_lists(model, least=2).values() if isinstance(config, NVFP4TrainingConfig) else ():
             reasons |= in_last_blocks(blocks, NVFP4_SHARE_KEPT)
@@ -78,9 +78,9 @@ def recommended(
         reasons |= _output_heads(model)
     for fqn, module in model.named_modules():
         if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
-            reasons[module] = "used by nn.MultiheadAttention itself"
+            reasons[module] = "nn.MultiheadAttention reads its weight directly"
         elif not isinstance(module, nn.Linear) and not _EXPERTS.search(f"{fqn}.{type(module).__name__}"):
-            reasons[module] = "not named as experts are"
+            reasons[module] = "not named like experts"
     foreign = "not part of the model that recommended_layers was called with"
     chosen = is_linear() | experts()
     return Filter(
@@ -89,15 +89,15 @@ def recommended(
 
 
 def _output_heads(model: nn.Module) -> dict[nn.Module, str]:
-    """Return {output head: why it is one}."""
+    """Return {output head: reason why it is one}."""
     embeddings = {id(m.weight): fqn for fqn, m in model.named_modules() if isinstance(m, nn.Embedding)}
     found: dict[nn.Module, str] = {}
-    # If the last linear layer follows all lists of blocks, it is a head, whatever its name.
+    # If the last linear layer follows all lists of blocks, it is a head, regardless of its name.
     lists = [m for m in model.modules() if isinstance(m, (nn.ModuleList, nn.ModuleDict)) and len(m) > 1]
     inner = {id(m) for blocks in lists for m in blocks.modules()}
     in_blocks = {m: id(m) in inner for m in model.modules() if isinstance(m, nn.Linear) or expert_weights(m)}
     if any(in_blocks.values()) and not list(in_blocks.values())[-1]:
-        found[list(in_blocks)[-1]] = "last layer, behind the blocks"
+        found[list(in_blocks)[-1]] = "last layer, after the blocks"
     for fqn, module in model.named_modules():
         # Models of transformers, and parts of them, declare their head.
         get: Any = getattr(module, "get_output_embeddings", lambda: None)
@@ -111,9 +111,9 @@ def _output_heads(model: nn.Module) -> dict[nn.Module, str]:
 
 
 def _routers(model: nn.Module) -> list[nn.Module]:
-    """Return linear layers inside of routers, next to as many experts as they have outputs, or named like a gate.
+    """Return linear layers inside routers, next to as many experts as they have outputs, or named like a gate.
 
-    A gate has few outputs, and no layer of the same shape next to it; in a gated MLP gate and up have the same shape.
+    A gate has few outputs, and no sibling has its shape. (In a gated MLP, gate and up have the same shape.)
     """
     counts, found = set[int](), list[nn.Module]()
     for fqn, parent in model.named_modules():
@@ -140,7 +140,7 @@ def _is_router(fqn: str, module: nn.Module) -> bool:
 
 
 def _number_of_experts(name: str, module: nn.Module) -> int:
-    """Return the number of experts that `module`, with this name, holds in weights [E, N, K] or as modules."""
+    """Return the number of experts that `module`, called `name`, holds in weights [E, N, K] or as modules."""
     if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and "expert" in name:
         return len(module)
     return next((weight.shape[0] for weight in expert_weights(module).values()), 0)

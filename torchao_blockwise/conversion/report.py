@@ -1,4 +1,4 @@
-"""The conversion report: each linear layer, weight of experts and other matrix, converted or skipped, and why."""
+"""The conversion report: whether each linear layer, expert weight and other matrix is converted, and why not."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ CONVERTED, SKIPPED, CANNOT, REPLACED = "converted", "skipped", "cannot convert",
 # Status, reason or format, and the config of a converted weight.
 _State = tuple[str, str, TrainingConfig | None]
 
-# {name of a class whose GEMMs cannot be converted: why}
+# {name of a class whose GEMMs cannot be converted: the reason}
 _NEVER_CONVERTED = {
-    "MultiheadAttention": "nn.MultiheadAttention multiplies by it itself, without an nn.Linear",
-    "Conv1D": "Conv1D holds its weight transposed; replace it by nn.Linear",
+    "MultiheadAttention": "nn.MultiheadAttention uses it directly, without an nn.Linear",
+    "Conv1D": "Conv1D stores its weight transposed; replace it with nn.Linear",
 }
-_BY_NAME = "not in an nn.Linear; if F.linear multiplies by it, FqnToConfig converts it by name"
+_BY_NAME = "not in an nn.Linear; if the model passes it to F.linear, FqnToConfig converts it by name"
 
 
 def aligned(header: tuple[str, ...], rows: Sequence[tuple[str, ...]], total: tuple[str, ...] | None, words: int) -> str:
-    """Format a table; the first `words` columns are left-aligned, the others right-aligned. total: the last line."""
+    """Format a table. The first `words` columns are left-aligned, the others right-aligned. total: the last line."""
     last = [] if total is None else [total]
     widths = [max(map(len, column)) for column in zip(header, *rows, *last)]
     rule = tuple("-" * width for width in widths)
@@ -50,11 +50,11 @@ class LayerReport:
     """A linear layer, or a weight outside of linear layers.
 
     fqn: the name of the layer, or of the weight ("layers.0.experts.down_proj").
-    status: "converted", "skipped", "cannot convert" or "replaced". reason: why, or the format if it is converted.
+    status: "converted", "skipped", "cannot convert" or "replaced". reason: why, or the format of a converted weight.
     shape: (out_features, in_features), (N, K), or (experts, N, K).
-    bytes_before: bytes of the high-precision weight. bytes_after: bytes of the Parameter and, under FSDP2, of its
-        quantized payload. quantized_bytes: the quantized part of bytes_after; 0 for a master weight without FSDP2,
-        which is quantized where a GEMM reads it.
+    bytes_before: size of the high-precision weight. bytes_after: size of the Parameter and, under FSDP2, of its
+        quantized payload. quantized_bytes: the quantized part of bytes_after. It is 0 for a master weight without
+        FSDP2, which each GEMM quantizes and frees.
     """
 
     fqn: str
@@ -101,8 +101,8 @@ class ConversionReport:
         t = self.totals
         total: tuple[str, ...] = ("total", f"{t['converted']} of {t['layers']}", "converted", "", "")
         total += tuple(human_bytes(t[k]) for k in ("bytes_before", "bytes_after", "quantized_bytes"))
-        title = "dry run: what quantize_ would do\n" if self.dry_run else ""
-        hint = "" if t["converted"] else "\nnothing is converted; filter_fn=recommended_layers(model) takes experts too"
+        title = "dry run: the result of quantize_, without converting\n" if self.dry_run else ""
+        hint = "" if t["converted"] else "\nno layer is converted; filter_fn=recommended_layers(model) includes experts"
         return title + aligned(header, rows, total, words=5) + hint
 
 
@@ -128,7 +128,7 @@ def conversion_report(model: nn.Module) -> ConversionReport:
 def dry_run(
     model: nn.Module, config: TrainingConfig, filter_fn: Callable[[nn.Module, str], bool] | None = None
 ) -> ConversionReport:
-    """Return the report that `quantize_(model, config, filter_fn)` would lead to, without converting the model.
+    """Return the conversion report as it would be after `quantize_(model, config, filter_fn)`, without converting.
 
     Layers for which `quantize_` would raise have the status "cannot convert".
     Raises TypeError unless `config` is an instance of a training config.
@@ -148,10 +148,10 @@ def dry_run(
 
 
 def _report(model: nn.Module, planned: Callable[[nn.Module, str], _State | None] | None = None) -> ConversionReport:
-    """planned: returns the future state of a module, None if its state does not change."""
+    """planned: returns the state of a module after the conversion, or None if its state does not change."""
     adapters = hugging_face.adapters_in(model)
     layers: list[LayerReport] = []
-    # By weight, so that a shared weight is counted once.
+    # The key is the weight, so that a shared weight is counted once.
     counted: dict[torch.Tensor, LayerReport] = {}
     for fqn, module in model.named_modules():
         others = matrices(module)
@@ -161,7 +161,7 @@ def _report(model: nn.Module, planned: Callable[[nn.Module, str], _State | None]
             state = None if planned is None or name in others or module in adapters else planned(module, fqn)
             status, reason, config = state or _state(module, weight, name in others, module in adapters)
             dtype = str(weight.dtype).removeprefix("torch.")
-            # The weight of a lazy layer has no shape yet, but the layer has its features.
+            # The weight of a lazy layer has no shape yet, but the layer knows its features.
             shape = (module.out_features, module.in_features) if isinstance(module, nn.Linear) else tuple(weight.shape)
             fqn_of_row = fqn if is_linear else f"{fqn}.{name}".lstrip(".")
             layer = LayerReport(fqn_of_row, status, reason, shape, dtype, *_bytes(weight, shape, config))
@@ -174,7 +174,7 @@ def _report(model: nn.Module, planned: Callable[[nn.Module, str], _State | None]
 
 
 def _state(module: nn.Module, weight: torch.Tensor, is_other: bool, is_adapter: bool) -> _State:
-    """Return the state of a weight now.
+    """Return the current state of a weight.
 
     is_other: whether it is a matrix of a module that is not an `nn.Linear`. is_adapter: whether it belongs to PEFT.
     """
@@ -184,9 +184,9 @@ def _state(module: nn.Module, weight: torch.Tensor, is_other: bool, is_adapter: 
     if isinstance(local, QuantizedTensor):
         return CONVERTED, f"{local.fmt.name}{_blocks(local.config)}, no master", local.config
     if is_converted(module) and not is_other:
-        return REPLACED, "was converted, weight replaced", None
+        return REPLACED, "its weight was replaced after the conversion", None
     if is_adapter:
-        return SKIPPED, "PEFT adapter, stays in high precision", None
+        return SKIPPED, "PEFT adapter, kept in high precision", None
     if is_other:
         return SKIPPED, _NEVER_CONVERTED.get(type(module).__name__, _BY_NAME), None
     return SKIPPED, skip_reason(module) or "not selected", None

@@ -17,10 +17,10 @@ from torchao_blockwise.tensors.state_values import plain_values
 def keep_state_dicts_plain(module: nn.Module) -> None:
     """Make `module` save its weights as plain tensors and load plain tensors into them. Repeated calls do nothing.
 
-    A saved tensor shares the memory of its master weight; for a sharded weight it is a DTensor with the same placement.
-    FSDP2 moves shards of uneven rows in the first forward pass and with every load; call `state_dict()` again after.
-    A quantized weight is saved as its decoded values, in its dtype (`plain_values`). A shard that was loaded is saved
-    as the loaded values until all ranks cast it.
+    A saved tensor shares memory with its master weight. For a sharded weight, it is a DTensor with the same placement.
+    FSDP2 reallocates shards with uneven rows in the first forward pass and in every load; call `state_dict()` again
+    afterwards. A quantized weight is saved as its decoded values, in its dtype (`plain_values`). A loaded shard is
+    saved as the loaded values until all ranks cast it.
     """
     if not is_converted(module):
         module.register_state_dict_post_hook(_save_plain)
@@ -50,11 +50,11 @@ def _save_plain(module: nn.Module, state_dict: dict[str, Any], prefix: str, loca
 
 
 def _values(weight: QuantizedTensor, state_dict: dict[str, Any]) -> torch.Tensor:
-    # A tied weight is saved as one tensor under several names.
+    # A tied weight is saved as the same tensor under several names.
     saved = None if weight.saved_values is None else weight.saved_values()
     if saved is not None and any(_compat.local_of(x) is saved for x in state_dict.values()):
         return saved
-    # A rank cannot quantize its shard of a weight again by itself.
+    # One rank by itself cannot quantize its shard of a weight again.
     values = weight.values(weight.dtype) if isinstance(weight, QuantizedShard) else plain_values(weight)
     weight.saved_values = weakref.ref(values)
     return values
@@ -70,7 +70,7 @@ def _load_assigned(
     unexpected: list[str],
     errors: list[str],
 ) -> None:
-    """Wrap the tensors that `load_state_dict(assign=True)` puts in the place of converted Parameters."""
+    """Wrap the tensors with which `load_state_dict(assign=True)` replaces converted Parameters."""
     if not local_metadata.get("assign_to_params_buffers", False):
         return
     for name, param in _compat.parameters_of(module).items():

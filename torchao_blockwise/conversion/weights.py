@@ -1,4 +1,4 @@
-"""The Parameters of a module that a conversion replaces: a linear layer's weight, experts' weights, or a named one."""
+"""The Parameters that a conversion replaces: the weight of a linear layer, expert weights, or a named one."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from torchao_blockwise import _compat
 
-# Modules whose weights may have three dims but do not belong to experts.
+# Modules whose weights may have three dims but are not expert weights.
 _NOT_EXPERTS = (nn.Linear, nn.Bilinear, nn.Conv1d, nn.ConvTranspose1d)
-# Modules whose weights with two dims are reported as a layer, or are not operands of a GEMM.
+# Modules whose weights with two dims are reported as a layer, or are not used in a GEMM.
 _NO_MATRICES = nn.Linear, nn.Embedding, nn.EmbeddingBag, nn.RMSNorm, nn.LayerNorm, ParametrizationList
 
 
@@ -27,7 +27,7 @@ def _has_dims(weight: torch.Tensor, dims: int) -> bool:
 
 
 def expert_weights(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the experts' weights [E, N, K] that `module` directly holds, by name; none for convolutions."""
+    """Return the expert weights [E, N, K] that `module` directly holds, by name; none for convolutions."""
     if isinstance(module, _NOT_EXPERTS):
         return {}
     return {name: p for name, p in _compat.parameters_of(module).items() if p is not None and is_expert_weight(p)}
@@ -36,8 +36,8 @@ def expert_weights(module: nn.Module) -> dict[str, nn.Parameter]:
 def matrices(module: nn.Module) -> dict[str, nn.Parameter]:
     """Return the floating-point Parameters [N, K] that `module` directly holds, by name.
 
-    Such Parameters belong to models that call `F.linear` themselves; `quantize_` converts those that a `FqnToConfig`
-    names. Linear layers, embeddings and norms have none, and biases [E, N] of experts are left out.
+    Models that call `F.linear` themselves have such Parameters; `quantize_` converts those that an `FqnToConfig` names.
+    Linear layers, embeddings and norms have none. Biases [E, N] of experts are left out.
     """
     if isinstance(module, _NO_MATRICES):
         return {}
@@ -47,7 +47,7 @@ def matrices(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def weights_of(module: nn.Module, parameter_name: str | None = None) -> dict[str, nn.Parameter | None]:
-    """Return the Parameters of `module` to convert, by name: all, or the named one; None if it does not exist."""
+    """Return the Parameters of `module` to convert, by name: all of them, or the named one (None if it is missing)."""
     own = _compat.parameters_of(module)
     if parameter_name is not None:
         return {parameter_name: own.get(parameter_name)}
@@ -55,7 +55,7 @@ def weights_of(module: nn.Module, parameter_name: str | None = None) -> dict[str
 
 
 def held_parameters(model: nn.Module) -> dict[nn.Parameter, list[tuple[str, nn.Module]]]:
-    """Return [(name, module), ...] of the modules that hold each Parameter, in the order of `model.parameters()`."""
+    """Return {Parameter: [(name, module that holds it), ...]}, in the order of `model.parameters()`."""
     held: dict[nn.Parameter, list[tuple[str, nn.Module]]] = {}
     for fqn, module in model.named_modules():
         for name, p in _compat.parameters_of(module).items():

@@ -4,7 +4,7 @@ from torchao_blockwise.diagnostics.doctor import Examination, examine
 from torchao_blockwise.diagnostics.memory import MemoryReport, memory_report
 from torchao_blockwise.diagnostics.monitor import NumericsMonitor
 from torchao_blockwise.diagnostics.records import GradientReport, Recommendation, Report, TensorReport
-from torchao_blockwise.diagnostics.writers import CSVWriter, HTMLWriter, TensorBoardWriter, WandbWriter, Writer
+from torchao_blockwise.diagnostics.writers import CSVWriter, HTMLWriter, Writer
 
 __all__ = [
     "CSVWriter",
@@ -15,10 +15,20 @@ __all__ = [
     "NumericsMonitor",
     "Recommendation",
     "Report",
-    "TensorBoardWriter",
     "TensorReport",
-    "WandbWriter",
     "Writer",
     "examine",
     "memory_report",
 ]
+
+# {name that version 0.2 removed: what to use instead}
+_REMOVED = {
+    "TensorBoardWriter": "NumericsMonitor(.., writers=[SummaryWriter(folder)])",
+    "WandbWriter": "NumericsMonitor(.., writers=[wandb.init()])",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name in _REMOVED:
+        raise AttributeError(f"diagnostics.{name} was removed in version 0.2; use {_REMOVED[name]}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -32,15 +32,23 @@ from torchao_blockwise.diagnostics.layers import (
     values_of_weight,
 )
 from torchao_blockwise.diagnostics.records import Recommendation, Report, recommend
+from torchao_blockwise.diagnostics.statistics import Tally
 from torchao_blockwise.diagnostics.tallies import Tallies
 from torchao_blockwise.diagnostics.unconverted import watch_products
-from torchao_blockwise.diagnostics.writers import Writer
+from torchao_blockwise.diagnostics.writers import checked_writers, close_writer, write_to
 from torchao_blockwise.formats import Groups
 from torchao_blockwise.nn.activations import GradientObserver, as_rows, observe
 from torchao_blockwise.nn.gemms import GemmSpec, quantize
 from torchao_blockwise.nn.layer import cast_for_compute
 from torchao_blockwise.tensors import TrainingConfig
 from torchao_blockwise.tensors.weight_operands import amax_over
+
+# Why a report may lack a tensor.
+_REASONS = {
+    "x": "which did not run, or ran in a CUDA graph, in code compiled after the monitor was created, or in evaluation "
+    "mode without backward",
+    "w": "whose quantized Parameter has no master, or one that is sharded",
+}
 
 
 class NumericsMonitor:
@@ -51,13 +59,15 @@ class NumericsMonitor:
     layers: `fnmatch` patterns of the names of linear layers and weights of experts.
     what_if: further recipes ("fp8", "fp8_pow2", "fp8_128x128", "nvfp4", or configs) to try on the tensors of every
         layer.
-    writers: receive each report, on the first rank only; see `diagnostics`.
+    writers: receive each report, on the first rank only: objects with `write` and `close`, such as `HTMLWriter`; runs
+        of Weights & Biases; TensorBoard's `SummaryWriter`.
     step: the step of the training run, if it continues one.
     group: the ranks that train the model together, None for all. Making a monitor, and `step`, are collectives.
 
     Call `step()` once after each optimizer step; all microbatches before it are part of one report. Used as a context
     manager, the monitor closes itself. Compiled modules run eagerly in steps that are reported.
-    Raises ValueError for a pattern that matches nothing, or an unknown recipe.
+    Warns once of layers and tensors that it cannot observe, with the reason.
+    Raises ValueError for a pattern that matches nothing, or an unknown recipe; TypeError for another kind of writer.
     Source: FP4 All the Way (arXiv 2505.19115), abstract, for the ratio of the gradient to its quantization noise.
     """
 
@@ -67,7 +77,7 @@ class NumericsMonitor:
         every: int = 100,
         layers: str | Sequence[str] = "*",
         what_if: Iterable[str | TrainingConfig] = (),
-        writers: Sequence[Writer] = (),
+        writers: Iterable[Any] = (),
         *,
         step: int = 0,
         group: dist.ProcessGroup | None = None,
@@ -78,7 +88,8 @@ class NumericsMonitor:
         self.report: Report | None = None
         self._layers, self._what_if = find_layers(model, layers), find_recipes(what_if)
         self._group = group if group is not None or not dist.is_initialized() else dist.group.WORLD
-        self._writers = list(writers) if self._group is None or self._group.rank() == 0 else []
+        self._is_first = self._group is None or self._group.rank() == 0
+        self._writers = checked_writers(writers) if self._is_first else []
         self._tallies, self._owned = self._agree()
         self._step, self._order = step, 0
         self._armed: contextlib.ExitStack | None = None
@@ -137,7 +148,7 @@ class NumericsMonitor:
         """Stop observing the model and close the writers; an unfinished report is dropped."""
         self._disarm()
         self._is_closed = True
-        self._call_writers(lambda writer: writer.close())
+        self._call_writers(close_writer)
         self._writers.clear()
 
     def __enter__(self) -> NumericsMonitor:
@@ -169,19 +180,29 @@ class NumericsMonitor:
     def _finish(self) -> Report:
         self._disarm()
         self.report = self._tallies.take(self._step, self._group)
-        if not self._has_warned and not any(t.tensor == "x" for t in self.report.tensors):
-            self._has_warned = True
-            why = (
-                "CUDA graph replays are not observed, and unconverted layers only with recipes in what_if"
-                if any(layer.module.training for layer in self._layers)
-                else "all layers are in evaluation mode, in which they are not observed; call model.train()"
-            )
-            warnings.warn(f"NumericsMonitor: no monitored layer ran in step {self._step}: {why}", stacklevel=3)
         report = self.report
-        self._call_writers(lambda writer: writer.write(report))
+        if self._is_first and not self._has_warned and (missing := self._missing(report)):
+            self._has_warned = True
+            warnings.warn(f"NumericsMonitor: step {self._step} has no figures of {'; of '.join(missing)}", stacklevel=3)
+        self._call_writers(lambda writer: write_to(writer, report))
         return report
 
-    def _call_writers(self, call: Callable[[Writer], None]) -> None:
+    def _missing(self, report: Report) -> list[str]:
+        """Return what the monitor could not observe, each with the reason."""
+        observed = {(t.layer, t.tensor) for t in report.tensors}
+        expected = list(self._tallies.index if self._what_if else self._tallies.trained)
+        if not expected:
+            return ["any layer, because none is converted; name recipes in what_if"]
+        missing = []
+        for tensor, reason in _REASONS.items():
+            if layers := [name for name in expected if (name, tensor) not in observed]:
+                some = ", ".join(layers[:4]) + ", .." * (len(layers) > 4)
+                missing.append(f"{tensor} in {len(layers)} of {len(expected)} layers ({some}), {reason}")
+        if self._group is not None and self._group.size() < dist.get_world_size():
+            missing.append("ranks outside of `group`")
+        return missing
+
+    def _call_writers(self, call: Callable[[Any], None]) -> None:
         """Call each writer; a writer that fails is removed with a warning, and training continues."""
         for writer in list(self._writers):
             try:
@@ -215,13 +236,15 @@ class NumericsMonitor:
                     if owned:
                         self._tallies.add(layer.name, "w", name, statistics.tally(values, copy, order)[0])
 
-    def _see(self, weight: Any, x: torch.Tensor, spec: GemmSpec) -> GradientObserver | None:
+    def _see(self, weight: Any, x: torch.Tensor, spec: GemmSpec, grad_enabled: bool) -> GradientObserver | None:
         layer = layer_of(weight, self._layers)
-        return None if layer is None or not layer.module.training else self._see_input(layer, x, spec)
+        if layer is None or not (layer.module.training or grad_enabled):
+            return None
+        return self._see_input(layer, x, spec)
 
     def _see_product(self, x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor | None, out: torch.Tensor) -> None:
         layer = layer_of(_compat.local_of(weight), self._layers)
-        if layer is None or layer.config is not None or not layer.module.training:
+        if layer is None or layer.config is not None or not (layer.module.training or out.requires_grad):
             return
         with torch.no_grad():
             rows = as_rows(_compat.local_of(x).detach())
@@ -232,13 +255,17 @@ class NumericsMonitor:
             out.register_hook(lambda dy: see_gradient(as_rows(_compat.local_of(dy).detach())))
 
     def _see_input(self, layer: Layer, x: torch.Tensor, spec: GemmSpec) -> GradientObserver:
-        """Count x [T, K], and return a function that counts the gradient of the same pass."""
-        place = Place.of(layer.weight)
-        recipes, seed = self._recipes_of(spec.config), 3 * self._tallies.index[layer.name]
-        # Activation checkpointing runs a layer again in backward; it was counted in forward.
-        counts = place.counts_x and not _compat.in_backward()
+        """Count x [T, K], and return a function that counts the gradient of the same pass.
+
+        In evaluation mode x is counted only if backward runs, so evaluation is not counted.
+        """
+        place, name, training = Place.of(layer.weight), layer.name, layer.module.training
+        recipes, seed = self._recipes_of(spec.config), 3 * self._tallies.index[name]
         with without_modes(), _compat.no_torch_function():
-            tokens = self._count(layer.name, "x", x, recipes, spec, place.split.x, counts)
+            tokens, of_x = self._measure("x", x, recipes, spec, place.split.x)
+            # Activation checkpointing runs a layer again in backward; it was counted in forward.
+            if training and place.counts_x and not _compat.in_backward():
+                self._add(name, of_x)
             projected = statistics.project(x, seed, place.first[1] if spec.groups is None else 0)
 
         def see_gradient(dy: torch.Tensor) -> None:
@@ -246,27 +273,24 @@ class NumericsMonitor:
                 return
             with torch.no_grad(), without_modes(), _compat.no_torch_function():
                 over = place.split.grad_output
-                of_dy = self._count(layer.name, "dy", dy, recipes, spec, over, place.counts_gradient)
+                dy_tokens, of_dy = self._measure("dy", dy, recipes, spec, over)
+                if place.counts_gradient:
+                    self._add(name, of_dy)
+                if place.counts_x and not training:
+                    self._add(name, of_x)
                 first = place.first[0]
                 other = statistics.project(dy, seed + 1, first if spec.groups is None else 0)
                 probes = statistics.gradient_probes(projected, other, spec.groups, seed + 2, first)
-                noise = {name: statistics.gradient_noise(tokens[name], of_dy[name]) for name in recipes}
-                self._tallies.add_gradient(layer.name, probes, noise)
+                noise = {recipe: statistics.gradient_noise(tokens[recipe], dy_tokens[recipe]) for recipe in recipes}
+                self._tallies.add_gradient(name, probes, noise)
 
         return see_gradient
 
-    def _count(
-        self,
-        layer: str,
-        tensor: str,
-        x: torch.Tensor,
-        recipes: dict[str, TrainingConfig],
-        spec: GemmSpec,
-        over: str,
-        counts: bool,
-    ) -> dict[str, torch.Tensor]:
-        """Tally both copies of x [T, K] for each recipe, if this rank `counts` it; return squares for each token."""
-        orders, tokens = (self._next(), self._next()), {}
+    def _measure(
+        self, tensor: str, x: torch.Tensor, recipes: dict[str, TrainingConfig], spec: GemmSpec, over: str
+    ) -> tuple[dict[str, torch.Tensor], list[tuple[str, str, Tally]]]:
+        """Return the squares of each token by recipe, and (kind, recipe, tally) of both copies of x [T, K]."""
+        orders, tokens, tallies = (self._next(), self._next()), {}, []
         for name, config in recipes.items():
             # Tables of groups are specific to a block size.
             groups = None if spec.groups is None else spec.groups if config is spec.config else Groups(spec.groups.ends)
@@ -276,9 +300,12 @@ class NumericsMonitor:
             for direction, copy, order in zip(("rowwise", "columnwise"), copies, orders):
                 is_columnwise = direction == "columnwise"
                 found, tokens[name] = statistics.tally(x, copy, order, columnwise=is_columnwise, groups=groups)
-                if counts:
-                    self._tallies.add(layer, f"{tensor} {direction}", name, found)
-        return tokens
+                tallies.append((f"{tensor} {direction}", name, found))
+        return tokens, tallies
+
+    def _add(self, layer: str, tallies: Iterable[tuple[str, str, Tally]]) -> None:
+        for kind, recipe, tally in tallies:
+            self._tallies.add(layer, kind, recipe, tally)
 
     def _next(self) -> int:
         self._order += 1

@@ -1,4 +1,4 @@
-"""Writers of reports: CSV, TensorBoard, Weights & Biases, and an HTML page.
+"""Writers of reports: CSV files, an HTML page, and loggers of the program (Weights & Biases, TensorBoard).
 
 The page is made from page/: page.html, style.css, and script.js, which draws the embedded data.
 """
@@ -9,7 +9,7 @@ import csv
 import json
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, Protocol
@@ -27,6 +27,37 @@ class Writer(Protocol):
     def write(self, report: Report) -> None: ...
 
     def close(self) -> None: ...
+
+
+def checked_writers(writers: Iterable[Any]) -> list[Any]:
+    """Return `writers` as a list; raises TypeError for an object that takes no reports."""
+    checked = list(writers)
+    for writer in checked:
+        if not any(hasattr(writer, name) for name in ("write", "add_scalar", "log")):
+            raise TypeError(
+                "NumericsMonitor: writers must hold objects with write(report), W&B runs, or SummaryWriters of "
+                f"TensorBoard, got {writer!r}; for a file, use HTMLWriter(path) or CSVWriter(path)"
+            )
+    return checked
+
+
+def write_to(writer: Any, report: Report) -> None:
+    """Write a report to a `Writer`, or its scalars to TensorBoard's `add_scalar` or to `log` of Weights & Biases."""
+    if hasattr(writer, "write"):
+        writer.write(report)
+    elif hasattr(writer, "add_scalar"):
+        for tag, value in scalars(report):
+            writer.add_scalar(tag, value, report.step)
+        writer.flush()
+    else:
+        # A separate step metric: W&B refuses steps that are not larger than the last one, and the program logs too.
+        writer.log({"numerics/step": report.step, **dict(scalars(report))})
+
+
+def close_writer(writer: Any) -> None:
+    """Close a `Writer`; loggers stay open, because the program uses them too."""
+    if hasattr(writer, "write"):
+        writer.close()
 
 
 def _writable(path: str | os.PathLike[str]) -> Path:
@@ -86,44 +117,6 @@ def scalars(report: Report) -> Iterator[tuple[str, float]]:
     for recipe in dict.fromkeys(t.recipe for t in report.tensors if not t.trains):
         for layer, sqnr in report.what_if(recipe).items():
             yield f"what_if/{recipe}/{layer}", sqnr
-
-
-class TensorBoardWriter:
-    """Write scalars to a TensorBoard folder; needs the package tensorboard."""
-
-    def __init__(self, folder: str | os.PathLike[str]) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._writer: Any = SummaryWriter(str(folder))
-
-    def write(self, report: Report) -> None:
-        for tag, value in scalars(report):
-            self._writer.add_scalar(tag, value, report.step)
-        self._writer.flush()
-
-    def close(self) -> None:
-        self._writer.close()
-
-
-class WandbWriter:
-    """Log scalars to the active Weights & Biases run, or to a new one from `wandb.init(**init)`.
-
-    Needs the package wandb.
-    """
-
-    def __init__(self, run: Any = None, **init: Any) -> None:
-        import wandb
-
-        self._is_own = run is None and wandb.run is None
-        self._run = run or wandb.run or wandb.init(**init)
-
-    def write(self, report: Report) -> None:
-        # A separate step metric: W&B refuses steps that are not larger than the last one, and the program logs too.
-        self._run.log({"numerics/step": report.step, **dict(scalars(report))})
-
-    def close(self) -> None:
-        if self._is_own:
-            self._run.finish()
 
 
 class HTMLWriter:

@@ -1,4 +1,4 @@
-"""Layers: how a layer trains with quantized weights, activations and gradients."""
+"""Layers that train with quantized weights, activations and gradients."""
 
 from torchao_blockwise.nn.expert_layer import SwiGLUExperts, swiglu_experts
 from torchao_blockwise.nn.gemms import sac_save_list

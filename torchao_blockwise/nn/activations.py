@@ -1,10 +1,10 @@
-"""The activations that layers multiply by a weight: each kind is quantized in the pass that computes it.
+"""The activations that layers multiply by a weight. Each kind is quantized in the kernel that computes it.
 
 Input          x itself
 NormInput      norm(x), of RMSNorm or LayerNorm
 SwiGLUInput    silu(gate) · up
 
-An observer, such as the numerics monitor, gets each activation in high precision, and the gradient of the output.
+An observer, such as the numerics monitor, receives each activation in high precision and the gradient of the output.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from torchao_blockwise.nn.gemms import GemmSpec, cast_options, quantize
 from torchao_blockwise.tensors.weight_uses import note_gemm, note_traced_gemm
 
 aten = torch.ops.aten
-# The matrices that forward and backward compute from; None for those that a layer lacks.
+# The matrices that forward and backward read; None for those that a layer does not have.
 Prepared: TypeAlias = Sequence[Any]
 # Called with the gradient of a GEMM's output [T, N], once in the backward of the forward pass that returned it.
 GradientObserver: TypeAlias = Callable[[torch.Tensor], None]
-# Called with the weight, its activation [T, K] and the spec of their GEMM.
-Observer: TypeAlias = Callable[[Any, torch.Tensor, GemmSpec], GradientObserver | None]
+# Called with the weight, its activation [T, K], the spec of their GEMM, and whether gradients are enabled.
+Observer: TypeAlias = Callable[[Any, torch.Tensor, GemmSpec, bool], GradientObserver | None]
 
 
 def as_rows(x: torch.Tensor) -> torch.Tensor:
     """`x` [.., K] as [T, K]; K may be 0."""
-    # Not a second name of a matrix: graphs of DDP's optimizer cannot take a tensor twice.
+    # Do not alias a matrix: graphs of DDP's optimizer cannot take the same tensor twice.
     if x.dim() == 2:
         return x
     return x.flatten(0, -2) if x.dim() > 1 else x[None]
 
 
 class Input:
-    """x [.., K] as it is.
+    """x [.., K] itself.
 
-    leading: how many inputs have the leading dims of the output.
-    reads_prepared: whether their gradients are computed from the prepared matrices.
+    leading: the number of inputs with the leading dims of the output.
+    reads_prepared: whether the gradients of the inputs are computed from the prepared matrices.
     weight_first: whether grad_weight always comes before grad_input; see `weight_comes_first`.
     """
 
@@ -67,7 +67,7 @@ class Input:
     def backward(
         grad: torch.Tensor, prepared: Prepared, spec: GemmSpec, needs: Sequence[bool]
     ) -> Sequence[torch.Tensor | None]:
-        """Gradients of the inputs, from that of the activation."""
+        """Gradients of the inputs, computed from the gradient of the activation."""
         return (grad,)
 
     @staticmethod
@@ -79,7 +79,7 @@ class Input:
         columnwise: bool,
         rounding_bits: RoundingBits | None,
     ) -> Copies:
-        """Copies of the gradient of the inputs for the GEMMs of this spec, whose output they are."""
+        """Copies of the gradient of the inputs, for the GEMMs of this spec, which computed the inputs."""
         return quantize(grad, spec, rowwise, columnwise, False, spec.amax_groups.grad_output, rounding_bits)
 
 
@@ -111,10 +111,10 @@ class NormInput(Input):
     def backward(
         grad: torch.Tensor, prepared: Prepared, spec: GemmSpec, needs: Sequence[bool]
     ) -> Sequence[torch.Tensor | None]:
-        """By PyTorch's own kernels.
+        """Call PyTorch's own kernels.
 
-        They take tensors of one dtype, on a CPU of fp32 with fp32 statistics, so all is fp32 where dtypes differ;
-        RMSNorm has a backward kernel on GPUs only.
+        They need tensors of one dtype (on a CPU fp32, because statistics are fp32), so different dtypes are cast to
+        fp32. RMSNorm has a backward kernel only on GPUs.
         """
         x, mean, rstd, weight, bias = prepared
         tensors: list[Any] = [grad, x, weight, bias]
@@ -191,13 +191,15 @@ _observer: Observer | None = None
 
 
 def observe(observer: Observer | None) -> Observer | None:
-    """Set or remove the observer of what layers quantize, in eager mode; return the one before."""
+    """Set or remove the observer of the activations of layers, in eager mode; return the previous one."""
     global _observer
     before, _observer = _observer, observer
     return before
 
 
-def observe_gemm(weight: Any, kind: type[Input], prepared: Prepared, spec: GemmSpec) -> GradientObserver | None:
+def observe_gemm(
+    weight: Any, kind: type[Input], prepared: Prepared, spec: GemmSpec, grad_enabled: bool
+) -> GradientObserver | None:
     """Report a GEMM with `weight` to the observer, if there is one; return what observes the gradient of the output."""
     if torch.compiler.is_compiling():
         note_traced_gemm()
@@ -206,4 +208,4 @@ def observe_gemm(weight: Any, kind: type[Input], prepared: Prepared, spec: GemmS
     if _observer is None:
         return None
     with torch.no_grad():
-        return _observer(weight, kind.values(prepared, spec).detach(), spec)
+        return _observer(weight, kind.values(prepared, spec).detach(), spec, grad_enabled)

@@ -1,11 +1,11 @@
-"""The class of a converted module, derived from its own.
+"""The class of a converted module, a subclass of its original class.
 
-An `nn.Linear` calls `linear` by name. A tensor subclass is asked about `F.linear` only as long as it is the outermost
-one; tensor parallelism puts a DTensor around it, which would decompose `F.linear`.
+A converted `nn.Linear` calls `linear` by name. A tensor subclass can override `F.linear` only if it is the outermost
+one, and tensor parallelism wraps it in a DTensor, which would decompose `F.linear`.
 
-A module with another forward pass keeps it. Its first call in training and its first in evaluation check that a
-low-precision GEMM with each converted weight ran inside: a row lookup or a kernel of the user would read the
-high-precision values. Experts may have no tokens: of these only weights that were read must have run one. A compiled
+A module with another forward pass keeps it. Its first call in training and its first call in evaluation check that a
+low-precision GEMM ran with each converted weight, because a row lookup or a custom kernel would read the
+high-precision values. Experts may have no tokens, so only expert weights that were read must have run one. A compiled
 module is checked when it is traced, where one GEMM with any weight is enough.
 """
 
@@ -28,11 +28,11 @@ from torchao_blockwise.tensors.weight_uses import recorded_uses, traced_gemms
 
 
 class DerivedModule(nn.Module):
-    """Base of modules whose class was derived from their own, under the same name: tracers take what lies in torch.nn
-    for one operation.
+    """Base of derived classes. They keep the module and name of the original class, because tracers treat a module in
+    torch.nn as one operation.
 
-    derivation: (what derives the class, the class that the module had); each derived class has one.
-    attributes: what a module of it has besides.
+    derivation: (function that derives the class, original class).
+    attributes: names of the attributes that a derived module has in addition.
     """
 
     derivation: tuple[Callable[[Any], Any], type]
@@ -41,12 +41,12 @@ class DerivedModule(nn.Module):
     def __reduce_ex__(self, protocol: Any) -> Any:
         reduced = super().__reduce_ex__(protocol)
         derivation = vars(type(self)).get("derivation")
-        # A class that another wrapper derived from this one is its own affair.
+        # If another wrapper derived its class from this one, that wrapper handles pickling.
         return reduced if derivation is None else (_rebuild, derivation[::-1], *reduced[2:])
 
 
 def restore_class(module: DerivedModule) -> bool:
-    """Give `module` the class back that it had, unless another wrapper derived the one that it has; return whether."""
+    """Restore the original class of `module`, unless another wrapper derived its class; return whether it did."""
     if "derivation" not in vars(type(module)):
         return False
     for name in module.attributes:
@@ -56,16 +56,16 @@ def restore_class(module: DerivedModule) -> bool:
 
 
 def derived_class(bases: tuple[type, ...], class_of: Callable[[Any], Any], base: type, **names: Any) -> Any:
-    """The class that `class_of(base)` derives."""
+    """Create the class that `class_of(base)` returns."""
     names |= {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
     return type(base.__name__, bases, {**names, "derivation": (class_of, base)})
 
 
 class ConvertedModule(DerivedModule):
-    """Base of every class that `convert_class` makes.
+    """Base of every class that `convert_class` derives.
 
-    fqn: its name in the model that was converted.
-    checked: in which of `training` its forward pass was seen to run a low-precision GEMM with each weight.
+    fqn: the module's name in the model that was converted.
+    checked: the values of `training` for which the forward pass was checked.
     """
 
     attributes = "fqn", "checked"
@@ -73,10 +73,10 @@ class ConvertedModule(DerivedModule):
     checked: frozenset[bool] = frozenset()
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
-        """`module.bfloat16()`, `.to(..)` and the like: each weight stays the object that it is and takes other data.
+        """Apply `module.bfloat16()`, `.to(..)` and the like by setting the data of each weight.
 
-        PyTorch swaps such a Parameter for another (`torch.utils.swap_tensors`), and refuses where a graph holds it. It
-        does so here to and from the meta device, which data cannot change.
+        PyTorch would swap such a Parameter (`torch.utils.swap_tensors`), which fails if a graph refers to it. It still
+        does so to and from the meta device, where the data cannot be set.
         """
         table = _compat.parameters_of(self)
         weights: dict[str, Any] = {
@@ -86,7 +86,7 @@ class ConvertedModule(DerivedModule):
             moved = {name: fn(weight) for name, weight in weights.items() if not weight.is_meta}
         moved = {name: new for name, new in moved.items() if not new.is_meta}
         for name in moved:
-            # PyTorch passes over what is None.
+            # PyTorch skips Parameters that are None.
             table[name] = None
         try:
             super()._apply(fn, recurse)
@@ -98,7 +98,7 @@ class ConvertedModule(DerivedModule):
 
 
 def _set_data(weight: nn.Parameter, new: torch.Tensor, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Give `weight` the data of `new`, and its gradient that of `fn(gradient)`."""
+    """Set the data of `weight` to that of `new`, and the data of its gradient to `fn(gradient)`."""
     grad, weight.grad = weight.grad, None
     if new is not weight:
         with _compat.no_torch_function():
@@ -111,16 +111,16 @@ def _set_data(weight: nn.Parameter, new: torch.Tensor, fn: Callable[[torch.Tenso
 
 
 class ConvertedLinear(ConvertedModule, nn.Linear):
-    """Base of those of linear layers: the forward pass."""
+    """Base of derived classes of linear layers, with their forward pass."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         weight: Any = self.weight
         if isinstance(weight, WEIGHTS):
-            # Of a module around this one; see fused_modules.py.
+            # Set by a fused parent module; see fused_modules.py.
             shared = getattr(input, "shared_input", None)
             if shared is None:
                 return local_linear(input, weight, self.bias, weight)
-            # The input itself, not the view that carries the copies: so gradients of all readers are summed in order.
+            # Pass the input itself, not the view that carries the copies, so that gradients are summed in order.
             return local_linear(shared.x, weight, self.bias, weight, shared=shared)
         if is_low_precision(weight):
             return linear(input, weight, self.bias)
@@ -137,29 +137,29 @@ class ConvertedLinear(ConvertedModule, nn.Linear):
 
 @torch.compiler.assume_constant_result
 def _warn_replaced(fqn: str) -> None:
-    """Say that a layer computes with a plain weight; in a compiled one while it is traced.
+    """Warn that a layer computes with a plain weight; a compiled layer warns when it is traced.
 
-    Python shows a warning once for each layer, as the text begins with its name.
+    Python shows the warning once for each layer, because the text begins with its name.
     """
     warnings.warn(
-        f"{fqn or 'a converted layer'} was converted to low precision, but its weight was replaced by a plain tensor "
-        "(by functional_call, pruning, a dispatcher or an assignment, say): it computes in high precision; convert "
-        "last, or put a converted Parameter there",
+        f"{fqn or 'a converted layer'} was converted to low precision, but computes in high precision, because its "
+        "weight was replaced with a plain tensor (for example by functional_call, pruning, a dispatcher or an "
+        "assignment); convert the model last, or assign a converted Parameter",
         stacklevel=2,
     )
 
 
-# Forward passes that run a low-precision GEMM with each weight and read it in no other way: they need no check.
+# Forward passes that need no check, because they only run a low-precision GEMM with each weight.
 KNOWN_FORWARDS: set[Callable[..., Any]] = {nn.Linear.forward, ConvertedLinear.forward}
 
 
 def convert_class(module: nn.Module, fqn: str = "") -> None:
-    """Make a linear layer call `linear`, and a module with another forward pass check that pass.
+    """Make a linear layer call `linear`, and make a module with another forward pass check that pass.
 
-    It stays an instance of its class, under the same name. One whose forward pass is known to need neither keeps its
-    class.
+    The module gets a subclass of its class with the same name. A module in `KNOWN_FORWARDS` that needs neither keeps
+    its class.
     """
-    # Of a module that was converted before, it knows nothing of the weight that comes now.
+    # The weight of a module that was converted before may be a new one.
     module.__dict__.pop("checked", None)
     forward: Any = type(module).forward
     if not isinstance(module, ConvertedModule) and (forward is nn.Linear.forward or forward not in KNOWN_FORWARDS):
@@ -169,7 +169,7 @@ def convert_class(module: nn.Module, fqn: str = "") -> None:
 
 
 def why_no_class(module: nn.Module) -> str | None:
-    """Why `convert_class` cannot derive a class from that of `module`, or None."""
+    """Return why `convert_class` cannot derive a class from that of `module`, or None if it can."""
     try:
         if not isinstance(module, ConvertedModule):
             _class_of(type(module))  # type: ignore[arg-type]  # classes are hashable
@@ -182,22 +182,22 @@ def why_no_class(module: nn.Module) -> str | None:
 def _class_of(base: Any) -> Any:
     if base.forward is nn.Linear.forward:
         return derived_class((ConvertedLinear, base), _class_of, base)
-    # Behind a linear layer's own class, so that its `super().forward` is the converted one.
+    # Place it after a linear layer's own class, so that its `super().forward` is the converted one.
     bases = (base, ConvertedLinear) if issubclass(base, nn.Linear) else (ConvertedModule, base)
     return derived_class(bases, _class_of, base, forward=_checked_forward(base))
 
 
 def _checked_forward(base: Any) -> Callable[..., Any]:
-    """The forward pass of `base`, checked in its first call in training and in evaluation."""
+    """Return the forward pass of `base`, checked in its first call in training and in evaluation."""
 
-    # Under its signature, which frameworks read.
+    # Keep the signature, which frameworks read.
     @functools.wraps(base.forward)
     def forward(self: ConvertedModule, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             before = traced_gemms()
             out = base.forward(self, *args, **kwargs)
             if traced_gemms() == before and not _has_empty(args, kwargs):
-                # What compilers of PyTorch 2.11 can trace: Parameters, and constants for the error.
+                # `torch.compile` of PyTorch 2.11 can trace only Parameters and, for the error, constants.
                 own = _compat.parameters_of(self).items()
                 names = [name for name, p in own if p is not None and is_low_precision(p)]
                 if names:
@@ -209,7 +209,7 @@ def _checked_forward(base: Any) -> Callable[..., Any]:
         if self.training in self.checked:
             return base.forward(self, *args, **kwargs)
         for name, weight in weights.items():
-            # Copies and pickles do not carry it.
+            # Copies and pickles do not have this attribute.
             weight.layer = weight.layer or f"{self.fqn}.{name}".lstrip(".")
         with recorded_uses() as uses:
             out = base.forward(self, *args, **kwargs)
@@ -217,7 +217,7 @@ def _checked_forward(base: Any) -> Callable[..., Any]:
         if not missing and weights:
             self.checked |= {self.training}
         elif missing:
-            # A call without tokens may skip its GEMMs, and experts of one rank may have none.
+            # A call without tokens may skip its GEMMs, and the experts of a rank may have no tokens.
             if not isinstance(self, nn.Linear) or _has_empty(args, kwargs):
                 missing = [name for name in missing if uses.has_read_of(weights[name])]
             if missing:
@@ -228,11 +228,11 @@ def _checked_forward(base: Any) -> Callable[..., Any]:
 
 
 def _weights_of(module: ConvertedModule) -> dict[str, Any]:
-    """The converted weights that `module` itself holds, of shards this rank's part.
+    """Return the converted weights that `module` directly holds; for shards, the local part.
 
-    Raises NotImplementedError where FSDP1 has put plain tensors in the place of all of them.
+    Raises NotImplementedError if FSDP1 has replaced all of them with plain tensors.
     """
-    # Replicas of `nn.DataParallel` have tensors in the places of Parameters.
+    # Replicas of `nn.DataParallel` have tensors instead of Parameters.
     tensors = {name: x for name, x in vars(module).items() if isinstance(x, torch.Tensor)}
     own = {name: _compat.local_of(p) for name, p in (tensors | _compat.parameters_of(module)).items() if p is not None}
     weights = {name: weight for name, weight in own.items() if is_low_precision(weight)}
@@ -242,7 +242,7 @@ def _weights_of(module: ConvertedModule) -> dict[str, Any]:
 
 
 def _has_empty(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether an activation has no tokens: a forward pass may skip its GEMMs then."""
+    """Whether an activation has no tokens, so that a forward pass may skip its GEMMs."""
     given = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
     return any(x.is_floating_point() and x.numel() == 0 for x in given)
 
@@ -251,9 +251,9 @@ def _has_empty(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 def _refuse(fqn: str, kind: str, names: str, training: bool) -> None:
     raise NotImplementedError(
         f"{fqn or 'the model itself'}: {kind}.forward ran no low-precision GEMM with "
-        f"its converted {names} in {'training' if training else 'evaluation'}, so that it uses the "
-        "high-precision values; multiply by torch.nn.functional.linear(x, weight) (grouped_mm for experts), or leave "
-        f"the module out (filter_fn=skip_fqns({fqn!r}))"
+        f"its converted {names} in {'training' if training else 'evaluation'}, so it uses the "
+        "high-precision values; call torch.nn.functional.linear(x, weight) (grouped_mm for experts), or exclude "
+        f"the module (filter_fn=skip_fqns({fqn!r}))"
     )
 
 

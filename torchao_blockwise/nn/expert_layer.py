@@ -1,10 +1,10 @@
-"""Experts with SwiGLU: what `SwiGLUMLP` is to a dense model, for tokens that are sorted by expert.
+"""Experts with SwiGLU: the counterpart of `SwiGLUMLP` for tokens that are sorted by expert.
 
     x [M, K] ─quantize─▶ rowwise · gate_upᵀ = (gate | up) ─SwiGLU and quantize─▶ rowwise · downᵀ = out [M, K]
                      └─▶ columnwise, saved        saved                      └─▶ columnwise, saved
 
-Backward computes the gradient of (gate | up) and quantizes it in the one pass. Copies along tokens start each expert on
-a block border, and no step asks on the host how many tokens an expert has.
+Backward computes the gradient of (gate | up) and quantizes it in the same pass. In copies along tokens, each expert
+starts at a block boundary. The host never reads how many tokens an expert has.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from torchao_blockwise.ops.operands import check_dtype
 def swiglu_experts(
     x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, group_ends: torch.Tensor
 ) -> torch.Tensor:
-    """(silu(gate) · up) @ down[g].T with (gate | up) = x @ gate_up[g].T, for the rows of each group g.
+    """Compute (silu(gate) · up) @ down[g].T with (gate | up) = x @ gate_up[g].T, for the rows of each group g.
 
-    x: [M, K] bf16 | f16 | f32, rows sorted by expert, as `permute` does it. gate_up: [E, 2H, K], whose first H rows are
-        the gate's. down: [E, K, H]. Of DTensors, split by expert, those that this rank holds.
+    x: [M, K] bf16 | f16 | f32, rows sorted by expert, as `permute` returns them. gate_up: [E, 2H, K]; the first H rows
+        are the gate. down: [E, K, H]. For DTensors that are split by expert, the experts of this rank are used.
     group_ends: int32 [E], cumulative, on x's device; rows after the last group count as zeros.
-    Returns [M, K], zeros after the last group, of the dtype that `grouped_linear` returns.
-    With weights that train in low precision, both of them, this is one autograd function, bitwise identical
-    to `grouped_linear`, `ops.swiglu` and `grouped_linear`; saved are columnwise copies of x and h, and (gate | up).
-    Other weights run F.grouped_mm and F.silu; compiled, and without a sync, PyTorch multiplies only in bf16.
+    Returns [M, K], zeros after the last group, in the dtype that `grouped_linear` returns.
+    If both weights train in low precision, this is one autograd function, bitwise identical to `grouped_linear`,
+    `ops.swiglu` and `grouped_linear`. It saves the columnwise copies of x and h, and (gate | up). Other weights run
+    F.grouped_mm and F.silu, for which PyTorch supports only bf16 when compiled or without host synchronization.
     Raises TypeError for dtypes, ValueError for shapes, devices or group ends.
     Source: DeepSeek-V3 report (arXiv 2412.19437), §2.1.2 and §3.3.
     """
-    # Read here: of a weight that comes out of a function compilers do not know the config.
+    # Read the configs first: compilers do not know the config of a weight that a function returns.
     held = [_compat.local_of(weight) for weight in (gate_up, down)]
     configs, keys = [], []
     for weight in held:
@@ -45,7 +45,7 @@ def swiglu_experts(
             configs.append(config_of(weight))
             keys.append(rounding_key_of(weight))
     (gate_up, inner_groups), (down, outer_groups) = own_part(gate_up), own_part(down)
-    # Else each shape, dtype and device that is read of a weight goes through Python.
+    # Otherwise each access to a weight's shape, dtype or device runs Python code.
     with _compat.no_torch_function():
         _check(x, gate_up, down, group_ends)
         if len(configs) == 2 and are_plain(x):
@@ -58,8 +58,8 @@ class SwiGLUExperts(nn.Module):
     """`swiglu_experts` with its weights: `gate_up` [experts, 2 · hidden, dim] and `down` [experts, dim, hidden].
 
     forward(x [M, dim], group_ends int32 [experts]) -> [M, dim]. `quantize_` converts it with the filter `experts()`,
-    `distributed.ExpertParallel` spreads the experts over ranks.
-    Before, it runs in the weights' precision, or autocast's. Initial values are those of `nn.Linear`, expert by expert.
+    and `distributed.ExpertParallel` distributes the experts over ranks. Before conversion, it runs in the precision of
+    the weights, or of autocast. Each expert is initialized like an `nn.Linear`.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class SwiGLUExperts(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Uniform in ±1/√(inputs), as `nn.Linear`."""
+        """Initialize uniformly in ±1/√(inputs), like `nn.Linear`."""
         for weight in (self.gate_up, self.down):
             bound = weight.shape[-1] ** -0.5
             nn.init.uniform_(weight, -bound, bound)
@@ -102,7 +102,7 @@ def _check(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, group_end
         raise ValueError(f"{op}: x [M, K], gate_up [E, 2H, K] and down [E, K, H] must agree, got {got}")
     if x.device != gate_up.device or x.device != down.device:
         devices = f"{x.device}, gate_up on {gate_up.device}, down on {down.device}"
-        raise ValueError(f"{op}: x is on {devices}; move them together")
+        raise ValueError(f"{op}: all tensors must be on one device, got x on {devices}; move them")
     if tuple(group_ends.shape) != (experts,):
         raise ValueError(f"{op}: group_ends must be [E] = [{experts}], got shape {list(group_ends.shape)}")
     for name, weight in (("gate_up", gate_up), ("down", down)):
@@ -112,10 +112,11 @@ def _check(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, group_end
 def _high_precision(
     x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, group_ends: torch.Tensor
 ) -> torch.Tensor:
-    """In the precision of the weights; what F.grouped_mm leaves in rows of no group is set to zero, both ways."""
+    """Compute in the precision of the weights. Rows after the last group, which F.grouped_mm leaves undefined, are set
+    to zero in forward and backward."""
     x = cast_for_compute(x)
     check_group_ends("swiglu_experts", group_ends, x.shape[0], x.device)
-    # On a GPU the values are unknown, and PyTorch's product follows them anywhere.
+    # On a GPU the values are not checked, and PyTorch's grouped GEMM would read out of bounds.
     group_ends = clamped_ends(group_ends, x.shape[0])
     in_groups = (torch.arange(x.shape[0], device=x.device) < group_ends[-1])[:, None]
     gate, up = _product(torch.where(in_groups, x, 0), gate_up, group_ends).chunk(2, 1)

@@ -1,12 +1,12 @@
-"""Modules of a model whose linear layers share their input, and MLPs that quantize their SwiGLU as they compute it.
+"""Modules whose linear layers share their input, and MLPs that quantize SwiGLU in the kernel that computes it.
 
-    first of the layers   x ──one read─▶ rowwise, and columnwise if a weight of them is trained
-    each of them          rowwise · wᵀ = output; saved for backward: the one columnwise copy
+    first layer   x ──one read─▶ rowwise, and columnwise if a weight of the layers is trained
+    each layer    rowwise · wᵀ = output; saved for backward: the shared columnwise copy
 
-A module gets a class derived from its own, as a converted linear layer does. Its forward pass gives the model's own one
-a view of the input that carries the copies. A layer that is called with another tensor quantizes that one. What a layer
-is and holds is checked in every forward pass. Each layer keeps its own node in autograd's graph, so gradients are
-computed, and summed, as they are without sharing.
+A module gets a subclass of its class, like a converted linear layer. Its forward pass calls the original one with a
+view of the input that carries the copies. A layer that is called with another tensor quantizes that tensor. Every
+forward pass checks the layers and their weights. Each layer keeps its own node in the autograd graph, so gradients are
+computed and summed as without sharing.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from torchao_blockwise.nn.weights import WEIGHTS, are_plain, config_of, is_fp8_w
 
 
 class SharedInput:
-    """An input of several layers, and its copies from the first of them to the last: the attribute `shared_input` of
-    the tensor that they are called with.
+    """The input of several layers, with its copies: the attribute `shared_input` of the tensor that they are called
+    with.
 
-    layers: how many are still to come. trained: whether a weight of them is.
+    layers: how many layers have not run yet. trained: whether one of their weights is trained.
     """
 
     def __init__(self, x: torch.Tensor, layers: int, trained: bool) -> None:
@@ -43,7 +43,7 @@ class SharedInput:
         self._copies: Copies | None = None
 
     def take(self, x: torch.Tensor, spec: GemmSpec) -> Copies:
-        """Copies of `x`, the input cast to `spec.dtype`; the columnwise one is there if a layer saves it."""
+        """Return the copies of `x`, which is the input cast to `spec.dtype`; columnwise only if a layer saves it."""
         copies = self._copies
         if copies is None:
             columnwise = self.trained and spec.config.saves_quantized_activations
@@ -55,10 +55,10 @@ class SharedInput:
 
 
 class Fusion(NamedTuple):
-    """The fused layers of a module, by names.
+    """The names of the fused layers of a module.
 
-    readers: the layers that read the input, whose name is `argument` and which the forward pass takes first.
-    down, act: of an MLP, the layer behind SwiGLU, and the activation, "" if it is not a module; without a `down` the
+    readers: the layers that read the input. argument: the name of the input, the first argument of the forward pass.
+    down, act: for an MLP, the layer after SwiGLU, and the activation ("" if it is not a module). If `down` is "", the
         model's own code computes SwiGLU.
     """
 
@@ -69,9 +69,9 @@ class Fusion(NamedTuple):
 
 
 class FusedModule(DerivedModule):
-    """A module whose layers share the input of its forward pass; `fuse_class` makes it.
+    """A module whose layers share the input of its forward pass; see `fuse_class`.
 
-    An MLP, down(silu(gate(x)) · up(x)), also quantizes h = silu(gate) · up in the pass that computes it.
+    An MLP, down(silu(gate(x)) · up(x)), can also quantize h = silu(gate) · up in the kernel that computes it.
     """
 
     attributes = ("fusion",)
@@ -93,13 +93,13 @@ class FusedModule(DerivedModule):
         return swiglu_linear(gate, up, down.weight, down.bias)
 
     def share(self, x: Any) -> torch.Tensor | None:
-        """A view of `x` that carries copies for all readers, or None where they do not share any."""
+        """Return a view of `x` that carries copies for all readers, or None if they do not share."""
         if not isinstance(x, torch.Tensor) or not are_plain(x) or x.dtype not in HIGH_PRECISION_DTYPES:
             return None
         if why_not_shared(self) is not None:
             return None
         weights = [getattr(self, name).weight for name in self.fusion.readers]
-        # Else each thing that is read of a weight goes through Python.
+        # Otherwise each access to an attribute of a weight runs Python code.
         with _compat.no_torch_function():
             trained = torch.is_grad_enabled() and any(weight.requires_grad for weight in weights)
         view = x.view_as(x)
@@ -108,7 +108,7 @@ class FusedModule(DerivedModule):
 
 
 def why_not_shared(module: FusedModule) -> str | None:
-    """Why layers of `module` do not share their input as they are now, or None if they do."""
+    """Return why the layers of `module` currently do not share their input, or None if they do."""
     fusion, config = module.fusion, None
     for name in fusion.readers:
         layer = getattr(module, name)
@@ -116,20 +116,20 @@ def why_not_shared(module: FusedModule) -> str | None:
         if (reason := _why_not_layer(name, layer, weight)) is not None:
             return reason
         if config is not None and config_of(weight) != config:
-            return f"{name} has another config than {fusion.readers[0]}"
+            return f"{name} and {fusion.readers[0]} have different configs"
         config = config_of(weight)
     return None
 
 
 def why_not_swiglu(module: FusedModule) -> str | None:
-    """Why `module` runs its activation and `down` one after the other as it is now, or None if it does not."""
+    """Return why the activation and `down` of `module` currently run separately, or None if they are fused."""
     fusion = module.fusion
     down, act = getattr(module, fusion.down), getattr(module, fusion.act) if fusion.act else None
     if (reason := _why_not_layer(fusion.down, down, getattr(down, "weight", None))) is not None:
         return reason
     if act is not None and (not hugging_face.is_silu(act) or not runs_alone(act)):
         return f"{fusion.act} is a {type(act).__name__}, or has hooks"
-    return None if is_fp8_weight(down.weight) else f"{fusion.down} trains in NVFP4, which needs a whole tensor's amax"
+    return None if is_fp8_weight(down.weight) else f"{fusion.down} trains in NVFP4, which needs the amax of all of h"
 
 
 def _why_not_layer(name: str, layer: nn.Module, weight: Any) -> str | None:
@@ -142,9 +142,9 @@ def _why_not_layer(name: str, layer: nn.Module, weight: Any) -> str | None:
 
 
 def fuse_class(module: nn.Module, readers: tuple[str, ...], *, down: str = "", act: str = "") -> None:
-    """Let the linear layers of these names in `module` share its first argument; they are all that read it.
+    """Let the linear layers `readers` of `module` share its first argument, which nothing else may read.
 
-    down, act: of an MLP with SwiGLU, to be quantized as it is computed.
+    down, act: for an MLP, the layers with which SwiGLU is fused; see `Fusion`.
     """
     own: Any = type(module)
     module.__class__ = _class_of(own)
@@ -154,9 +154,9 @@ def fuse_class(module: nn.Module, readers: tuple[str, ...], *, down: str = "", a
 
 @functools.cache
 def _class_of(base: Any) -> Any:
-    # Separate code: compilers count recompilations, of which they do a few, by that.
+    # A separate code object for each class, because compilers limit the number of recompilations of one.
     shared: Any = FusedModule.forward
     forward: Any = types.FunctionType(shared.__code__.replace(), shared.__globals__, closure=shared.__closure__)
-    # Who hands arguments on (torchtitan's sharding plans) reads there what they are called.
+    # torchtitan's sharding plans read the names of arguments from the signature.
     forward.__signature__ = inspect.signature(base.forward)
     return derived_class((FusedModule, base), _class_of, base, forward=forward)

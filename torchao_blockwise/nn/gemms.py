@@ -1,11 +1,11 @@
-"""The three GEMMs of a weight, as every layer runs them.
+"""The three GEMMs of a weight, which all layers share.
 
     forward    x → rowwise [T, K] (· wᵀ = output), and columnwise [K, T], saved
     backward   dy → rowwise [T, N] (· w columnwise = grad_input), and columnwise [N, T] (· x columnwise = grad_weight)
 
-Every operand is quantized for the contraction it takes part in. The quantized copy of a master weight dies inside its
-GEMM. In a graph, quantizing and multiplying are one operation, so that no compiler can hold the copy from forward to
-backward.
+Every operand is quantized along the dimension that its GEMM contracts. The quantized copy of a master weight is freed
+after its GEMM. In a graph, quantization and GEMM are one operation, so that no compiler can keep the copy from forward
+to backward.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from torchao_blockwise.tensors.weight_uses import note_gemm
 
 
 class AmaxGroups(NamedTuple):
-    """The process groups over which each tensor is split, as `amax_over` takes them."""
+    """The process groups over which each tensor is split, in the format of `amax_over`."""
 
     x: str = ""
     weight: str = ""
@@ -43,13 +43,13 @@ WHOLE = AmaxGroups()
 class GemmSpec(NamedTuple):
     """How the GEMMs of one weight are computed.
 
-    groups: of experts, whose weight is [E, N, K]: which rows of an activation belong to each; without bias.
-    config: of the weight.
-    dtype: of the activation before it is quantized, and so of its gradient. out_dtype: of the output.
-    rounded_to: the dtype that a master weight is rounded to first, if another than its own.
+    groups: for a weight [E, N, K], the rows of an activation that belong to each expert; such layers have no bias.
+    config: the config of the weight.
+    dtype: the dtype of the activation before quantization, and of its gradient. out_dtype: the dtype of the output.
+    rounded_to: the dtype to which a master weight is rounded first, if it is not its own.
     transposed: whether the weight is stored as [.., K, N].
-    amax_groups: of tensors that are split over ranks. places: of the copies of the output's gradient in the whole's,
-        where this is a part of it.
+    amax_groups: the groups of tensors that are split over ranks. places: if the output's gradient is a part of a
+        larger one, the positions of its copies in it.
     """
 
     groups: Groups | None
@@ -64,12 +64,12 @@ class GemmSpec(NamedTuple):
 
 def with_groups(spec: GemmSpec, groups: Groups | None) -> GemmSpec:
     """`spec` with these groups."""
-    # Not by `_replace`: compilers of PyTorch 2.11 cannot return what it makes.
+    # `torch.compile` of PyTorch 2.11 cannot return the result of `_replace`.
     return GemmSpec(groups, *spec[1:])
 
 
 def cast_options(config: TrainingConfig, rowwise: bool, columnwise: bool, is_input: bool = True) -> CastOptions:
-    """How a layer of this config quantizes its input, or the gradient of its output."""
+    """Return how a layer of this config quantizes its input, or the gradient of its output."""
     return CastOptions(
         config.activation_format,
         rowwise,
@@ -91,9 +91,9 @@ def quantize(
     amax_groups: str = "",
     rounding_bits: RoundingBits | None = None,
 ) -> Copies:
-    """Copies of x [T, K], none where none are asked for.
+    """Return the requested copies of x [T, K].
 
-    is_input: whether `x` is the layer's input, and not the gradient of its output.
+    is_input: whether `x` is the layer's input rather than the gradient of its output.
     amax_groups: the process groups over which `x` is split. rounding_bits: the random bits of stochastic rounding.
     """
     if not (rowwise or columnwise):
@@ -114,12 +114,12 @@ def weight_gemm(
     out_dtype: torch.dtype,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """a · wᵀ (+ bias), or with the columnwise copy of the weight a · w, of `out_dtype`."""
+    """Return a · wᵀ (+ bias) in `out_dtype`, or a · w if the columnwise copy of the weight is used."""
     config = spec.config
     backend: Any = config.backend
     traced = modes.is_intercepted(a)
     if isinstance(weight, MasterWeightTensor):
-        # Compiled, the weight itself: its values would be a second input of the graph, which sees no change inside.
+        # A graph reads the weight itself: its values would be a second input, whose changes the graph would not see.
         hp = weight if torch.compiler.is_compiling() else weight.hp
         multiply: Callable[..., torch.Tensor] = master_matmul_op if traced else _master_matmul
         options, over = weight_options(config, columnwise), spec.amax_groups.weight
@@ -127,7 +127,7 @@ def weight_gemm(
     quantized: Any = weight
     if quantized.pending_master is not None and not torch.compiler.is_compiling():
         quantized.pending_master.free()
-    # Not `weight.operand()`: compilers take only tensors from a method, and do not always know `fmt`.
+    # Not `weight.operand()`: in compiled code methods can return only tensors, and `fmt` is not always known.
     fmt = config.weight_format if torch.compiler.is_compiling() else quantized.fmt
     qdata, scale, global_scale = quantized.operand_tensors()
     b = Operand(qdata, scale, global_scale, fmt.name)
@@ -138,12 +138,14 @@ def weight_gemm(
 def grad_weight(
     dy: Operand, x: Operand, tokens: int, weight: torch.Tensor, spec: GemmSpec, out_dtype: torch.dtype
 ) -> torch.Tensor | None:
-    """dyᵀ · x, both quantized along tokens, as the weight is stored; None where it was added to `weight.main_grad`.
+    """Return dyᵀ · x, both quantized along tokens, in the layout of the weight, or None if it was added to
+    `weight.main_grad`.
 
-    main_grad: f32, of the weight's shape; `weight.grad_added_to_main_grad` is set, as Megatron-LM's optimizers expect.
-    `.grad` stays as it is, and its hooks do not run. In eager mode only: a compiled layer gives `.grad`.
+    In eager mode, the gradient is added to `weight.main_grad` (f32, in the weight's shape) if that exists, and
+    `weight.grad_added_to_main_grad` is set, as Megatron-LM's optimizers expect. `.grad` does not change, and its hooks
+    do not run. A compiled layer returns the gradient.
     """
-    # Kernels take square blocks in b only.
+    # Kernels support square blocks only in b.
     transposes = spec.transposed and spec.config.grad_weight_format.is_square
     a, b = (x, dy) if spec.transposed and not transposes else (dy, x)
     groups = spec.groups
@@ -165,13 +167,13 @@ def grad_weight(
 
 
 def weight_comes_first(dy: torch.Tensor, spec: GemmSpec) -> bool:
-    """Whether peak memory is lower where grad_weight is computed before grad_input.
+    """Whether peak memory is lower if grad_weight is computed before grad_input.
 
-    With grad_input first its result is there next to copies of all tokens, those of dy and the saved one of x; with
-    grad_weight first that is there next to the columnwise copy of the weight: up to 23 % of a layer's peak with many
-    tokens (32768 of 4096 → 14336), up to 10 % the other way with few. Of experts the weights
-    and their gradients are E matrices, so grad_input comes first. A compiled graph has one order for any number of
-    tokens, and so have ranks that reduce amaxes together, whose parts may differ in size.
+    If grad_input is first, its result exists together with copies of all tokens: those of dy and the saved one of x.
+    If grad_weight is first, its result exists together with the columnwise copy of the weight. The right order saves
+    up to 23 % of a layer's peak with many tokens (32768 of 4096 → 14336), and up to 10 % with few. The weights and
+    gradients of experts are E matrices, so for them grad_input is first. The order must not depend on the number of
+    tokens in a compiled graph, or if ranks with parts of different sizes reduce amaxes together.
     """
     if torch.compiler.is_compiling() or spec.groups is not None or spec.amax_groups != WHOLE:
         return False
@@ -183,15 +185,15 @@ def weight_comes_first(dy: torch.Tensor, spec: GemmSpec) -> bool:
 
 
 def gemm_flops(tokens: int, weight: Sequence[int]) -> int:
-    """Floating point operations of one of the three GEMMs: 2 · tokens · N · K for a weight [.., N, K].
+    """Return the floating point operations of one of the three GEMMs: 2 · tokens · N · K for a weight [.., N, K].
 
-    Of experts too, whose numbers of tokens are on the device: each token counts once.
+    This also holds for experts: each token counts once.
     """
     return 2 * tokens * weight[-2] * weight[-1]
 
 
 def _recorded(multiply: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """`multiply` as a graph runs it: a GEMM with a weight that the graph does not know."""
+    """Wrap `multiply` to record a GEMM with an unknown weight, because graphs do not know the weight."""
 
     def run(*args: Any) -> torch.Tensor:
         note_gemm(None)
@@ -218,9 +220,9 @@ def _master_matmul(
     return ops.grouped_matmul(a, b, groups, out_dtype=out_dtype, backend=backend)
 
 
-# One operation from the master's values to the output: the quantized copy is never a value of a compiled graph, which
-# could hold it from forward to backward, and a scope that keeps it is asked when the graph runs. It serves experts too:
-# checkpoint policies name one operation.
+# One operation from the master's values to the output. The quantized copy is never a value of a compiled graph, which
+# could keep it from forward to backward, and `weights_unchanged` is checked when the graph runs. Experts use the same
+# operation, so that checkpoint policies need to name only one.
 master_matmul_op = Operation(
     f"master_matmul({operand('a')}, Tensor hp, {OPTIONS}, str amax_groups, ScalarType? rounded_to, "
     f"ScalarType out_dtype, Tensor? bias, {groups('Tensor?')}, str products_by) -> Tensor",
@@ -249,8 +251,8 @@ def _quantized_matmul(
     return ops.grouped_matmul(a, b, groups, out_dtype=out_dtype, backend=backend)
 
 
-# One operation in graphs, for the same reason: PyTorch's partitioner would as soon hold the transposed copy as the
-# payload, and would not see that the payload changed.
+# One operation in graphs for the same reason: otherwise PyTorch's partitioner could save the transposed copy instead of
+# the payload, and would not notice that the payload changed.
 quantized_matmul_op = Operation(
     f"quantized_matmul({operand('a')}, {operand('weight')}, SymInt columns, bool columnwise, ScalarType out_dtype, "
     f"Tensor? bias, {groups('Tensor?')}, str products_by) -> Tensor",
@@ -278,7 +280,7 @@ def _grad_weight_fake(
     return a.qdata.new_empty(shape if groups is None else (groups.ends.shape[0], *shape), dtype=out_dtype)
 
 
-# The GEMMs' own operations do not know how many tokens are padding, nor so how many operations they are.
+# The operations of GEMMs do not know how many tokens are padding, so they could not count FLOPs.
 grad_weight_op = Operation(
     f"grad_weight({operand('a')}, {operand('b')}, {groups('Tensor?')}, SymInt tokens, ScalarType out_dtype, "
     "str products_by) -> Tensor",
@@ -290,13 +292,12 @@ grad_weight_op = Operation(
 
 
 def sac_save_list() -> list[TorchOperation]:
-    """The operations whose results a policy of selective activation checkpointing should save: those that cost most.
+    """Return the most expensive operations, whose results selective activation checkpointing should save.
 
-    GEMMs of `output` of all layers, dense and of experts, and in NVFP4 the amax of each tensor and of its transform:
-    four bytes, for which a whole tensor is read. Quantized copies are not among them: they are made again, as norms and
-    activations are.
-    A new list, for `torch.utils.checkpoint.create_selective_checkpoint_contexts`, by itself or with PyTorch's.
-    Eager and compiled.
+    These are the `output` GEMMs of all layers, including experts, and in NVFP4 the amax of each tensor and of its
+    transform: four bytes, but computing it reads the whole tensor. Quantized copies are recomputed, like norms and
+    activations. Pass the list to `torch.utils.checkpoint.create_selective_checkpoint_contexts`, optionally together
+    with PyTorch's operations. Works in eager and compiled mode.
     """
     multiply = master_matmul_op, quantized_matmul_op, matmul_op, grouped_matmul_op
     return [op.overload for op in (*multiply, tensor_amax_bits_op, hadamard_amax_bits_op)]

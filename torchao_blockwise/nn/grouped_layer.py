@@ -1,9 +1,9 @@
 """The grouped linear layer of experts: three GEMMs in low precision for all experts, in one autograd function.
 
-Tokens lie sorted by expert, and only the device knows where each expert's end. Blocks of the columnwise copies
-run along tokens and start where an expert's tokens do. Tokens after the last group count as zeros. Experts stored as
-[E, K, N] need no other copies: blocks are square, so rowwise and columnwise are exchanged. NVFP4's tensor scale is that
-of all experts of a weight: one amax, and one reduction where ranks share it.
+Tokens are sorted by expert, and only the device knows where the tokens of each expert end. Blocks of columnwise copies
+run along tokens and start with an expert's first token. Tokens after the last group count as zeros. Experts stored as
+[E, K, N] need no further copies: blocks are square, so rowwise and columnwise are exchanged. In NVFP4, all experts of a
+weight share one tensor scale: one amax, and one reduction if the experts are split over ranks.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ def grouped_linear(
     weight: MasterWeightTensor | BlockwiseFP8Tensor | NVFP4Tensor,
     group_ends: torch.Tensor,
 ) -> torch.Tensor:
-    """out[m] = x[m] @ weight[g].T for the rows m of each group g; three products in the weight's low precision.
+    """Compute out[m] = x[m] @ weight[g].T for the rows m of each group g, with all three GEMMs in low precision.
 
-    x: [M, K] bf16 | f16 | f32, sorted by expert. weight: [E, N, K], one of ours.
-    group_ends: [E] int32, cumulative, on the device of x: group g is rows [group_ends[g-1], group_ends[g]). Any sizes,
-        which are never read by the host: see `ops.grouped_matmul`.
-    Returns [M, N] of config.out_dtype, else of autocast's dtype, else of x's; rows after the last group are zeros, as
-    are their gradients and those of experts without tokens. Gradients: x's dtype, the weight's. `F.grouped_mm(x,
-    weight.transpose(-2, -1), offs=group_ends)` comes here by itself, also on a weight stored as [E, K, N]. A bias is
-    added by the caller, by row.
-    A weight with an attribute `main_grad` [E, N, K] f32 has its gradient added there and not to `.grad`; in eager mode.
+    x: [M, K] bf16 | f16 | f32, sorted by expert. weight: [E, N, K], a master weight or quantized tensor.
+    group_ends: [E] int32, cumulative, on the device of x: group g is rows [group_ends[g-1], group_ends[g]). Sizes are
+        arbitrary, and the host never reads them; see `ops.grouped_matmul`.
+    Returns [M, N] in config.out_dtype, or else autocast's dtype, or else the dtype of x. Rows after the last group are
+    zeros, and so are their gradients and those of experts without tokens. Gradients have the dtypes of x and weight.
+    `F.grouped_mm(x, weight.transpose(-2, -1), offs=group_ends)` calls this function for converted weights, also for a
+    weight stored as [E, K, N]. The caller adds a bias to each row. In eager mode, the gradient of a weight with an
+    attribute `main_grad` [E, N, K] f32 is added to `main_grad` instead of `.grad`.
     Raises TypeError for a dtype or another weight, ValueError for shapes, devices, group ends, or a weight whose blocks
     cannot be transposed.
     Source: DeepSeek-V3 report (arXiv 2412.19437), §3.3.
@@ -60,7 +60,7 @@ def _grouped_linear(
     contracts_columns: bool,
     out_dtype: torch.dtype | None,
 ) -> torch.Tensor:
-    """contracts_columns: whether K, the contraction of `output`, is the last dim in which the weight is stored."""
+    """contracts_columns: whether K, which `output` contracts, is the last dim of the stored weight."""
     with _compat.no_torch_function():
         x, stored = cast_for_compute(x), _stored(weight)
         _check(x, weight, contracts_columns and stored is weight)
@@ -83,25 +83,25 @@ def _check(x: torch.Tensor, weight: torch.Tensor, contracts_columns: bool) -> No
         got = f"{list(x.shape)} and {list(weight.shape)}"
         raise ValueError(f"grouped_linear: x [M, K] and weight {named} must agree in K, got {got}")
     if x.device != weight.device:
-        raise ValueError(f"grouped_linear: x is on {x.device}, weight on {weight.device}; move one of them")
+        raise ValueError(f"grouped_linear: x is on {x.device}, but weight is on {weight.device}; move one of them")
     check_square_blocks("grouped_linear", "a weight", _stored(weight))
 
 
 def _stored(weight: torch.Tensor) -> torch.Tensor:
-    """The weight as it lies in memory."""
+    """Return the weight in its stored layout."""
     return weight.weight if isinstance(weight, TransposedWeight) else weight
 
 
 def _take(functions: list[Any]) -> None:
-    """Have the grouped products `functions` of our weights computed here."""
+    """Let the grouped GEMM functions of other libraries call `grouped_linear` for converted weights."""
     for kind in (*WEIGHTS, TransposedWeight):
         kind.implements_torch_function(functions)(_grouped_mm_function)
 
 
 def take_products_of_others() -> None:
-    """Compute the grouped products of libraries in use here; called where experts are converted.
+    """Let grouped GEMMs of imported libraries call `grouped_linear`; called when experts are converted.
 
-    Else transformers, which compiles weights in float32 by an operation of its own, would compute in high precision.
+    Otherwise transformers, whose custom operation serves compiled float32 weights, would compute in high precision.
     """
     _take(_compat.grouped_products_of_others())
 
@@ -117,19 +117,20 @@ def _grouped_mm(
     bias: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """`F.grouped_mm` of tokens [M, K] and experts [E, K, N] of ours, transposed or stored so."""
+    """`F.grouped_mm` of tokens [M, K] and converted experts [E, K, N], transposed or stored in that layout."""
     if not isinstance(mat2, (*WEIGHTS, TransposedWeight)):
         raise TypeError(
-            f"grouped_mm: x is a {type(input).__name__}, the weight a plain tensor; quantized tensors are weights"
+            f"grouped_mm: x must be a plain tensor, got a {type(input).__name__} with a plain weight; only a weight "
+            "can be a quantized tensor"
         )
     if input.dim() != 2 or mat2.dim() != 3 or offs is None:
         got = f"{list(input.shape)}, {list(mat2.shape)} {'without' if offs is None else 'and'} offs"
         raise NotImplementedError(
-            f"grouped_mm: low precision takes tokens [M, K], experts [E, K, N] and offs [E], got {got}; flatten tokens "
-            "that are batched by expert, and pass where each expert's end"
+            f"grouped_mm: low precision needs tokens [M, K], experts [E, K, N] and offs [E], got {got}; flatten tokens "
+            "that are batched by expert, and pass offs, the end of each expert's tokens"
         )
     if bias is not None:
-        raise NotImplementedError("grouped_mm: PyTorch adds no bias in it either; add it to the output, by row")
+        raise NotImplementedError("grouped_mm: bias is not supported, as in PyTorch; add it to the output row by row")
     return _grouped_linear(input, mat2, offs, isinstance(mat2, TransposedWeight), out_dtype)
 
 

@@ -47,15 +47,16 @@ from torchao_blockwise.tensors import (
 if TYPE_CHECKING:
     from torchao_blockwise.nn.fused_modules import SharedInput
 
-# How the activation of a GEMM is made, and the GEMM's spec, without groups.
+# The kind of a GEMM's activation, and the GEMM's spec, without groups.
 Step: TypeAlias = tuple[type[Input], GemmSpec]
 
 
 class Layer(torch.autograd.Function):
-    """The output [.., N] of a layer's steps, differentiable in inputs, weights and biases.
+    """Run the steps of a layer. The output [.., N] is differentiable in inputs, weights and biases.
 
-    name: of the layer, in errors and profiles. steps: the first takes the inputs, each other one the output before.
-    group_ends: of experts. copies: of the first activation, where another layer made them.
+    name: the layer's name in errors and profiles. steps: the first step reads the inputs, each other step the output of
+        the previous one.
+    group_ends: for experts. copies: copies of the first activation, if another layer has already quantized it.
     saves: whether backward may run; `torch.is_grad_enabled()` of the caller.
     tensors: the inputs of the first step, then (weight, bias, rounding key) of each step; only the last has a bias.
         See `ops.next_rounding_bits` for the key.
@@ -89,10 +90,10 @@ class Layer(torch.autograd.Function):
                 if copies is None:
                     copies = kind.quantize(prepared, spec, True, saves_copy)
                 out = weight_gemm(copies.rowwise, weight, spec, spec.transposed, spec.out_dtype, bias)
-                observers.append(observe_gemm(weight, kind, prepared, spec))
+                observers.append(observe_gemm(weight, kind, prepared, spec, saves))
                 if saves:
                     saves_prepared = (needs[at] and not saves_copy) or (kind.reads_prepared and any(needs[:at]))
-                    # Of a cast the values themselves, whose changes autograd counts.
+                    # For a cast, save the values themselves, because autograd counts their changes.
                     saved.append([weight if spec.rounded_to is None else weight.hp, rounding_key])
                     saved.append([*prepared] if saves_prepared else [])
                     saved.append([*copies.columnwise[:3]] if saves_copy else [])
@@ -100,7 +101,7 @@ class Layer(torch.autograd.Function):
                 if i + 1 < len(steps):
                     inputs = out.chunk(2, 1)
         if x.dim() != 2:
-            # No view: hooks of FSDP2 hang on outputs, and an in-place operation on a view of one would leave them.
+            # Not a view: FSDP2 registers hooks on outputs, and an in-place operation on a view would lose them.
             out = torch.ops.aten._unsafe_view.default(out, [*x.shape[:-1], out.shape[-1]])
         if saves:
             save_for_backward(ctx, [[*(groups or (None, None))], *saved])
@@ -111,7 +112,7 @@ class Layer(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[Any, ...]:
-        # A constant grad_output would leave the second gradient out silently, so this does not wait for one.
+        # Raise before any computation: with a constant grad_output, the second gradient would silently be missing.
         refuse_second_order(ctx.layer)
         (ends, tables), *saved = take_saved(ctx)
         groups = None if ends is None else Groups(ends, tables)
@@ -119,7 +120,7 @@ class Layer(torch.autograd.Function):
         grads: list[torch.Tensor | None] = [None] * len(needs)
         with profiled(ctx.layer, "backward"):
             dy = as_rows(grad_output)
-            # The gradient of the activation of the step behind, its kind, and what it is computed from.
+            # The gradient of the next step's activation, its kind, and the matrices that it is computed from.
             grad: Any = dy
             behind: type[Input] = Input
             prepared: list[Any] = []
@@ -139,8 +140,8 @@ class Layer(torch.autograd.Function):
                 quantized = [*behind.backward_quantize(grad, prepared, spec, *wanted, bits)]
                 prepared.clear()
                 behind, prepared, grad = kind, saved[3 * i + 1], None
-                # In an MLP the gradient of the first weight comes last, next to two copies in low precision: before
-                # grad_input a columnwise copy of the weight would be there too.
+                # In an MLP, the gradient of the first weight comes last, when only two low-precision copies exist.
+                # Before grad_input, it would exist together with a columnwise copy of the weight, too.
                 weight_first = kind.weight_first or (last == 0 and weight_comes_first(dy, spec))
                 activation = prepared, saved[3 * i + 2]
                 grad, grads[at] = gradients(quantized, kind, activation, dy.shape[0], weight, spec, weight_first)
@@ -168,13 +169,14 @@ def gradients(
     spec: GemmSpec,
     weight_first: bool,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """(gradient of the activation, of the weight) of dy's copies [rowwise, columnwise], each where its copy is there.
+    """Return (gradient of the activation, gradient of the weight) for dy's copies [rowwise, columnwise]; None without
+    the copy.
 
-    activation: what was saved of it: (what it is computed from, its columnwise copy), each empty where it was not.
-        Lists are emptied as soon as they can be: each operand dies with its GEMM. Together they would be most of a
-        step's memory.
-    tokens: T, without the zeros that columnwise copies are padded with.
-    weight_first: which GEMM comes first; see `weight_comes_first`.
+    activation: the saved (prepared matrices, columnwise copy) of the activation, each empty if it was not saved. Lists
+        are emptied as early as possible, so that each operand is freed after its GEMM: together, they would be most of
+        a step's memory.
+    tokens: T, without the zeros that pad columnwise copies.
+    weight_first: whether grad_weight comes first; see `weight_comes_first`.
     """
     columnwise, rowwise = dy.pop(), dy.pop()
     grad = grad_w = None
@@ -193,9 +195,9 @@ def gradients(
 
 
 def columnwise_of(kind: type[Input], activation: tuple[list[Any], list[Any]], spec: GemmSpec, keeps: bool) -> Operand:
-    """The columnwise copy of an activation: the saved one, else quantized again.
+    """Return the columnwise copy of an activation: the saved one, or the activation quantized again.
 
-    keeps: whether what it is computed from is needed afterwards.
+    keeps: whether the prepared matrices are needed afterwards.
     """
     prepared, copy = activation
     if copy:
@@ -213,13 +215,14 @@ def linear(
     weight: MasterWeightTensor | BlockwiseFP8Tensor | NVFP4Tensor,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """x @ weight.T + bias with `output`, `grad_input` and `grad_weight` in the weight's low precision.
+    """Compute x @ weight.T + bias, with all three GEMMs in the weight's low precision.
 
     x: [.., K] bf16 | f16 | f32. weight: [N, K]. bias: [N] or None. All three may be DTensors; see `nn.sharded_linear`.
-    Returns [.., N] of config.out_dtype, else of autocast's dtype, else of x's. Gradients: x's dtype, the weight's, the
-    bias's. Any number of tokens, 0 included; any N and K. `F.linear` and `nn.Linear` come here by themselves.
-    A weight with an attribute `main_grad` [N, K] f32 has its gradient added there and not to `.grad`; in eager mode.
-    Raises TypeError for a dtype, ValueError for shapes, devices or a weight whose blocks cannot be transposed.
+    Returns [.., N] in config.out_dtype, or else autocast's dtype, or else the dtype of x. Gradients have the dtypes of
+    x, weight and bias. Any number of tokens (including 0), N and K is supported. `F.linear` and `nn.Linear` call this
+    function for converted weights. In eager mode, the gradient of a weight with an attribute `main_grad` [N, K] f32 is
+    added to `main_grad` instead of `.grad`.
+    Raises TypeError for dtypes, ValueError for shapes, devices or a weight whose blocks cannot be transposed.
     Source: DeepSeek-V3 report (arXiv 2412.19437), §3.3.
     """
     if not isinstance(weight, WEIGHTS):
@@ -236,12 +239,12 @@ def local_linear(
     places: tuple[Place, Place] | None = None,
     shared: SharedInput | None = None,
 ) -> torch.Tensor:
-    """`linear` of one device; tensors may be parts of others.
+    """Run `linear` on one device; the tensors may be shards.
 
-    like: the weight or what it was detached from. places: of the copies of the output's gradient in the whole's.
-    shared: what gives copies of `x` to several layers.
+    like: the weight, or the tensor that it was detached from. places: see `GemmSpec`.
+    shared: the copies of `x` that several layers share.
     """
-    # Else each shape, dtype and device that is read of a weight goes through Python, 10 µs a call in all.
+    # Otherwise each access to a weight's shape, dtype or device runs Python code, 10 µs a call in total.
     with _compat.no_torch_function():
         x = cast_for_compute(x)
         check_linear(x, weight, bias)
@@ -256,10 +259,13 @@ def local_linear(
 @BlockwiseFP8Tensor.implements_torch_function(F.linear)
 @NVFP4Tensor.implements_torch_function(F.linear)
 def _linear_function(func: Any, types: Any, args: Any, kwargs: Any) -> torch.Tensor:
-    """`linear` for `F.linear`, refusing a quantized input."""
+    """Run `linear` for `F.linear`; raise for a quantized input."""
     x, weight, bias = _by_names_of_torch(*args, **(kwargs or {}))
     if not isinstance(weight, WEIGHTS):
-        raise TypeError(f"linear: x is a {type(x).__name__}, weight a plain tensor; quantized tensors are weights")
+        raise TypeError(
+            f"linear: x must be a plain tensor, got a {type(x).__name__} with a plain weight; only a weight can be a "
+            "quantized tensor"
+        )
     return local_linear(x, weight, bias, weight)
 
 
@@ -271,7 +277,7 @@ def _by_names_of_torch(input: Any, weight: Any, bias: torch.Tensor | None = None
 
 
 def compute_dtype(x: torch.Tensor) -> torch.dtype:
-    """The dtype that a layer computes in: autocast's, else that of `x`; integers are left for the layer to refuse."""
+    """Return the dtype that a layer computes in: that of autocast, or else that of `x`. (Layers refuse integers.)"""
     device = x.device.type
     # Meta tensors have no autocast, and asking for its state raises.
     if device != "meta" and torch.is_autocast_enabled(device) and x.is_floating_point():
@@ -281,24 +287,24 @@ def compute_dtype(x: torch.Tensor) -> torch.dtype:
 
 def cast_for_compute(x: torch.Tensor) -> torch.Tensor:
     """`x` in the dtype of `compute_dtype`."""
-    # A cast that changes nothing returns the same tensor, which in a graph of DDP's optimizer then has two names: it
-    # cannot compile a part of the graph that takes one tensor twice.
+    # `to` with the same dtype returns the same tensor, and DDP's optimizer cannot compile a subgraph that takes one
+    # tensor twice.
     dtype = compute_dtype(x)
     return x if x.dtype == dtype else x.to(dtype)
 
 
 def profiled(layer: str, step: str) -> AbstractContextManager[Any]:
-    """A context that profiles show under a name such as `torchao_blockwise.linear.forward`."""
+    """Return a context that profiles show as `torchao_blockwise.{layer}.{step}`."""
     if torch.compiler.is_compiling() or not modes.is_profiling():
         return contextlib.nullcontext()
     return torch.profiler.record_function(f"torchao_blockwise.{layer}.{step}")
 
 
 def save_for_backward(ctx: Any, parts: list[list[Any]]) -> None:
-    """Keep lists of what backward reads, so that a weight which changes before is refused there.
+    """Save lists of the tensors that backward reads, so that it raises if a weight has changed.
 
-    A compiled graph reads the payload of a quantized weight, so there its tensors are saved too: PyTorch checks those
-    that were saved by name, and not what a graph reads besides.
+    A compiled graph reads the payload of a quantized weight, so its inner tensors are saved too: PyTorch checks only
+    saved tensors for changes.
     """
     held: list[torch.Tensor | None] = []
     if torch.compiler.is_compiling():
@@ -309,13 +315,13 @@ def save_for_backward(ctx: Any, parts: list[list[Any]]) -> None:
 
 
 def take_saved(ctx: Any) -> list[list[Any]]:
-    """The lists that `save_for_backward` kept; all of it lives on in the caller only, see `_compat.take_saved`."""
+    """Return the lists of `save_for_backward`. Only the caller keeps them alive; see `_compat.take_saved`."""
     saved = iter(_compat.take_saved(ctx))
     return [[*itertools.islice(saved, size)] for size in ctx.sizes]
 
 
 def stored_weight(weight: Any, rounded_to: torch.dtype | None) -> torch.Tensor:
-    """The weight that GEMMs read, as it is stored; of a cast the weight that it was cast from, so that the cast can go.
+    """Return the stored weight that GEMMs read; for a cast, the weight before the cast, so that the cast can be freed.
 
     rounded_to: the dtype of the cast.
     """
@@ -328,9 +334,9 @@ def stored_weight(weight: Any, rounded_to: torch.dtype | None) -> torch.Tensor:
 
 
 def groups_of(group_ends: torch.Tensor, tokens: int, configs: Sequence[TrainingConfig]) -> Groups:
-    """The groups of `tokens` tokens, with tables for all operations of a layer of these configs, forward and backward.
+    """Return the groups of `tokens` tokens, with tables for all operations of a layer, forward and backward.
 
-    Without tables where operations need none, or make their own because configs differ in format or backend.
+    There are no tables if operations need none, or create them because configs differ in format or backend.
     """
     wanted, *others = ((config.activation_format, ops.casting_backend(config.backend)) for config in configs)
     fmt, backend = wanted
@@ -341,9 +347,9 @@ def groups_of(group_ends: torch.Tensor, tokens: int, configs: Sequence[TrainingC
 
 
 def refuse_second_order(layer: str) -> None:
-    """Raise NotImplementedError in a backward that is itself to be differentiated."""
+    """Raise NotImplementedError in a backward pass that is itself differentiated."""
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         raise NotImplementedError(
-            f"{layer}: backward through backward (create_graph=True) is not defined in low precision; "
-            "keep the layers that need it in high precision (filter_fn)"
+            f"{layer}: double backward (create_graph=True) is not supported in low precision; keep the layers that "
+            "need it in high precision (filter_fn)"
         )

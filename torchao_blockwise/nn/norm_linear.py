@@ -1,6 +1,6 @@
-"""A norm and the linear layer behind it: the output of the norm is quantized in the pass that computes it.
+"""A norm followed by a linear layer: the output of the norm is quantized in the kernel that computes it.
 
-    forward    x → statistics [T]; x → y = norm(x), never in memory: rowwise (· wᵀ = output), and columnwise, saved
+    forward    x → statistics [T]; x → y = norm(x), never stored: rowwise (· wᵀ = output), and columnwise, saved
     backward   dy → rowwise (· w = gradient of y → PyTorch's backward of the norm), columnwise (· columnwise y)
 
 Saved for backward: x, the statistics and one byte an element of y.
@@ -24,19 +24,20 @@ _KINDS = {nn.RMSNorm: "rms", nn.LayerNorm: "layer"}
 
 
 class NormLinear(nn.Module):
-    """linear(norm(x)): an `nn.RMSNorm` or `nn.LayerNorm`, then an `nn.Linear`, fused where the linear trains in FP8.
+    """linear(norm(x)): an `nn.RMSNorm` or `nn.LayerNorm` followed by an `nn.Linear`, fused if the linear trains in FP8.
 
-    norm: what to normalize by, "rms" or "layer". eps, bias, device, dtype: as in the modules; `bias` is that of the
-        linear, and a LayerNorm always has one.
+    norm: "rms" or "layer". eps, bias, device, dtype: as in the modules. `bias` is that of the linear; a LayerNorm
+        always has a bias.
 
-    x: [.., in_features] bf16 | f16 | f32 -> [.., out_features]; any number of tokens, 0 included.
-    The modules stay what they are, children named `norm` and `linear`, and so do their names in state dicts
-    (`norm.weight`, `linear.weight`, ..): `quantize_` converts the linear as any other. Until it does, in NVFP4, and
-    where a parameter is a shard (FSDP2 on a child, tensor parallel), the layer runs one module after the other. Fused,
-    it runs neither: hooks belong on the NormLinear itself.
+    x: [.., in_features] bf16 | f16 | f32 -> [.., out_features]; any number of tokens, including 0.
+    The modules are children named `norm` and `linear`, and keep their names in state dicts (`norm.weight`,
+    `linear.weight`, ..). `quantize_` converts the linear like any other. The layer calls the two modules if the linear
+    is not converted or trains in NVFP4, or if a parameter is a shard (FSDP2 on a child, tensor parallelism). When it is
+    fused, it calls neither, so register hooks on the NormLinear itself.
 
-    The output is that of the two modules bit for bit, given the statistics: y is computed in fp32 and rounded once, to
-    the dtype of x or autocast's. Gradients are the composed ones; that of the norm is PyTorch's own.
+    For the same statistics, the output is bitwise identical to that of the two modules: y is computed in fp32 and
+    rounded once, to the dtype of x or autocast. Gradients are those of the two modules; PyTorch computes that of the
+    norm.
     Raises ValueError for another norm, TypeError for another dtype.
     Source: DeepSeek-V3 report (arXiv 2412.19437), §3.2.3 and §3.3.
     """
@@ -64,13 +65,13 @@ class NormLinear(nn.Module):
 
     @classmethod
     def from_modules(cls, norm: nn.RMSNorm | nn.LayerNorm, linear: nn.Linear) -> NormLinear:
-        """The layer made of these very modules, converted or not; nothing is copied.
+        """Create the layer from existing modules, converted or not, without copying them.
 
         Raises TypeError for modules of other kinds, ValueError unless the norm is over the linear's in_features.
         """
         if type(norm) not in _KINDS or not isinstance(linear, nn.Linear):
             got = f"{type(norm).__name__} and {type(linear).__name__}"
-            raise TypeError(f"NormLinear: it is made of an nn.RMSNorm or nn.LayerNorm and an nn.Linear, got {got}")
+            raise TypeError(f"NormLinear: modules must be an nn.RMSNorm or nn.LayerNorm and an nn.Linear, got {got}")
         if tuple(norm.normalized_shape) != (linear.in_features,):
             raise ValueError(
                 f"NormLinear: the norm must be over in_features={linear.in_features}, "
@@ -88,7 +89,7 @@ class NormLinear(nn.Module):
         is_plain_linear = type(linear).forward in (nn.Linear.forward, ConvertedLinear.forward)
         if not (is_plain_linear and is_fp8_weight(linear.weight) and are_plain(x, norm.weight, norm_bias, linear.bias)):
             return linear(norm(x))
-        # What PyTorch takes for an RMSNorm without one.
+        # PyTorch's default for an RMSNorm without eps.
         eps = torch.finfo(torch.float32).eps if norm.eps is None else norm.eps
         with _compat.no_torch_function():
             check_linear(x, linear.weight, linear.bias)

@@ -1,4 +1,4 @@
-"""Permute and unpermute as autograd knows them: each is the other's gradient."""
+"""Differentiable permute and unpermute: each is the backward of the other."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def permute(x: torch.Tensor, expert_ids: torch.Tensor, experts: int) -> tuple[to
 
 
 def unpermute(y: torch.Tensor, source: torch.Tensor, top_k: int, weights: torch.Tensor | None = None) -> torch.Tensor:
-    """`ops.unpermute`, differentiable in `y` and `weights`: [T, H]. `y` is saved where `weights` needs its gradient."""
+    """`ops.unpermute`, differentiable in `y` and `weights`: [T, H]. `y` is saved if `weights` requires grad."""
     return _Unpermute.apply(y, source, top_k, weights)
 
 

@@ -1,12 +1,12 @@
-"""The linear layer on shards: what tensor parallelism makes of a layer whose weight is a DTensor.
+"""The linear layer on shards: tensor parallelism runs a layer whose weight is a DTensor.
 
-    weight split by rows (colwise)      x whole            · own rows     = own columns of the output
-    weight split by columns (rowwise)   own columns of x   · own columns  = a summand of the output
-    weight on every rank                own tokens or all  · whole        = own tokens or all of the output
+    weight split by rows (colwise)      x replicated            · local rows     = local columns of the output
+    weight split by columns (rowwise)   local columns of x      · local columns  = a summand of the output
+    weight replicated                   local or all tokens     · whole weight   = local or all tokens of the output
 
-Every rank runs the layer on what it holds, so all three GEMMs are the ones of one device. DTensor itself would take
-`F.linear` apart into products that know nothing of blocks. Blocks lie where they lie on one device: a shard that would
-cut one is refused, and a scale of a whole tensor (NVFP4) comes from its largest value on all ranks.
+Every rank runs the layer on its local tensors, so the three GEMMs are the same as on one device. (DTensor itself would
+decompose `F.linear` into GEMMs that do not know blocks.) Blocks have the same boundaries as on one device: a shard that
+would cut a block is refused, and the scale of a whole tensor (NVFP4) uses its largest value on all ranks.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor, Placement
 
-# Of formats that are rounded stochastically: random bits belong to blocks of the whole gradient.
+# In formats with stochastic rounding, random bits belong to blocks of the whole gradient.
 _BLOCK = NVFP4_1X16.block[1]
 
 
 def sharded_linear(linear: Callable[..., Any], x: DTensor, weight: Any, bias: DTensor | None = None) -> torch.Tensor:
-    """`linear(x, weight, bias, like, amax_groups, places)` of one device, run on each rank's part of DTensors.
+    """Run `linear(x, weight, bias, like, amax_groups, places)` on each rank's local part of DTensors.
 
-    x: DTensor [.., K]; gathered or split where the weight needs it. weight: DTensor [N, K] around a
-        `MasterWeightTensor` or a quantized tensor, split by rows or columns or not at all. bias: DTensor [N] or None.
-    Returns a DTensor [.., N]: split by columns where the weight is by rows, a sum that is yet to be reduced where it is
-    by columns, else split as x is. Gradients come split as the weight and the bias are; that of a weight on every rank
-    is yet to be summed where tokens are split.
+    x: DTensor [.., K]; redistributed if the weight needs it. weight: DTensor [N, K] that contains a
+        `MasterWeightTensor` or a quantized tensor, as Shard(0), Shard(1) or Replicate(). bias: DTensor [N] or None.
+    Returns a DTensor [.., N]: split by columns for Shard(0), Partial() for Shard(1), and otherwise with the placements
+    of x. Gradients have the placements of the weight and the bias; that of a replicated weight is Partial() if tokens
+    are split.
     Raises TypeError for operands that are not all DTensors, ValueError for placements or shards that cut blocks.
     """
     from torch.distributed.tensor import DTensor
@@ -57,11 +57,11 @@ def sharded_linear(linear: Callable[..., Any], x: DTensor, weight: Any, bias: DT
         bias = bias if tuple(wanted) == tuple(bias.placements) else bias.redistribute(placements=wanted)
         local_bias = bias.to_local(grad_placements=tuple(step.grad_bias for step in plan))
         summands = [rank for rank, step in zip(mesh.get_coordinate(), plan) if step.output.is_partial()]
-        # Of the summands only the first brings the bias.
+        # Only the first summand includes the bias.
         local_bias = _Summand.apply(local_bias, not any(summands)) if summands else local_bias
     shape = torch.Size([*x.shape[:-1], weight.shape[0]])
     local_x = x.to_local(grad_placements=tuple(step.grad_x for step in plan))
-    # The compiler knows the config of a weight that is given to it, not of one that comes out of a function.
+    # Compilers know the config of a weight that is an input, but not of one that a function returns.
     like, placements = _compat.local_of(weight), [step.output for step in plan]
     places = places_of(shape, mesh, placements) if config_of(like).stochastic_rounding else None
     out = linear(local_x, local_weight, local_bias, like, _amax_groups(weight, plan), places)
@@ -69,7 +69,7 @@ def sharded_linear(linear: Callable[..., Any], x: DTensor, weight: Any, bias: DT
 
 
 def _why_shards_cut_blocks(weight: Any) -> str | None:
-    """Which blocks the shards of `weight`, a DTensor [N, K], cut, with the remedy, or None if they cut none."""
+    """Return which blocks the shards of `weight`, a DTensor [N, K], cut, with the fix, or None if they cut none."""
     block = _format_of(_compat.local_of(weight)).block
     for dim, what in enumerate(("rows", "columns")):
         size, ranks = weight.shape[dim], 1
@@ -108,11 +108,11 @@ def _check(x: DTensor, weight: Any, bias: DTensor | None) -> None:
     for name, operand in (("x", x), ("bias", bias)):
         if operand is not None and not isinstance(operand, DTensor):
             raise TypeError(
-                f"linear: the weight is a DTensor, {name} a {type(operand).__name__}; parallelize the layer with "
-                "ColwiseParallel or RowwiseParallel, or make it a DTensor with DTensor.from_local"
+                f"linear: the weight is a DTensor, but {name} is a {type(operand).__name__}; parallelize the layer "
+                "with ColwiseParallel or RowwiseParallel, or use DTensor.from_local"
             )
     if x.device_mesh != weight.device_mesh:
-        raise ValueError(f"linear: x is on {x.device_mesh}, weight on {weight.device_mesh}; redistribute x")
+        raise ValueError(f"linear: x is on {x.device_mesh}, but weight is on {weight.device_mesh}; redistribute x")
     if weight.dim() != 2 or x.dim() == 0 or x.shape[-1] != weight.shape[1]:
         got = f"{list(x.shape)} and {list(weight.shape)}"
         raise ValueError(f"linear: x [.., K] and weight [N, K] must agree in K, got {got}")
@@ -122,7 +122,7 @@ def _check(x: DTensor, weight: Any, bias: DTensor | None) -> None:
 
 
 class _Plan(NamedTuple):
-    """What one dim of the mesh holds of each tensor, as DTensor placements."""
+    """The DTensor placement of each tensor along one dim of the mesh."""
 
     x: Any
     output: Any
@@ -164,11 +164,11 @@ def _strides(shape: torch.Size) -> tuple[int, ...]:
 
 
 class _LocalWeight(torch.autograd.Function):
-    """The local part of a weight; what changes the weight before backward is refused there."""
+    """The local part of a weight. Backward raises if the weight has changed."""
 
     @staticmethod
     def forward(ctx: Any, weight: Any, grad_placements: Sequence[Placement]) -> torch.Tensor:
-        # For that check alone.
+        # Saved only for that check.
         ctx.save_for_backward(weight)
         ctx.grad_placements = grad_placements
         return weight.to_local().detach()
@@ -189,9 +189,9 @@ class _LocalWeight(torch.autograd.Function):
 
 
 def own_part(weight: Any) -> tuple[torch.Tensor, str]:
-    """(what this rank holds of a weight, whose gradient comes split as it is; the groups over which it is split).
+    """Return (the local part of a weight, whose gradient has its placements; the groups over which it is split).
 
-    Experts with tensor scales of their own are not split where ranks hold other experts.
+    Process groups whose ranks hold different experts do not count if each expert has its own tensor scale.
     """
     local = _compat.local_of(weight)
     if local is weight:
@@ -203,7 +203,7 @@ def own_part(weight: Any) -> tuple[torch.Tensor, str]:
 
 
 class _Summand(torch.autograd.Function):
-    """The bias on the one rank that brings it to a sum, zeros on the others; its gradient is the same on all."""
+    """The bias on the one rank that adds it to the sum, zeros on the others; its gradient is the same on all ranks."""
 
     @staticmethod
     def forward(ctx: Any, bias: torch.Tensor, brings_it: bool) -> torch.Tensor:
@@ -218,9 +218,9 @@ class _Summand(torch.autograd.Function):
 
 
 def places_of(shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]) -> tuple[Place, Place]:
-    """The places of this rank's copies, rowwise and columnwise, of a gradient [.., N] of this shape.
+    """Return the places of this rank's rowwise and columnwise copies in those of a gradient [.., N] of this shape.
 
-    Raises ValueError where the rank's tokens are no run of all tokens, or begin inside a block of 16.
+    Raises ValueError if the rank's tokens are not consecutive, or begin inside a block of 16.
     """
     starts = starts_of(shape, mesh, placements)
     *leading, features = shape
@@ -228,22 +228,22 @@ def places_of(shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Place
     for dim, start in enumerate(outer):
         if start and math.prod(leading[:dim]) != 1:
             raise ValueError(
-                f"linear: stochastic rounding numbers the tokens of all ranks one after the other, and a gradient "
-                f"{list(shape)} that is split along dim {dim} has no run of them; split dim 0, or flatten the tokens"
+                f"linear: stochastic rounding needs consecutive tokens on each rank, but a gradient {list(shape)} is "
+                f"split along dim {dim}; split dim 0, or flatten the tokens"
             )
     token = sum(start * math.prod(leading[dim + 1 :]) for dim, start in enumerate(outer))
     for name, start in (("token", token), ("column", column)):
         if start % _BLOCK:
             raise ValueError(
-                f"linear: stochastic rounding numbers blocks of {_BLOCK}, and a rank's part of a gradient "
-                f"{list(shape)} begins with {name} {start}; split it at multiples of {_BLOCK}"
+                f"linear: stochastic rounding needs shards that start at multiples of {_BLOCK}, but a shard of a "
+                f"gradient {list(shape)} starts at {name} {start}; split it at multiples of {_BLOCK}"
             )
     blocks, chunks = (-(-size // _BLOCK) for size in (features, math.prod(leading)))
     return Place(0, token, column // _BLOCK, blocks), Place(1, column, token // _BLOCK, chunks)
 
 
 def starts_of(shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]) -> list[int]:
-    """The first index that this rank holds of each dim of a tensor of this shape; ranks hold chunks, the last less."""
+    """Return the first index of this rank's shard in each dim of a tensor of this shape, sharded like `torch.chunk`."""
     starts, sizes = [0] * len(shape), list(shape)
     coordinate = mesh.get_coordinate()
     assert coordinate is not None, "a rank of the mesh"

@@ -1,8 +1,8 @@
-"""SwiGLU and the linear layer behind it, and the whole SwiGLU MLP: activations are quantized as they are computed.
+"""SwiGLU followed by a linear layer, and the SwiGLU MLP: the kernel that computes an activation quantizes it.
 
-swiglu_linear   gate, up → h = silu(gate) · up, never in memory: rowwise (· wᵀ = output), and columnwise, saved
-SwiGLUMLP       x → gate_up → h → down; backward computes the gradient of gate_up and quantizes it in the one pass,
-                and its two GEMMs take it from there
+swiglu_linear   gate, up → h = silu(gate) · up, never stored: rowwise (· wᵀ = output), and columnwise, saved
+SwiGLUMLP       x → gate_up → h → down; backward computes and quantizes the gradient of gate_up in one pass, and its
+                two GEMMs read the copies
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ from torchao_blockwise.tensors import TrainingConfig
 def swiglu_linear(
     gate: torch.Tensor, up: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """(silu(gate) · up) @ weight.T + bias; the product is quantized in the pass that computes it.
+    """Compute (silu(gate) · up) @ weight.T + bias; silu(gate) · up is quantized in the kernel that computes it.
 
-    gate, up: [.., H] bf16 | f16 | f32, of one shape and dtype, any strides: halves of one projection will do.
-    weight: [N, H]. bias: [N] or None. Returns [.., N], as `linear` does.
-    With a weight that trains in blockwise FP8, h = silu(gate) · up is computed in fp32 and rounded once to the dtype of
-    gate, or autocast's, to which gate and up are cast first; saved are gate, up and one byte an element of h. Another
-    weight, in NVFP4 or plain, runs F.linear(F.silu(gate) * up, ..).
+    gate, up: [.., H] bf16 | f16 | f32, with the same shape and dtype and any strides, such as the halves of one
+        projection.
+    weight: [N, H]. bias: [N] or None. Returns [.., N], like `linear`.
+    If the weight trains in blockwise FP8, gate and up are cast to the dtype of autocast, if enabled, and
+    h = silu(gate) · up is computed in fp32 and rounded once to that dtype. It saves gate, up and one byte an element of
+    h. Any other weight, NVFP4 or plain, runs F.linear(F.silu(gate) * up, ..).
     Raises TypeError for dtypes, ValueError for shapes.
     Source: GLU Variants Improve Transformer (arXiv 2002.05202); DeepSeek-V3 report (arXiv 2412.19437), §3.2.3.
     """
@@ -51,12 +52,12 @@ def swiglu_linear(
 class SwiGLUMLP(nn.Module):
     """down(silu(gate) · up) with (gate | up) = gate_up(x): the MLP of Llama and DeepSeek with one merged projection.
 
-    gate_up: `nn.Linear(dim, 2 · hidden)`, whose first `hidden` rows are the gate's. down: `nn.Linear(hidden, dim)`.
+    gate_up: `nn.Linear(dim, 2 · hidden)`; the first `hidden` rows are the gate. down: `nn.Linear(hidden, dim)`.
     x: [.., dim] bf16 | f16 | f32 -> [.., dim]. State dict names: `gate_up.weight`, `down.weight` (and biases).
-    Where both linears train in blockwise FP8 and gate_up has no bias, the MLP is one autograd function: every operand
-    is quantized in the pass that computes it, forward and backward. Saved are FP8 copies of x and h and gate_up(x).
-    Else it runs gate_up, then `swiglu_linear`. Hooks belong on the SwiGLUMLP itself.
-    Raises ValueError or TypeError as `linear` does.
+    If both linears train in blockwise FP8 and gate_up has no bias, the MLP is one autograd function: every operand is
+    quantized in the kernel that computes it, in forward and backward. It saves FP8 copies of x and h, and gate_up(x).
+    Otherwise it runs gate_up, then `swiglu_linear`. Register hooks on the SwiGLUMLP itself.
+    Raises ValueError or TypeError like `linear`.
     """
 
     def __init__(
@@ -74,18 +75,20 @@ class SwiGLUMLP(nn.Module):
 
     @classmethod
     def from_modules(cls, gate: nn.Linear, up: nn.Linear, down: nn.Linear) -> SwiGLUMLP:
-        """The MLP with the values of three linears, not converted yet; gate and up are copied into one.
+        """Create the MLP from three linears that are not converted; gate and up are copied into one layer.
 
-        Raises ValueError unless their features fit, TypeError for a converted gate or up.
+        Raises ValueError unless their features match, TypeError for a converted gate or up.
         """
         if gate.weight.shape != up.weight.shape or (gate.bias is None) != (up.bias is None):
             raise ValueError(f"SwiGLUMLP: gate and up must agree in features and bias, got {gate} and {up}")
         if down.in_features != gate.out_features:
-            raise ValueError(f"SwiGLUMLP: down must take {gate.out_features} features, got {down}")
+            raise ValueError(f"SwiGLUMLP: down must have in_features={gate.out_features}, got {down}")
         parameters = [p for m in (gate, up) for p in m.parameters(recurse=False)]
         if not are_plain(*parameters):
             kinds = sorted({type(p).__name__ for p in parameters})
-            raise TypeError(f"SwiGLUMLP: gate and up must hold plain Parameters, got {kinds}; convert the SwiGLUMLP")
+            raise TypeError(
+                f"SwiGLUMLP: gate and up must hold plain Parameters, got {kinds}; convert the SwiGLUMLP instead"
+            )
         self = cls.__new__(cls)
         nn.Module.__init__(self)
         made = {"device": gate.weight.device, "dtype": gate.weight.dtype}
@@ -119,10 +122,10 @@ def run_mlp(
     rounding_keys: Sequence[torch.Tensor | None] = (None, None),
     group_ends: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """down(silu(gate) · up) + bias with (gate | up) = gate_up(x), of experts where there are `group_ends`.
+    """Compute down(silu(gate) · up) + bias with (gate | up) = gate_up(x); for experts if `group_ends` is given.
 
-    name: of the layer, in errors and profiles. weights: of gate_up and down. bias: of down.
-    configs, amax_groups, rounding_keys: of each weight; the process groups are those over which it is split.
+    name: the layer's name in errors and profiles. weights: of gate_up and down. bias: of down.
+    configs, amax_groups, rounding_keys: of each weight. amax_groups are the process groups over which it is split.
     """
     inner, outer = configs
     inner_groups, outer_groups = (AmaxGroups(weight=over) for over in amax_groups)

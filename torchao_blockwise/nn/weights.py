@@ -1,4 +1,4 @@
-"""Weights that layers here train, and what a layer asks of one before it computes."""
+"""The weights that layers train, their configs, and checks of a layer's operands."""
 
 from __future__ import annotations
 
@@ -20,69 +20,69 @@ from torchao_blockwise.tensors import (
 )
 from torchao_blockwise.tensors.rounding import RoundingKeys
 
-# What layers here take for a weight.
+# The types of weights that layers accept.
 Weight: TypeAlias = MasterWeightTensor | BlockwiseFP8Tensor | NVFP4Tensor
 WEIGHTS = (MasterWeightTensor, BlockwiseFP8Tensor, NVFP4Tensor)
 _DEFAULT_CONFIGS: dict[type, TrainingConfig] = {
     BlockwiseFP8Tensor: BlockwiseFP8TrainingConfig(master_weights=False),
-    # Made by hand; random bits belong to a weight of a model.
+    # Not created by `quantize_`, which assigns random bits.
     NVFP4Tensor: NVFP4TrainingConfig(master_weights=False, hadamard=False, stochastic_rounding=False),
 }
 
 
 def is_low_precision(weight: torch.Tensor) -> bool:
-    """Whether layers compute with this weight in low precision: one of ours, or a DTensor around one."""
+    """Whether layers compute with this weight in low precision; it may be a DTensor."""
     return isinstance(weight, WEIGHTS) or isinstance(_compat.local_of(weight), WEIGHTS)
 
 
 def config_of(weight: Any) -> TrainingConfig:
-    """The config that a layer with this weight trains by."""
+    """Return the training config of a layer with this weight."""
     return weight.config if weight.config is not None else _DEFAULT_CONFIGS[type(weight)]
 
 
 def rounding_key_of(weight: Any) -> torch.Tensor | None:
-    """What decides the random bits of the gradients of a layer with this weight; None where they round to nearest."""
+    """Return the key of the random bits for this weight's gradients; None if they are rounded to nearest."""
     config = config_of(weight)
     if not config.stochastic_rounding:
         return None
     if weight.rounding_key is None:
         if torch.compiler.is_compiling():
             raise RuntimeError(
-                "stochastic rounding: a compiler met a weight that quantize_ did not make, and that has no random "
-                "bits yet; run one forward pass before torch.compile, or convert the model with quantize_"
+                "stochastic rounding: cannot compile a layer whose weight was not created by quantize_ and has no key "
+                "for random bits yet; run one forward pass before torch.compile, or convert the model with quantize_"
             )
         RoundingKeys.by_hand(config.seed).attach(weight)
     return weight.rounding_key
 
 
 def is_fp8_weight(weight: torch.Tensor) -> bool:
-    """Whether `weight` trains in blockwise FP8; NVFP4 needs the amax of a whole tensor to quantize any of it."""
+    """Whether `weight` trains in blockwise FP8. (NVFP4 needs the amax of the whole tensor before it can quantize.)"""
     if not isinstance(weight, (MasterWeightTensor, BlockwiseFP8Tensor)):
         return False
     return isinstance(config_of(weight), BlockwiseFP8TrainingConfig)
 
 
 def are_plain(*tensors: torch.Tensor | None) -> bool:
-    """Whether none is a tensor subclass, such as a shard of a parallel run, which operations here know nothing of."""
+    """Whether none of them is a tensor subclass, such as a DTensor, which operations do not support."""
     plain = (torch.Tensor, torch.nn.Parameter)
-    # Fake tensors stand for plain ones; compilers show theirs as what they stand for.
+    # Fake tensors represent plain ones. In compiled code, they have the type of the tensor they represent.
     return all(
         t is None or type(t) in plain or (not torch.compiler.is_compiling() and fakes.is_fake(t)) for t in tensors
     )
 
 
 def check_square_blocks(op: str, name: str, weight: torch.Tensor) -> None:
-    """Raise ValueError for a quantized weight whose blocks are not square: `grad_input` multiplies its transpose."""
-    # Not by the format: of a weight that comes out of a function compilers know its attributes alone.
+    """Raise ValueError for a quantized weight whose blocks are not square: `grad_input` needs its transpose."""
+    # Not `weight.fmt`: compilers know only the attributes of a weight that a function returns.
     if isinstance(weight, NVFP4Tensor) and weight.block_size[0] != weight.block_size[1]:
         raise ValueError(
             f"{op}: {name} with blocks of {weight.block_size} cannot be transposed for grad_input; "
-            "make it with block_size=(16, 16)"
+            "create it with block_size=(16, 16)"
         )
 
 
 def check_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-    """Raise TypeError or ValueError for operands of one device that no linear layer can take."""
+    """Raise TypeError or ValueError for operands that a linear layer on one device does not support."""
     if x.dtype not in HIGH_PRECISION_DTYPES:
         check_dtype("linear", x)
     if weight.dim() != 2:

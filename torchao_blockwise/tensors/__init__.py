@@ -1,4 +1,4 @@
-"""Tensors: what is carried. Subclasses for quantized weights and for master weights that are quantized when used."""
+"""Tensor subclasses for quantized weights and for master weights, which are quantized when they are used."""
 
 import torch
 
@@ -12,7 +12,7 @@ from torchao_blockwise.tensors.quantized_shard import QuantizedShard
 from torchao_blockwise.tensors.transposed_weight import TransposedWeight
 from torchao_blockwise.tensors.unchanged import weights_unchanged
 
-# What `torch.load(weights_only=True)` may make.
+# Classes that `torch.load(weights_only=True)` may create.
 torch.serialization.add_safe_globals([BlockwiseFP8Tensor, MasterWeightTensor, NVFP4Tensor, QuantizedShard])
 
 __all__ = [

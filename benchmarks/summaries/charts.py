@@ -1,0 +1,99 @@
+"""Charts of README.md and the pages: speed compared with peers, loss with its noise, memory by part."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from common.plot import STYLE
+from llm_training.study import BASE, chance, gap
+
+from summaries.cells import Results
+
+SPEED, LOSS, MEMORY = "model_4_layers_nvidia_h200", "study_25m", "memory_nvidia_h200"
+_OURS, _PEER, _BASE = "#0e7c86", "#9ca3af", "#4b5563"
+# Recipe in the results -> label.
+_SPEED = {
+    "bf16": "bf16",
+    "torchao_rowwise": "torchao rowwise",
+    "torchao": "torchao blockwise",
+    "torchao_tensorwise": "torchao tensorwise",
+    "fp8": "this package, FP8",
+}
+_LOSS = {"fp8": "FP8", "fp8_128x128": "FP8, 128x128 blocks", "fp8_power_of_2": "FP8, power-of-2 scales"}
+_MEMORY = {
+    "bf16": "bf16",
+    "fp8": "FP8",
+    "fp8, no master weights": "FP8 Parameters",
+    "nvfp4": "NVFP4",
+    "nvfp4, no master weights": "NVFP4 Parameters",
+}
+_PARTS = {
+    "weights MiB": "weights",
+    "gradients MiB": "gradients",
+    "held between forward and backward MiB": "saved for backward",
+}
+
+
+# Each draws into the axes and returns a title and what the horizontal axis shows.
+
+
+def speed(axes: Any, results: Results) -> tuple[str, str]:
+    rows = {row["recipe"]: row for row in results.rows(SPEED, mode="compiled", checkpointing="off")}
+    values = [rows[recipe]["x bf16"] or 1 for recipe in _SPEED]
+    colors = [_BASE, *[_PEER] * (len(_SPEED) - 2), _OURS]
+    axes.bar_label(axes.barh(list(_SPEED.values()), values, color=colors), fmt="%.2f", padding=3)
+    axes.margins(x=0.12)
+    return "Training step of four Llama-8B layers", "speed relative to bf16; one H200, compiled"
+
+
+def loss(axes: Any, results: Results) -> tuple[str, str]:
+    runs = results.load(LOSS)["runs"]
+    gaps = [gap(runs, recipe, "last_third") for recipe in _LOSS]
+    noise = chance(runs, "last_third")
+    axes.axvspan(-noise, noise, color=_PEER, alpha=0.35, label=f"{BASE} after a change of one bit: ± 1 σ")
+    axes.axvline(0, color=_BASE)
+    means, widths = [g.mean for g in gaps], [g.half_width for g in gaps]
+    axes.errorbar(means, list(_LOSS.values()), xerr=widths, fmt="o", color=_OURS, capsize=4, label="95 % interval")
+    axes.set_ylim(-1.4, len(_LOSS) - 0.5)
+    axes.legend(loc="lower right", fontsize=9)
+    return "Training loss above bf16, 26 M parameters", "% of bf16's loss in the last third of 7,200 steps"
+
+
+def memory(axes: Any, results: Results) -> tuple[str, str]:
+    rows = results.load(MEMORY)["rows"]
+    left = [0.0] * len(_MEMORY)
+    for (part, label), color in zip(_PARTS.items(), (_BASE, _PEER, _OURS)):
+        values = [rows[recipe][part] for recipe in _MEMORY]
+        axes.barh(list(_MEMORY.values()), values, left=left, color=color, label=label)
+        left = [a + b for a, b in zip(left, values)]
+    axes.invert_yaxis()
+    axes.margins(x=0.45)
+    axes.legend(loc="lower right", fontsize=9)
+    return "Memory of four bf16 MLPs, 8,192 tokens", "MiB; not all parts are allocated at the same time"
+
+
+CHARTS = {"chart_speed": speed, "chart_loss": loss, "chart_memory": memory}
+
+
+def draw(results: Results, folder: Path) -> list[Path]:
+    """Write the charts as <name>.png; none where matplotlib is missing."""
+    try:
+        import matplotlib
+
+        matplotlib.use("Agg")
+        import matplotlib.pyplot as plt
+    except ImportError:
+        return []
+    paths = []
+    for name, chart in CHARTS.items():
+        # Narrow, so that text stays readable on a phone.
+        with plt.rc_context(STYLE | {"font.size": 11, "axes.grid.axis": "x"}):
+            figure, axes = plt.subplots(figsize=(5.6, 3), layout="constrained")
+            title, what = chart(axes, results)
+            figure.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold")
+            figure.supxlabel(what, fontsize=10)
+            paths.append(folder / f"{name}.png")
+            figure.savefig(paths[-1], dpi=160, facecolor="white", metadata={"Software": None})
+            plt.close(figure)
+    return paths

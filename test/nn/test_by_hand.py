@@ -1,0 +1,239 @@
+"""Layers are the operations that they promise, bit for bit: results and gradients, every shape, dtype and recipe."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import FP8, FULL, HADAMARD, NVFP4, RECIPES, STOCHASTIC, every_recipe, replace, weight
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from named_results import assert_same, results, tokens
+from products_by_hand import EPS, Norm, ProductsByHand, SwiGLU
+from torch import nn
+from torchao.quantization import quantize_
+
+from torchao_blockwise import MasterWeightTensor, linears_and_experts
+from torchao_blockwise.nn import NormLinear, SwiGLUExperts, SwiGLUMLP, swiglu_linear
+
+pytestmark = pytest.mark.usefixtures("no_interpreter")
+
+WIDTH, HIDDEN = 130, 96
+
+
+class Halves(nn.Module):
+    """`swiglu_linear` of the halves of its input."""
+
+    def __init__(self, width: int, bias: bool):
+        super().__init__()
+        self.linear = nn.Linear(width // 2, WIDTH, bias=bias)
+
+    def forward(self, x):
+        return swiglu_linear(*x.chunk(2, -1), self.linear.weight, self.linear.bias)
+
+
+class Grouped(nn.Module):
+    def __init__(self, experts: int, n: int = 40, k: int = 72):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(experts, n, k))
+
+    def forward(self, x, ends):
+        return F.grouped_mm(x, self.weight.mT, offs=ends)
+
+
+def norm_by_hand(m, x, fused: bool, dtype=None):
+    y = Norm.apply(x, m.norm.weight, getattr(m.norm, "bias", None), dtype or x.dtype) if fused else m.norm(x)
+    return m.linear(y)
+
+
+def swiglu(gate, up, fused: bool = True):
+    return SwiGLU.apply(gate, up) if fused else F.silu(gate) * up
+
+
+def experts_by_hand(m, x, ends):
+    gate_up = F.grouped_mm(x, m.gate_up.mT, offs=ends)
+    return F.grouped_mm(swiglu(*gate_up.chunk(2, -1)), m.down.mT, offs=ends)
+
+
+# (features -> layer, what it promises of a plain layer with the same values). fused: whether weights train in FP8.
+DENSE = {
+    "linear": (lambda k: nn.Linear(k, WIDTH), lambda m, x, fused: m(x)),
+    "linear_no_bias": (lambda k: nn.Linear(k, WIDTH, bias=False), lambda m, x, fused: m(x)),
+    "rms_norm_linear": (lambda k: NormLinear(k, WIDTH, eps=EPS), norm_by_hand),
+    "layer_norm_linear": (lambda k: NormLinear(k, WIDTH, norm="layer", eps=EPS, bias=True), norm_by_hand),
+    "swiglu_mlp": (
+        lambda k: SwiGLUMLP(k, HIDDEN),
+        lambda m, x, fused: m.down(swiglu(*m.gate_up(x).chunk(2, -1), fused)),
+    ),
+    "swiglu_mlp_of_odd_halves": (
+        lambda k: SwiGLUMLP(k, 130, bias=True),
+        lambda m, x, fused: m.down(swiglu(*m.gate_up(x).chunk(2, -1), fused)),
+    ),
+    "swiglu_linear": (
+        lambda k: Halves(k, bias=True),
+        lambda m, x, fused: m.linear(swiglu(*x.chunk(2, -1), fused)),
+    ),
+}
+# The same of experts.
+GROUPED = {
+    "grouped": (Grouped, lambda m, x, ends: m(x, ends)),
+    "swiglu_experts": (lambda e: SwiGLUExperts(e, 72, HIDDEN), experts_by_hand),
+    "swiglu_experts_of_odd_halves": (lambda e: SwiGLUExperts(e, 72, 130), experts_by_hand),
+}
+CONFIGS = RECIPES | {
+    "quantized": replace(FP8, master_weights=False),
+    "hadamard": HADAMARD,
+    "other_signs": replace(HADAMARD, hadamard=(1, -1) * 8, save_activations="high_precision"),
+    "stochastic": STOCHASTIC,
+    "full": FULL,
+}
+every_config = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+
+
+def pair(make, size: int, config, dtype=torch.float32, device="cpu") -> tuple[nn.Module, nn.Module]:
+    """The layer converted and plain, with the same values."""
+    made = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        layer = make(size).to(dtype)
+        with torch.no_grad():
+            for i, p in enumerate(layer.parameters()):
+                p.copy_(weight(*p.shape, seed=i) / 64 if p.dim() > 1 else 1 + torch.randn(p.shape) / 8)
+        made.append(layer.to(device))
+    if isinstance(made[0], Grouped) and min(made[0].weight.shape) < 2:
+        # What conversion takes for no experts.
+        made[0].weight = nn.Parameter(MasterWeightTensor(made[0].weight.detach(), config))
+    else:
+        quantize_(made[0], config, filter_fn=linears_and_experts())
+    return made[0], made[1]
+
+
+def assert_by_hand(layers, by_hand, x, config, tail: int = 0, run=None) -> dict[str, torch.Tensor]:
+    """Output and gradients of `run`, by itself the layer, are those of the operations; in a later pass too."""
+    layer, plain = layers
+    for use in range(2 if config.stochastic_rounding else 1):
+        with torch.no_grad():
+            out = (run or layer)(x)
+        dy = tokens(*out.shape, seed=7).to(out)
+        dy[len(dy) - tail :] = float("inf")
+        with ProductsByHand([*plain.parameters()], config, use):
+            expected = results(plain, x, dy, by_hand)
+        got = results(layer, x, dy, run)
+        assert_same(got, expected)
+    return got
+
+
+SHAPES = [(64,), (5, 64), (2, 3, 64), (2, 1, 4, 64), (0, 64), (2, 0, 64), (1, 64), (300, 64), (129, 200), (33, 66)]
+
+
+@every_config
+@pytest.mark.parametrize("name", DENSE)
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: "x".join(map(str, s)))
+def test_layers(name, shape, config, device):
+    make, by_hand = DENSE[name]
+    fused = config.activation_format is FP8.activation_format
+    layers = pair(make, shape[-1], config, device=device)
+    assert_by_hand(layers, lambda x: by_hand(layers[1], x, fused), tokens(*shape, device=device), config)
+
+
+# Sizes of the groups, and tokens after the last one.
+ROUTINGS = {
+    "one_block_each": ([128, 128, 128], 0), "ragged": ([5, 130, 41], 0), "empty_experts": ([0, 7, 0, 23, 0], 0),
+    "one_token_each": ([1, 1, 1], 0), "all_to_one": ([0, 0, 300], 0), "tail": ([10, 0, 7], 30),
+    "nothing_but_tail": ([0, 0, 0], 20), "no_tokens": ([0, 0, 0], 0), "one_token": ([0, 1, 0], 0),
+}  # fmt: skip
+
+
+@every_config
+@pytest.mark.parametrize("name", GROUPED)
+@pytest.mark.parametrize(("sizes", "tail"), ROUTINGS.values(), ids=ROUTINGS)
+def test_experts(name, sizes, tail, config, device):
+    assert_experts_by_hand(*GROUPED[name], sizes, tail, config, device=device)
+
+
+def assert_experts_by_hand(
+    make, by_hand, sizes, tail, config, k=72, dtype=torch.float32, weights=torch.float32, device="cpu"
+):
+    layer, plain = pair(make, len(sizes), config, weights, device)
+    ends = torch.tensor(sizes, device=device).cumsum(0, dtype=torch.int32)
+    x, count = tokens(sum(sizes) + tail, k, dtype=dtype, device=device), sum(sizes)
+    # What no group has may hold anything.
+    x[count:] = float("nan")
+    run = {"run": lambda x: layer(x, ends)}
+    got = assert_by_hand((layer, plain), lambda x: by_hand(plain, x, ends), x, config, tail, **run)
+    assert not got["out"][count:].any() and not got["x"][count:].any()
+    for name, p in layer.named_parameters():
+        # Of an expert without tokens exact zeros.
+        assert p.grad.flatten(1).any(1).tolist() == [size > 0 for size in sizes], name
+    assert dtype == torch.float16 or all(t.isfinite().all() for t in got.values())
+
+
+# In NVFP4 the norms and SwiGLU are PyTorch's, which take tensors of one dtype.
+OF_DTYPES = (
+    [("linear", NVFP4)] + [(name, FP8) for name in DENSE] + [(name, c) for name in GROUPED for c in (FP8, NVFP4)]
+)
+
+
+@pytest.mark.parametrize("out_dtype", (None, torch.float32, torch.bfloat16, torch.float16), ids=str)
+@pytest.mark.parametrize("weights", (torch.float32, torch.bfloat16), ids=str)
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16), ids=str)
+@pytest.mark.parametrize(("name", "config"), OF_DTYPES)
+def test_dtypes(name, config, dtype, weights, out_dtype):
+    # Of two products, the first's would be the second's input.
+    config = replace(config, out_dtype=None if "swiglu_" in name else out_dtype)
+    if name in GROUPED:
+        assert_experts_by_hand(*GROUPED[name], [9, 0, 5], 2, config, dtype=dtype, weights=weights)
+        return
+    make, by_hand = DENSE[name]
+    layers = pair(make, 72, config, weights)
+    got = assert_by_hand(layers, lambda x: by_hand(layers[1], x, True), tokens(9, 72, dtype=dtype), config)
+    assert (got["out"].dtype, got["x"].dtype) == (config.out_dtype or dtype, dtype)
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16), ids=str)
+@pytest.mark.parametrize("name", ("rms_norm_linear", "layer_norm_linear"))
+def test_autocast_rounds_the_output_of_a_norm(name, dtype):
+    """The norm reads its input as it is; of other layers autocast is a cast of the input (test_every_layer.py)."""
+    layer, plain = pair(DENSE[name][0], 72, FP8)
+
+    def run(x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return layer(x)
+
+    def by_hand(x):
+        return norm_by_hand(plain, x, True, torch.bfloat16)
+
+    got = assert_by_hand((layer, plain), by_hand, tokens(9, 72, dtype=dtype), FP8, run=run)
+    assert (got["out"].dtype, got["x"].dtype) == (torch.bfloat16, dtype)
+
+
+@every_recipe
+@settings(max_examples=10, deadline=None)
+@given(t=st.integers(0, 140), n=st.integers(1, 140), k=st.integers(1, 140))
+def test_any_features(config, t, n, k):
+    layers = pair(lambda k: nn.Linear(k, n), k, config)
+    assert_by_hand(layers, layers[1], tokens(t, k), config)
+
+
+@every_recipe
+@settings(max_examples=10, deadline=None)
+@given(sizes=st.lists(st.integers(0, 140), min_size=1, max_size=5), tail=st.integers(0, 9),
+       n=st.integers(1, 140), k=st.integers(1, 140))  # fmt: skip
+def test_any_routing(config, sizes, tail, n, k):
+    assert_experts_by_hand(lambda e: Grouped(e, n, k), GROUPED["grouped"][1], sizes, tail, config, k)
+
+
+@every_recipe
+@pytest.mark.parametrize("name", ("linear_no_bias", "grouped"))
+def test_non_contiguous_inputs_and_expanded_gradients(name, config):
+    """`out.sum().backward()` gives the layer an expanded scalar. Sums of a norm or a bias have another order."""
+    layer, _ = pair((DENSE | GROUPED)[name][0], 3 if name == "grouped" else 72, config)
+    x, ends = tokens(72, 9), [torch.tensor([4, 4, 9], dtype=torch.int32)] if name == "grouped" else []
+
+    def run(x):
+        return layer(x, *ends)
+
+    width = run(x.t()).shape[1]
+    for dy in (tokens(width, 9).t(), torch.ones(()).expand(9, width)):
+        got, expected = results(layer, x.t(), dy, run), results(layer, x.t().contiguous(), dy.contiguous(), run)
+        assert_same({part: t.contiguous() for part, t in got.items()}, expected)
