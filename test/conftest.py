@@ -152,6 +152,17 @@ def raised(request, tmp_path_factory) -> list[dict]:
 
 
 @pytest.fixture
+def one_rank():
+    """A mesh of this process alone."""
+    dist = torch.distributed
+    if not dist.is_available():
+        pytest.skip("needs torch.distributed")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+@pytest.fixture
 def fresh_dynamo():
     """torch.compile remembers nothing of other tests, and nothing stays for them."""
     torch._dynamo.reset()

@@ -77,3 +77,34 @@ def kinds(model) -> dict[str, type]:
 
 def named(*names: str, kind=MasterWeightTensor, blocks: int = 2) -> dict[str, type]:
     return {f"layers.{i}.experts.{name}": kind for i in range(blocks) for name in names}
+
+
+# Every mixture of experts that transformers 5.23 builds from its default configuration or from a few options, and
+# the linear layers that choose experts or gate one. Routers that are not linear layers are never converted.
+ROUTERS = {
+    "afmoe": "mlp.router.gate",
+    "gemma4_text": "per_layer_input_gate, router.proj",
+    "hunyuan_v1_moe": "mlp.gate.wg",
+    "jetmoe": "mlp.router.layer, self_attention.experts.router.layer",
+    "llama4_text": "feed_forward.router",
+    "longcat_flash": "mlp.router.classifier",
+    "phimoe": "mlp.router",
+    "qwen2_moe": "mlp.shared_expert_gate",
+    "qwen3_5_moe_text": "mlp.shared_expert_gate",
+    "qwen3_next": "mlp.shared_expert_gate",
+    "zaya": "mlp.gate.down_proj, mlp.gate.router_mlp.fc1, mlp.gate.router_mlp.fc2, mlp.gate.router_mlp.out_proj",
+    # Their experts are linear layers.
+    "nllb-moe": "ffn.router.classifier",
+    "switch_transformers": "layer.1.mlp.router.classifier, layer.2.mlp.router.classifier",
+}
+ROUTERS |= dict.fromkeys(
+    """
+    aria_text axk1 axk2 bailing_hybrid beam cohere2_moe deepseek_v2 deepseek_v3 deepseek_v32 deepseek_v4 dots1
+    dots3_note_text ernie4_5_moe exaone_moe flex_olmo flint glm4_moe glm4_moe_lite glm4v_moe_text glm5_next_text
+    glm_moe_dsa gpt_oss granitemoe granitemoe_swa granitemoehybrid granitemoeshared hy_v3 hy_v4 inkling2_text
+    inkling_text jamba kimi_linear kolibri1 laguna mellum mimo_v2_flash minimax minimax_m2 minimax_m3_vl_text
+    mistral4 mistral_large4_text mixtral muse_spark_text nemotron_h olmoe openai_privacy_filter qwen3_moe
+    qwen3_vl_moe_text solar_open
+    """.split(),  # noqa: SIM905
+    "",
+)

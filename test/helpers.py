@@ -71,6 +71,13 @@ def assert_same(got, expected) -> None:
         assert_bitwise_equal(a, b, str(index))
 
 
+def assert_same_tensors(got: dict, expected: dict) -> None:
+    """The dicts have the same names and, bit for bit, the same tensors."""
+    assert got.keys() == expected.keys()
+    for name, x in expected.items():
+        assert_bitwise_equal(got[name].detach(), x.detach(), name)
+
+
 def mlp(config=None, features=(64, 160, 32), bias: bool = True, dtype=torch.float32, seed: int = 0) -> nn.Sequential:
     """Linear, GELU, Linear; converted if there is a config."""
     torch.manual_seed(seed)

@@ -12,8 +12,8 @@ import pytest
 import safetensors.torch
 import torch
 import torch.distributed as dist
-from exported_models import FORMATS, OperandsRead, assert_files_hold, assert_same_tensors, export, tensors_in
-from helpers import FP8, NVFP4, mlp, replace
+from exported_models import FORMATS, OperandsRead, assert_files_hold, export, tensors_in
+from helpers import FP8, NVFP4, assert_same_tensors, mlp, replace
 from live_memory import peak_of
 from ranks import device
 from torch import nn

@@ -8,7 +8,6 @@ import pytest
 import torch
 from exported_models import (
     SMALL,
-    assert_same_tensors,
     decoded,
     export,
     filled,
@@ -20,7 +19,7 @@ from exported_models import (
     tensors_in,
     values_of,
 )
-from helpers import FP8, NVFP4, mlp, replace
+from helpers import FP8, NVFP4, assert_same_tensors, mlp, replace
 
 from torchao_blockwise import checkpoint
 from torchao_blockwise.checkpoint import layouts

@@ -14,7 +14,6 @@ from exported_models import (
     SMALL,
     OperandsRead,
     assert_files_hold,
-    assert_same_tensors,
     decoded,
     digest,
     every_format,
@@ -27,7 +26,7 @@ from exported_models import (
     tensors_in,
     tiny_mixture,
 )
-from helpers import FP8, FP8_POW2, NVFP4, mlp, replace
+from helpers import FP8, FP8_POW2, NVFP4, assert_same_tensors, mlp, replace
 from torch import nn
 from torchao.quantization import quantize_
 

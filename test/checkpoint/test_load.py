@@ -10,7 +10,6 @@ import torch
 from exported_models import (
     FORMATS,
     MODELS,
-    assert_same_tensors,
     decoded,
     digest,
     export,
@@ -23,7 +22,7 @@ from exported_models import (
     tiny_mixture,
     values_of,
 )
-from helpers import FP8, FP8_POW2, NVFP4, mlp, replace
+from helpers import FP8, FP8_POW2, NVFP4, assert_same_tensors, mlp, replace
 from live_memory import peak_of
 from torch import nn
 from torchao.quantization import quantize_

@@ -1,4 +1,4 @@
-"""What files say is not quantized, which readers find by name; and layers that engines run as one."""
+"""Layers that files name as not quantized, which readers find by name; and layers that engines fuse."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import warnings
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from exported_models import FORMATS, MODELS, TINY_MIXTURES, language_model, save, tensors_in, tiny_mixture
+from expert_modules import ROUTERS
+from exported_models import FORMATS, MODELS, language_model, save, tensors_in, tiny_mixture
 from helpers import FP8, NVFP4
 from readers import check_folder, check_names, ignored_in, transformers_skips
 from torch import nn
@@ -26,10 +27,10 @@ from torchao_blockwise import (
     skip_fqns,
     skip_lm_head,
 )
-from torchao_blockwise.checkpoint.fused_layers import fused_layers, shared_amaxes
+from torchao_blockwise.checkpoint.fused_layers import fused_layers
 from torchao_blockwise.checkpoint.layouts import LAYOUTS, UE8M0_MODEL_TYPE
 from torchao_blockwise.checkpoint.model_tensors import Written, all_parts_on_disk, tensors_of, written
-from torchao_blockwise.checkpoint.plain_layers import plain_layers, warn_of_fused
+from torchao_blockwise.checkpoint.plain_layers import plain_layers
 from torchao_blockwise.cli import main
 from torchao_blockwise.tensors import MasterWeightTensor
 
@@ -143,7 +144,7 @@ NAMED = {
     "a Parameter of the model": ({"table": ((8, 8), False), "up.weight": ((8, 8), True)}, ["table"]),
     "norms": ({"norm.weight": ((8,), False)}, []),
     "a convolution": ({"conv.weight": ((8, 8, 3), False)}, ["conv"]),
-    "a longer name beside": (
+    "a longer name next to it": (
         {"a.vision.table": ((8, 8), False), "a.vision_proj.weight": ((8, 8), True)}, ["a.vision.table"],
     ),
 }  # fmt: skip
@@ -183,7 +184,7 @@ LEFT_OUT |= {"deepseek_v4": ("*.o_a_proj",), "jamba": ("*.dt_proj",), "nemotron_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", [family for family in TINY_MIXTURES if family != "inkling2_text"])
+@pytest.mark.parametrize("family", [family for family in sorted(ROUTERS) if family != "inkling2_text"])
 def test_files_of_every_mixture(family, tmp_path):
     """`export` of a model and `convert` of its plain files write the same tensors, and name the same layers."""
     tiny_mixture(family, "cpu").save_pretrained(tmp_path / "plain")
@@ -216,7 +217,7 @@ def ignored_in_folder(folder) -> list[str]:
     return ignored_in(json.loads((folder / "config.json").read_text())["quantization_config"])
 
 
-# --- layers that engines run as one -----------------------------------------------------------------------------------
+# --- layers that engines fuse -----------------------------------------------------------------------------------------
 
 # Of vLLM 0.33.0, read on 2026-11-26: members in files, by the last parts of names, from packed_modules_mapping and
 # stacked weights of all models. Not here: convolutions, and layers without quantization.
@@ -250,42 +251,6 @@ def test_experts_of_a_list_are_one():
     experts = [f"mlp.experts.{i}.{name}.weight" for i in range(3) for name in ("gate_proj", "up_proj", "down_proj")]
     fused = fused_layers(experts)
     assert set(fused.values()) == {"mlp.experts.*.gate_proj+up_proj", "mlp.experts.*.down_proj.weight"}
-
-
-def test_all_of_them_get_one_tensor_scale():
-    """Of a model that has each row in a module; the last layer of each has the largest value."""
-    model = nn.ModuleList(nn.ModuleDict({name: nn.Linear(16, 16, bias=False) for name in row}) for row in ROWS)
-    for module in model:
-        [*module.values()][-1].weight.data *= 8
-    quantize_(model, NVFP4)
-    amaxes = shared_amaxes(model)
-    for i, row in enumerate(ROWS):
-        largest = model[i][row[-1]].weight.hp.detach().abs().amax()
-        assert all(torch.equal(amaxes[f"{i}.{name}.weight"], largest) for name in row[:-1]), row
-
-
-@pytest.mark.parametrize("row", ROWS[::5], ids="+".join)
-@pytest.mark.parametrize("kind", ("quantized in part", "ragged"))
-def test_engines_refuse_what_is_warned_of(kind, row):
-    """Rows of the last may be ragged, and layers that are not quantized."""
-
-    def tensors(ragged: int | None, plain: int | None) -> list[Written]:
-        shapes = [(160 if i == ragged else 256, 128) for i in range(len(row))]
-        names = [f"a.{name}.weight" for name in row]
-        return [Written(n, (n,), s, i != plain) for i, (n, s) in enumerate(zip(names, shapes, strict=True))]
-
-    for i in range(len(row)):
-        asked = tensors(i, None) if kind == "ragged" else tensors(None, i)
-        with warnings.catch_warnings(record=True) as found:
-            warnings.simplefilter("always")
-            warn_of_fused(asked, 128)
-        assert len(found) == (kind != "ragged" or i + 1 < len(row))
-        assert all(f"a.{'+'.join(row)}" in str(warning.message) for warning in found)
-    # NVFP4 has scales for each row.
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        warn_of_fused(tensors(0, None), None)
-        warn_of_fused([x._replace(is_quantized=False) for x in tensors(0, None)], 128)
 
 
 def ragged_warnings(run) -> list[warnings.WarningMessage]:

@@ -4,17 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from exported_models import (
-    FORMATS,
-    assert_same_tensors,
-    decoded,
-    every_format,
-    export,
-    filled,
-    language_model,
-    tensors_in,
-)
-from helpers import FP8, FP8_POW2, mlp
+from exported_models import FORMATS, decoded, every_format, export, filled, language_model, tensors_in
+from helpers import FP8, FP8_POW2, assert_same_tensors, mlp
 from torch import nn
 from torchao.quantization import quantize_
 

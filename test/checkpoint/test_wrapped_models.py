@@ -6,8 +6,8 @@ import json
 
 import pytest
 import torch
-from exported_models import assert_same_tensors, export, language_model
-from helpers import FP8, NVFP4
+from exported_models import export, language_model
+from helpers import FP8, NVFP4, assert_same_tensors
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
@@ -37,13 +37,6 @@ def blocks(wrap, mlps=False):
         return model
 
     return made
-
-
-@pytest.fixture
-def one_rank(tmp_path):
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
 
 
 def sharded(model):

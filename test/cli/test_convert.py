@@ -6,18 +6,8 @@ import json
 
 import pytest
 import torch
-from exported_models import (
-    FORMATS,
-    SMALL,
-    assert_same_tensors,
-    export,
-    language_model,
-    safetensors,
-    save,
-    tensors_in,
-    tiny_mixture,
-)
-from helpers import FP8_POW2
+from exported_models import FORMATS, SMALL, export, language_model, safetensors, save, tensors_in, tiny_mixture
+from helpers import FP8_POW2, assert_same_tensors
 from torchao.quantization import quantize_
 
 from torchao_blockwise import checkpoint, recommended_layers

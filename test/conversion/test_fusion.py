@@ -18,40 +18,29 @@ from torchao_blockwise.nn.fused_modules import FusedModule
 
 pytestmark = pytest.mark.usefixtures("no_interpreter", "fresh_dynamo")
 
-COMMON = {
-    "vocab_size": 64, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}  # fmt: skip
-HEADS = {"head_dim": 16}
-MOE = {"moe_intermediate_size": 32, "num_experts_per_tok": 2}
-LATENT = {
-    **MOE, "num_key_value_heads": 4, "kv_lora_rank": 32, "q_lora_rank": 32, "qk_rope_head_dim": 16,
-    "qk_nope_head_dim": 16, "v_head_dim": 16, "n_routed_experts": 4, "n_group": 1, "topk_group": 1,
-    "first_k_dense_replace": 1,
-}  # fmt: skip
+SIZES = {"hidden_size": 64, "head_dim": 16, "intermediate_size": 160, "moe_intermediate_size": 32}
 # {what: (family, own options, modules that are fused: attention of two layers; MLPs, dense and shared by all tokens)}
 FAMILIES = {
     "Llama": ("Llama", {}, 4),
-    "Mistral": ("Mistral", HEADS, 4),
+    "Mistral": ("Mistral", {}, 4),
     "Qwen2": ("Qwen2", {}, 4),
-    "Qwen3": ("Qwen3", HEADS, 4),
-    "Qwen3Moe": ("Qwen3Moe", {**HEADS, **MOE, "num_experts": 4, "mlp_only_layers": [0]}, 3),
-    "Mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}, 2),
-    "DeepseekV3": ("DeepseekV3", LATENT, 4),
-    "no latent query": ("DeepseekV3", {**LATENT, "q_lora_rank": None}, 4),
-    "Gemma3": ("Gemma3", HEADS, 4),
+    "Qwen3": ("Qwen3", {}, 4),
+    "Qwen3Moe": ("Qwen3Moe", {"mlp_only_layers": [0]}, 3),
+    "Mixtral": ("Mixtral", {}, 2),
+    "DeepseekV3": ("DeepseekV3", {}, 4),
+    "no latent query": ("DeepseekV3", {"q_lora_rank": None}, 4),
+    "Gemma3": ("Gemma3Text", {}, 4),
 }
 every_family = pytest.mark.parametrize("family", FAMILIES)
 IDS = torch.randint(0, 64, (2, 17), generator=torch.Generator().manual_seed(1))
 
 
 def language_model(name: str = "Llama", dtype=torch.bfloat16, **options) -> nn.Module:
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
+    pytest.importorskip("transformers")
+    import exported_models
+
     family, own, _ = FAMILIES[name]
-    kind = f"{family}TextConfig" if family == "Gemma3" else f"{family}Config"
-    config = getattr(transformers, kind)(**{**COMMON, **own, **options})
-    return getattr(transformers, f"{family}ForCausalLM")(config).to(dtype)
+    return exported_models.language_model(family, None, **(SIZES | own | options)).to(dtype)
 
 
 def convert(model, config=FP8) -> nn.Module:
@@ -361,7 +350,7 @@ def saved_by_linears(model, tokens: int) -> int:
 def test_what_linears_of_a_llama_layer_save():
     """A byte an element, and a scale of 4 bytes for 128, of the four inputs of seven layers: 0.516 of bf16's."""
     hidden, inner, tokens = 256, 512, 384
-    sizes = {"hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": 1}
+    sizes = {"hidden_size": hidden, "head_dim": hidden // 4, "intermediate_size": inner, "num_hidden_layers": 1}
     elements = tokens * (hidden + hidden + hidden + inner)
     plain = saved_by_linears(language_model(**sizes), tokens)
     assert plain == 2 * elements

@@ -250,18 +250,11 @@ def test_from_pretrained_takes_its_own_configs_and_no_class(config, tmp_path):
     assert not hasattr(config(), "quant_method")
 
 
-@pytest.mark.skipif(not torch.distributed.is_available(), reason="needs torch.distributed")
-def test_a_model_that_ddp_has_wrapped():
-    import torch.distributed as dist
-
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        ddp = nn.parallel.DistributedDataParallel(layers())
-        for model in (ddp, nn.Sequential(ddp), ddp.module):
-            with pytest.raises(ValueError, match=r"DistributedDataParallel refers to its weight; .* before DDP"):
-                quantize_(model, FP8)
-    finally:
-        dist.destroy_process_group()
+def test_a_model_that_ddp_has_wrapped(one_rank):
+    ddp = nn.parallel.DistributedDataParallel(layers())
+    for model in (ddp, nn.Sequential(ddp), ddp.module):
+        with pytest.raises(ValueError, match=r"DistributedDataParallel refers to its weight; .* before DDP"):
+            quantize_(model, FP8)
 
 
 # --- a plain quantize_(model, config) ---------------------------------------------------------------------------------

@@ -157,13 +157,6 @@ def trains_in_mixed_precision(mesh, config):
     assert_gathers_exactly(model, config, torch.bfloat16)
 
 
-def trains_bf16(mesh, config):
-    model = shard(blocks(config, dtype=torch.bfloat16), mesh)
-    model(batch(dtype=torch.bfloat16)).float().square().mean().backward()
-    adamw(model).step()
-    assert_gathers_exactly(model, config, torch.bfloat16)
-
-
 def accumulates(mesh, config):
     model = shard(blocks(config), mesh)
     with Counter() as counter:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
+from exported_models import language_model
 from fsdp_models import CONFIGS
 from helpers import assert_same
 from shared_inputs import Counter
@@ -13,17 +14,11 @@ from torchao.quantization import quantize_
 
 from torchao_blockwise import _compat, fuse, fusion_report, skip_lm_head
 
-SIZES = {
-    "vocab_size": 64, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-}  # fmt: skip
+SIZES = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 512, "num_key_value_heads": 4}
 
 
 def llama(config: str, order: str):
-    import transformers
-
-    torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES))
+    model = language_model("Llama", None, **SIZES)
     if order == "before":
         fuse(model)
     quantize_(model, CONFIGS[config], filter_fn=skip_lm_head())

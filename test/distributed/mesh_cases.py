@@ -33,7 +33,6 @@ FSDP_CHECKS = (
     (checks.reshards_to_fewer_ranks, (4,), ("fp8",)),
     (checks.offloads, (2,), (*BOTH, FULL)),
     (checks.trains_in_mixed_precision, (1, 2, 3), EVERY),
-    (checks.trains_bf16, (2,), BOTH),
     (checks.accumulates, (1, 2), (*BOTH, FULL)),
     (checks.leaves_frozen_weights, (2,), BOTH),
     (checks.ties_embeddings, (1, 2), BOTH),
@@ -100,7 +99,6 @@ EXPERT_CHECKS = (
 TENSOR_PARALLEL_CHECKS = (
     (tensor_parallel.colwise, (2, 4), tuple(CONFIGS)),
     (tensor_parallel.rowwise, (2, 4), tuple(CONFIGS)),
-    (tensor_parallel.computes_in_low_precision, (2, 4), BOTH),
     (tensor_parallel.sequence_parallel, (2, 4), (*BOTH, "fp8_128x128", FULL)),
     (tensor_parallel.loss_in_parallel, (2, 4), BOTH),
     (tensor_parallel.splits_tokens_alone, (2, 4), (*BOTH, "fp8_128x128", FULL)),

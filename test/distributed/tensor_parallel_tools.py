@@ -90,9 +90,6 @@ class Watch(TorchDispatchMode):
         self.ops.append(func._schema.name)
         return func(*args, **(kwargs or {}))
 
-    def ours(self) -> list[str]:
-        return [name.split("::")[1] for name in self.ops if name.startswith("torchao_blockwise::")]
-
 
 class WithoutHandles(TorchDispatchMode):
     """Synchronous collectives return as those of NCCL do: done for whoever comes next, with an empty handle."""

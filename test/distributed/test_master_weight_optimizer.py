@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 from fsdp_models import CONFIGS
-from helpers import both_formats, mlp, replace
+from helpers import replace
 from primary_weight_models import adamw, assert_holds_masters, assert_masters, batch, net, primary, quantized, train
 from torch import nn
 from torch.optim import lr_scheduler
@@ -175,27 +175,6 @@ def test_a_step_changes_weights_only_by_gradients_and_backward_sees_it():
     optimizer.step()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.backward()
-
-
-@both_formats
-def test_compiled_models(config):
-    def run(model, optimizer):
-        quantized_itself = isinstance(optimizer, MasterWeightOptimizer)
-        step = torch.compile(model, backend="aot_eager", fullgraph=True) if quantized_itself else model
-        for _ in range(3):
-            step(x).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-    def make(config, master_weights):
-        return mlp(replace(config, backend="reference", master_weights=master_weights))
-
-    x = torch.randn(8, 64)
-    plain, model = make(config, True), make(config, False)
-    optimizer = adamw(model)
-    run(plain, torch.optim.AdamW(plain.parameters(), lr=1e-2))
-    run(model, optimizer)
-    assert_masters(optimizer, plain.state_dict())
 
 
 # --- groups, schedulers, scalers --------------------------------------------------------------------------------------

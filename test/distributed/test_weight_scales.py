@@ -25,14 +25,6 @@ from torchao_blockwise.tensors.fsdp import ShardLayout, attach
 pytestmark = pytest.mark.usefixtures("no_interpreter")
 
 
-@pytest.fixture
-def mesh():
-    """A mesh of this process alone."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield DeviceMesh("cpu", [0])
-    dist.destroy_process_group()
-
-
 # --- gathers ----------------------------------------------------------------------------------------------------------
 
 
@@ -65,9 +57,9 @@ def test_a_model_without_shards_has_nothing_to_do():
 
 
 @pytest.mark.parametrize(("before", "after"), [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)])
-def test_a_change_of_dtype_before_the_first_pass(before, after, mesh):
+def test_a_change_of_dtype_before_the_first_pass(before, after, one_rank):
     """FSDP2 settles on a dtype at the first forward pass; values are rounded to the dtype of now."""
-    model = shard(blocks(CONFIGS["fp8"], dtype=before), mesh)
+    model = shard(blocks(CONFIGS["fp8"], dtype=before), one_rank)
     sync_weight_scales(model)
     model.to(after)
     with torch.no_grad():
@@ -77,8 +69,8 @@ def test_a_change_of_dtype_before_the_first_pass(before, after, mesh):
     assert_gathers_exactly(model, CONFIGS["fp8"])
 
 
-def test_the_state_is_not_saved_with_the_weight(mesh, tmp_path):
-    model = shard(blocks(CONFIGS["fp8"]), mesh)
+def test_the_state_is_not_saved_with_the_weight(one_rank, tmp_path):
+    model = shard(blocks(CONFIGS["fp8"]), one_rank)
     train(model, adamw(model), steps=1)
     local = masters_of(model)["0.up.weight"]._local_tensor
     torch.save(local, tmp_path / "w.pt")
@@ -135,7 +127,7 @@ FLATTENED += [("nvfp4", False, False, False), ("experts", True, True, False), ("
 
 @pytest.mark.filterwarnings("ignore:FSDP is switching to use `NO_SHARD`")
 @pytest.mark.parametrize(("name", "masters", "original", "mixed"), FLATTENED)
-def test_fsdp1_is_refused(name, masters, original, mixed, mesh):
+def test_fsdp1_is_refused(name, masters, original, mixed, one_rank):
     """It would make plain tensors of the weights, and layers would train in high precision."""
     model = Experts() if name == "experts" else blocks(replace(CONFIGS[name], master_weights=masters))
     policy, wrapped = MixedPrecision(param_dtype=torch.bfloat16) if mixed else None, None

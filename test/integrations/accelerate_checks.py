@@ -7,6 +7,7 @@ import itertools
 
 import torch
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
+from exported_models import language_model
 from helpers import FP8, NVFP4, replace
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torchao.quantization import quantize_
@@ -22,30 +23,15 @@ CONFIGS = {
     "fp8_quantized": replace(FP8, master_weights=False),
     "nvfp4_quantized": replace(NVFP4, master_weights=False),
 }
-COMMON = {
-    "vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 4, "max_position_embeddings": 64, "use_cache": False,
-}  # fmt: skip
-
-
-def language_model(kind: str):
-    """Llama, the same with the head tied to the embedding, or Mixtral."""
-    import transformers
-
-    torch.manual_seed(0)
-    if kind == "moe":
-        config = transformers.MixtralConfig(**COMMON, num_experts_per_tok=2, num_local_experts=4)
-    else:
-        config = transformers.LlamaConfig(**COMMON, tie_word_embeddings=kind == "tied")
-    options = {"experts_implementation": "grouped_mm"} if kind == "moe" else {}
-    return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager", **options)
 
 
 def converted(kind: str, config):
-    model = language_model(kind)
-    quantize_(
-        model, config, filter_fn=linears_and_experts() if kind == "tied" else linears_and_experts() & skip_lm_head()
-    )
+    """Llama, the same with the head tied to the embedding, or Mixtral."""
+    model = language_model("Mixtral" if kind == "moe" else "Llama", None, tie_word_embeddings=kind == "tied")
+    if kind == "moe":
+        model.set_experts_implementation("grouped_mm")
+    chosen = linears_and_experts()
+    quantize_(model, config, filter_fn=chosen if kind == "tied" else chosen & skip_lm_head())
     return model
 
 
@@ -73,7 +59,7 @@ def sharded_by_hand(model, precision: str):
 
 
 def batch(rank: int, step: int) -> torch.Tensor:
-    return torch.randint(0, 128, (2, 17), generator=torch.Generator().manual_seed(10 * step + rank))
+    return torch.randint(0, 64, (2, 17), generator=torch.Generator().manual_seed(10 * step + rank))
 
 
 def train(model, optimizer, rank: int, backward) -> list[dict]:

@@ -1,13 +1,14 @@
-"""What ranks check of converted LightningModules that Lightning shards, on the CPU over gloo."""
+"""Converted LightningModules, and what ranks check of those that Lightning shards, on the CPU over gloo."""
 
 from __future__ import annotations
 
 import os
 
 import lightning
+import pytest
 import torch
 import torch.distributed as dist
-from helpers import FP8, mlp
+from helpers import FP8, assert_same_tensors, mlp
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import ModelParallelStrategy
 from ranks import shared_folder
@@ -16,17 +17,35 @@ from torchao.quantization import quantize_
 
 from torchao_blockwise import MasterWeightTensor, NVFP4TrainingConfig
 from torchao_blockwise.integrations.lightning import BlockwisePrecision, UnchangedWeights
-from torchao_blockwise.testing import assert_bitwise_equal
 
 RECIPES = {"fp8": FP8, "nvfp4": NVFP4TrainingConfig()}
 
 
 class Module(lightning.LightningModule):
+    def __init__(self, model=None):
+        super().__init__()
+        self.model = mlp() if model is None else model
+
+    def training_step(self, batch, index):
+        return self.model(batch).float().square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+def fit(module, folder, steps, batches, ckpt_path=None, **options):
+    trainer = lightning.Trainer(
+        max_steps=steps, accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
+        enable_checkpointing=False, default_root_dir=folder, **options,
+    )  # fmt: skip
+    trainer.fit(module, torch.utils.data.DataLoader(batches, batch_size=None), ckpt_path=ckpt_path)
+    return trainer
+
+
+class Sharded(Module):
     """Converts before it shards, or forgets to."""
 
-    def __init__(self, converts: bool = True):
-        super().__init__()
-        self.model, self.converts = mlp(), converts
+    converts = True
 
     def configure_model(self):
         if self.converts:
@@ -36,30 +55,20 @@ class Module(lightning.LightningModule):
             fully_shard(layer, mesh=mesh)
         fully_shard(self.model, mesh=mesh)
 
-    def training_step(self, batch, index):
-        return self.model(batch).square().mean()
-
-    def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters(), lr=1e-2)
-
 
 def batches(rank: int) -> torch.Tensor:
-    """One alone, as a trainer that resumes begins with the first one again."""
+    """Only one, as a trainer that resumes begins with the first one again."""
     return torch.randn(1, 16, 64, generator=torch.Generator().manual_seed(rank))
 
 
-def fit(module, rank, recipe, folder, steps, distributed=True, **options):
+def fit_on_ranks(module, rank, recipe, folder, steps, distributed=True, ckpt_path=None):
     strategy = ModelParallelStrategy(
         data_parallel_size=dist.get_world_size(), tensor_parallel_size=1, save_distributed_checkpoint=distributed
     )
-    trainer = lightning.Trainer(
-        max_steps=steps, accelerator="cpu", devices=dist.get_world_size(), strategy=strategy, logger=False,
-        enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False, default_root_dir=folder,
-        plugins=[BlockwisePrecision(recipe), LightningEnvironment()], callbacks=[UnchangedWeights()],
-        use_distributed_sampler=False,
-    )  # fmt: skip
-    trainer.fit(module, torch.utils.data.DataLoader(batches(rank), batch_size=None), **options)
-    return trainer
+    options = {"devices": dist.get_world_size(), "strategy": strategy, "use_distributed_sampler": False}
+    plugins = [BlockwisePrecision(recipe), LightningEnvironment()]
+    options |= {"plugins": plugins, "callbacks": [UnchangedWeights()], "ckpt_path": ckpt_path}
+    return fit(module, folder, steps, batches(rank), **options)
 
 
 def by_hand(rank: int, recipe: str, steps: int) -> dict[str, torch.Tensor]:
@@ -79,32 +88,24 @@ def values(model) -> dict[str, torch.Tensor]:
     return {name: x.full_tensor() for name, x in model.state_dict().items()}
 
 
-def assert_same(got: dict, expected: dict) -> None:
-    assert got.keys() == expected.keys()
-    for name, x in expected.items():
-        assert_bitwise_equal(got[name], x, name)
-
-
 def resumes(rank: int, recipe: str, saved_as: str) -> None:
     """The steps of `fully_shard` by hand, and two of four from a checkpoint; bit for bit."""
     how = {"distributed": saved_as == "shards"}
     with shared_folder() as folder:
-        whole, begun, resumed = Module(), Module(), Module()
-        fit(whole, rank, recipe, folder, 4, **how)
+        whole, begun, resumed = Sharded(), Sharded(), Sharded()
+        fit_on_ranks(whole, rank, recipe, folder, 4, **how)
         assert any(isinstance(p.to_local(), MasterWeightTensor) for p in whole.model.parameters())
-        assert_same(values(whole.model), by_hand(rank, recipe, 4))
-        fit(begun, rank, recipe, folder, 2, **how).save_checkpoint(folder / "half.ckpt")
-        fit(resumed, rank, recipe, folder, 4, **how, ckpt_path=str(folder / "half.ckpt"))
-        assert_same(values(resumed.model), values(whole.model))
+        assert_same_tensors(values(whole.model), by_hand(rank, recipe, 4))
+        fit_on_ranks(begun, rank, recipe, folder, 2, **how).save_checkpoint(folder / "half.ckpt")
+        fit_on_ranks(resumed, rank, recipe, folder, 4, **how, ckpt_path=str(folder / "half.ckpt"))
+        assert_same_tensors(values(resumed.model), values(whole.model))
 
 
 def needs_conversion_before_shards(rank: int) -> None:
-    try:
-        fit(Module(converts=False), rank, "fp8", ".", 1)
-    except ValueError as e:
-        assert "its weight is a DTensor; convert first, then shard" in str(e), e
-    else:
-        raise AssertionError("trained")
+    module = Sharded()
+    module.converts = False
+    with pytest.raises(ValueError, match="its weight is a DTensor; convert first, then shard"):
+        fit_on_ranks(module, rank, "fp8", ".", 1)
 
 
 CHECKS = {"resumes": resumes, "needs_conversion_before_shards": needs_conversion_before_shards}

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from exported_models import FORMATS, assert_same_tensors, export, tensors_in
+from exported_models import FORMATS, export, tensors_in
+from helpers import assert_same_tensors
 from pretrained_models import write
 from ranks import device
 from torch.distributed.checkpoint import state_dict as dsd

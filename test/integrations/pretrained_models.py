@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 import torch
-from exported_models import FORMATS, decoded, export
+from exported_models import FORMATS, decoded, export, language_model
 from torchao.quantization import quantize_
 
 from torchao_blockwise import recommended_layers
@@ -17,35 +17,17 @@ from torchao_blockwise.checkpoint.plain_layers import PlainLayers
 transformers = pytest.importorskip("transformers", "5.0")
 
 # All dims above 128 are multiples of it, as transformers' decoder of FP8 needs.
-_SIZES = {"vocab_size": 64, "hidden_size": 256, "intermediate_size": 384, "num_hidden_layers": 2, "pad_token_id": 0}
-_SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 64}
-_LATENT = {"q_lora_rank": 128, "kv_lora_rank": 96, "qk_rope_head_dim": 32, "qk_nope_head_dim": 32, "v_head_dim": 32}
-_EXPERTS = {"moe_intermediate_size": 128, "num_experts_per_tok": 2}
+_SIZES = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 384, "pad_token_id": 0}
 FAMILIES = {
-    "Llama": {},
+    "Llama": {}, "Qwen3": {}, "Mistral": {}, "Gemma3Text": {}, "Phi3": {}, "Qwen3Moe": {}, "Mixtral": {},
     "Qwen2": {"layer_types": ["full_attention"] * 2},
-    "Qwen3": {"tie_word_embeddings": True},
-    "Mistral": {},
-    "Gemma3Text": {},
-    "Phi3": {},
-    "Qwen3Moe": _EXPERTS | {"num_experts": 3},
-    "Mixtral": {"num_local_experts": 3, "num_experts_per_tok": 2},
     "GptOss": {"num_local_experts": 3, "num_experts_per_tok": 2, "intermediate_size": 256},
-    "DeepseekV3": _LATENT
-    | _EXPERTS
-    | {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "num_key_value_heads": 4},
-}
-# A family that is in e8m0 on disk.
-UE8M0 = "fp8_block_ue8m0"
+    "DeepseekV3": {"q_lora_rank": 128, "kv_lora_rank": 96},
+}  # fmt: skip
 
 
 def model_of(family: str, **more):
-    options = _SIZES | FAMILIES[family] | more
-    if family == "DeepseekV3":
-        del options["head_dim"]
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{family}Config")(**options)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = language_model(family, None, **(_SIZES | FAMILIES[family] | more))
     for name, x in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             x.copy_(torch.randn(x.shape))

@@ -9,8 +9,8 @@ import warnings
 
 import pytest
 import torch
-from exported_models import assert_same_tensors, export, logits, save, tensors_in, tiny_mixture
-from helpers import FP8, NVFP4, replace
+from exported_models import export, logits, save, tensors_in, tiny_mixture
+from helpers import FP8, NVFP4, assert_same_tensors, replace
 from torchao.quantization import quantize_
 
 from torchao_blockwise import (
@@ -84,11 +84,7 @@ def dequantized() -> dict:
 def assert_same_model(model, expected):
     """Values, dtypes, buffers that no file has, ties, and logits."""
     for named in ("named_parameters", "named_buffers"):
-        theirs = dict(getattr(expected, named)())
-        ours = dict(getattr(model, named)())
-        assert ours.keys() == theirs.keys()
-        for name, x in theirs.items():
-            assert_bitwise_equal(ours[name].detach(), x.detach(), name)
+        assert_same_tensors(dict(getattr(model, named)()), dict(getattr(expected, named)()))
     assert_bitwise_equal(logits(model), logits(expected))
 
 
@@ -286,75 +282,45 @@ def test_full_fine_tuning_learns(recipe, qwen, tmp_path):
     assert losses[-1] < losses[0] - 0.5
     assert all(not torch.equal(x, before[name]) for name, x in model.state_dict().items())
     model.save_pretrained(tmp_path / "saved")
-    for name, x in loaded_by_transformers(tmp_path / "saved", torch.float32).state_dict().items():
-        assert_bitwise_equal(x, model.state_dict()[name], name)
+    assert_same_tensors(loaded_by_transformers(tmp_path / "saved", torch.float32).state_dict(), model.state_dict())
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 
-def config_with(folder, **changes):
-    content = json.loads((folder / "config.json").read_text()) | changes
-    (folder / "config.json").write_text(json.dumps(content))
-
-
+THREE = {"num_hidden_layers": 3, "layer_types": ["full_attention"] * 3}
+OF_CODE = {"model_type": "own", "auto_map": {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}}
+POWERS = BlockwiseFP8TrainingConfig(power_of_2_scales=True)
+# {what: (path from the folder, options, what changes in config.json, error, message)}
 REFUSED = {
-    "a name of the Hub": (
-        lambda folder: ((folder.parent / "Qwen/Qwen3-8B-FP8", "fp8"), {}),
-        FileNotFoundError, r"is not a folder; download it, .*snapshot_download\(",
-    ),
-    "no checkpoint": (
-        lambda folder: ((folder.parent, "fp8"), {}),
-        FileNotFoundError, r"has no \*\.safetensors; give the folder of a checkpoint",
-    ),
-    "a recipe": (
-        lambda folder: ((folder, "fp9"), {}),
-        ValueError, r"recipe must be one of \['fp8', 'nvfp4', 'None'\], got 'fp9'; did you mean",
-    ),
-    "what trains": (
-        lambda folder: ((folder, "fp8", "adapter"), {}),
-        ValueError, r"trainable must be one of \['full', 'adapters'\], got 'adapter'; did you mean",
-    ),
-    "a dtype": (
-        lambda folder: ((folder, "fp8"), {"dtype": torch.int8}),
-        ValueError, r"dtype must be bfloat16, float16 or float32, got torch\.int8",
-    ),
+    "a name of the Hub": ("../Qwen/Qwen3-8B-FP8", {}, {}, FileNotFoundError, r"is not a folder; .*snapshot_download\("),
+    "no checkpoint": ("..", {}, {}, FileNotFoundError, r"has no \*\.safetensors; give the folder of a checkpoint"),
+    "a recipe": (".", {"recipe": "fp9"}, {}, ValueError, r"one of \['fp8', 'nvfp4', 'None'\], got 'fp9'; did you mean"),
+    "what trains": (".", {"trainable": "adapter"}, {}, ValueError,
+                    r"trainable must be one of \['full', 'adapters'\], got 'adapter'; did you mean"),
+    "a dtype": (".", {"dtype": torch.int8}, {}, ValueError, "must be bfloat16, float16 or float32, got torch.int8"),
     "another recipe than the files'": (
-        lambda folder: ((folder, "nvfp4", "adapters"), {}),
-        ValueError, r"weights in fp8_128x128, and trainable='adapters' .* nvfp4_16x16 cannot; choose the recipe of the",
-    ),
+        ".", {"recipe": "nvfp4", "trainable": "adapters"}, {}, ValueError,
+        r"weights in fp8_128x128, and trainable='adapters' .* nvfp4_16x16 cannot; choose the recipe of the"),
     "scales that the config does not have": (
-        lambda folder: ((folder, BlockwiseFP8TrainingConfig(power_of_2_scales=True), "adapters"), {}),
-        ValueError, r"are not powers of two, so a quantized Parameter cannot hold .*; choose trainable='full'",
-    ),
-    "a format without a recipe": (
-        lambda folder: config_with(folder, quantization_config={"quant_method": "mxfp4"}) or ((folder, "fp8"), {}),
-        ValueError, r"quant_method is 'mxfp4'; files of .* are read; take plain ones, in bfloat16",
-    ),
-    "code in the folder": (
-        lambda folder: config_with(
-            folder, model_type="own", auto_map={"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}
-        ) or ((folder, "fp8"), {}),
-        ValueError, r"config\.json of .* is not that of a model of the installed transformers",
-    ),
-    "another size, before it has memory": (
-        lambda folder: config_with(folder, intermediate_size=1 << 40) or ((folder, "fp8"), {}),
-        ValueError, r"shape \[.*\], the model wants \[.*1099511627776.*\]; take this model's files",
-    ),
-    "files that miss a layer": (
-        lambda folder: config_with(folder, num_hidden_layers=3, layer_types=["full_attention"] * 3)
-        or ((folder, "fp8"), {}),
-        KeyError, r"has no model\.layers\.2\.",
-    ),
+        ".", {"recipe": POWERS, "trainable": "adapters"}, {}, ValueError,
+        r"are not powers of two, so a quantized Parameter cannot hold .*; choose trainable='full'"),
+    "a format without a recipe": (".", {}, {"quantization_config": {"quant_method": "mxfp4"}}, ValueError,
+                                  r"quant_method is 'mxfp4'; files of .* are read; take plain ones, in bfloat16"),
+    "code in the folder": (".", {}, OF_CODE, ValueError,
+                           r"config\.json of .* is not that of a model of the installed transformers"),
+    "another size, before it has memory": (".", {}, {"intermediate_size": 1 << 40}, ValueError,
+                                           r"\], the model wants \[.*1099511627776.*\]; take this model's files"),
+    "files that miss a layer": (".", {}, THREE, KeyError, r"has no model\.layers\.2\."),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_refused(case, qwen):
-    arguments, error, message = REFUSED[case]
-    positional, options = arguments(qwen[0])
+@pytest.mark.parametrize(("path", "options", "changes", "error", "message"), REFUSED.values(), ids=REFUSED)
+def test_refused(path, options, changes, error, message, qwen):
+    file = qwen[0] / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
     with pytest.raises(error, match=message):
-        from_pretrained(*positional, **options)
+        from_pretrained(qwen[0] / path, **({"recipe": "fp8"} | options))
 
 
 def with_scales_for_each_row(found):
@@ -431,8 +397,7 @@ def test_a_model_without_values(qwen):
     model = from_pretrained(qwen[0], "fp8", device="meta")
     assert all(p.is_meta for p in model.parameters()) and converted(model)
     expected = from_pretrained(qwen[0], "fp8")
-    for name, x in model.named_buffers():
-        assert_bitwise_equal(x, expected.get_buffer(name), name)
+    assert_same_tensors(dict(model.named_buffers()), dict(expected.named_buffers()))
 
 
 def test_generation_config_and_folder_come_along(qwen, tmp_path):

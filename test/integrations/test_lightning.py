@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import FP8, NVFP4, mlp, replace
+from helpers import FP8, NVFP4, assert_same_tensors, mlp, replace
 from torch import nn
 from torchao.quantization import quantize_
 
 from torchao_blockwise import NVFP4TrainingConfig
 from torchao_blockwise.distributed import MasterWeightOptimizer
 from torchao_blockwise.integrations import recipes
-from torchao_blockwise.testing import assert_bitwise_equal
 
 lightning = pytest.importorskip("lightning", "2.4")
 
+import lightning_checks  # noqa: E402
 from monitored import Monitored  # noqa: E402
 
 from torchao_blockwise.integrations import lightning as ours  # noqa: E402
@@ -23,26 +23,9 @@ pytestmark = pytest.mark.usefixtures("no_interpreter")
 BATCHES = torch.randn(8, 16, 64, generator=torch.Generator().manual_seed(0))
 
 
-class Module(lightning.LightningModule):
-    def __init__(self, model=None):
-        super().__init__()
-        self.model = mlp() if model is None else model
-
-    def training_step(self, batch, index):
-        return self.model(batch).float().square().mean()
-
-    def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters(), lr=1e-2)
-
-
-def fit(module, plugin, folder, steps=4, callbacks=(), batches=BATCHES, accumulate=2, **options):
-    trainer = lightning.Trainer(
-        max_steps=steps, accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
-        enable_checkpointing=False, default_root_dir=folder, accumulate_grad_batches=accumulate,
-        plugins=[plugin] if plugin else None, callbacks=list(callbacks),
-    )  # fmt: skip
-    trainer.fit(module, torch.utils.data.DataLoader(batches, batch_size=None), **options)
-    return trainer
+def fit(module, plugin, folder, steps=4, batches=BATCHES, accumulate_grad_batches=2, **options):
+    options |= {"plugins": [plugin] if plugin else None, "accumulate_grad_batches": accumulate_grad_batches}
+    return lightning_checks.fit(module, folder, steps, batches, **options)
 
 
 def by_hand(config, precision="32-true"):
@@ -60,11 +43,6 @@ def by_hand(config, precision="32-true"):
     return model
 
 
-def assert_same_states(model, expected):
-    for name, x in expected.state_dict().items():
-        assert_bitwise_equal(model.state_dict()[name], x, name)
-
-
 @pytest.mark.parametrize(
     ("recipe", "config", "precision"),
     (
@@ -77,14 +55,14 @@ def assert_same_states(model, expected):
 )
 def test_fit_is_the_steps_by_hand(recipe, config, precision, tmp_path):
     """With gradient accumulation in `weights_unchanged` and a monitor, which is stepped once an optimizer step."""
-    monitored, module = Monitored(), Module()
+    monitored, module = Monitored(), lightning_checks.Module()
     callbacks = [ours.UnchangedWeights(), ours.Numerics(monitored.make)]
     fit(module, ours.BlockwisePrecision(recipe, precision), tmp_path, callbacks=callbacks)
     monitored.check(steps=[0, 2], layers=2)
-    assert_same_states(module.model, by_hand(config, precision))
+    assert_same_tensors(module.model.state_dict(), by_hand(config, precision).state_dict())
 
 
-class Quantized(Module):
+class Quantized(lightning_checks.Module):
     """Quantized Parameters by `quantize_`; their masters are saved as the optimizer's states."""
 
     def __init__(self, config):
@@ -97,14 +75,14 @@ class Quantized(Module):
 @pytest.mark.parametrize(("recipe", "config"), (("fp8", None), ("nvfp4", None), (None, FP8), (None, NVFP4)))
 def test_resumes(recipe, config, tmp_path):
     """Bit for bit; of one batch, as a trainer that resumes begins with the first one again."""
-    one, saved = {"batches": BATCHES[:1], "accumulate": 1}, tmp_path / "half.ckpt"
-    whole, begun, resumed = (Module() if recipe else Quantized(config) for _ in range(3))
+    one, saved = {"batches": BATCHES[:1], "accumulate_grad_batches": 1}, tmp_path / "half.ckpt"
+    whole, begun, resumed = (lightning_checks.Module() if recipe else Quantized(config) for _ in range(3))
     plugin = lambda: ours.BlockwisePrecision(recipe) if recipe else None  # noqa: E731
     fit(whole, plugin(), tmp_path, 4, **one)
     fit(begun, plugin(), tmp_path, 2, **one).save_checkpoint(saved)
     assert all(type(x) is torch.Tensor for x in torch.load(saved, weights_only=True)["state_dict"].values())
     fit(resumed, plugin(), tmp_path, 4, **one, ckpt_path=str(saved))
-    assert_same_states(resumed.model, whole.model)
+    assert_same_tensors(resumed.model.state_dict(), whole.model.state_dict())
 
 
 def test_an_exception_leaves_the_scope_and_closes_the_monitor(tmp_path):
@@ -112,7 +90,7 @@ def test_an_exception_leaves_the_scope_and_closes_the_monitor(tmp_path):
         def on_train_batch_end(self, *args):
             raise KeyError("on purpose")
 
-    monitored, module = Monitored(), Module()
+    monitored, module = Monitored(), lightning_checks.Module()
     callbacks = [ours.UnchangedWeights(), ours.Numerics(monitored.make), Fails()]
     with pytest.raises(KeyError, match="on purpose"):
         fit(module, ours.BlockwisePrecision("fp8"), tmp_path, callbacks=callbacks)
@@ -129,7 +107,7 @@ def test_modules_and_names_that_do_not_fit(tmp_path):
     with pytest.raises(ValueError, match=r"precision must be one of .*'bf16-mixed'"):
         ours.BlockwisePrecision("fp8", "bf16-mix")
     with pytest.raises(ValueError, match="Module: no layer was converted"):
-        fit(Module(nn.Sequential(nn.Conv1d(1, 1, 1))), ours.BlockwisePrecision("fp8"), tmp_path)
-    by_hand = Module(mlp(NVFP4))
+        fit(lightning_checks.Module(nn.Sequential(nn.Conv1d(1, 1, 1))), ours.BlockwisePrecision("fp8"), tmp_path)
+    by_hand = lightning_checks.Module(mlp(NVFP4))
     assert ours.BlockwisePrecision("fp8").convert_module(by_hand) is by_hand
     assert by_hand.model[0].weight.config == NVFP4 and recipes.is_converted(by_hand)

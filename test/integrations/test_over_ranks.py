@@ -1,15 +1,16 @@
-"""Frameworks over ranks: the bits of the same steps by hand, and of a run that resumes."""
+"""Frameworks over ranks: bitwise identical to the same steps by hand, and after a run resumes."""
 
 from __future__ import annotations
 
 import rank_suites
 
 TRANSFORMERS, ACCELERATE, LIGHTNING = ("transformers", "5.0"), ("accelerate", "1.6"), ("lightning", "2.4")
+SAFETENSORS = ("safetensors.torch",)
 TITAN = ("torchtitan.config.override", None, "needs torchtitan 0.3")
 # Each in processes that no other framework has changed.
 POOLS = (
-    {"pretrained_checks": (TRANSFORMERS, ("safetensors.torch",))},
-    {"trainer_checks": (ACCELERATE, TRANSFORMERS), "accelerate_checks": (ACCELERATE, TRANSFORMERS)},
+    {"pretrained_checks": (TRANSFORMERS, SAFETENSORS)},
+    {"trainer_checks": (ACCELERATE, TRANSFORMERS), "accelerate_checks": (ACCELERATE, TRANSFORMERS, SAFETENSORS)},
     {"lightning_checks": (LIGHTNING,)},
     {"titan_checks": (TITAN,)},
 )

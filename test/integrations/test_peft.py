@@ -7,7 +7,7 @@ import pickle
 
 import pytest
 import torch
-from helpers import FP8, both_formats, replace
+from helpers import FP8, assert_same_tensors, both_formats, replace
 from torchao.quantization import quantize_
 
 from torchao_blockwise import (
@@ -22,7 +22,9 @@ from torchao_blockwise.tensors import QuantizedTensor
 from torchao_blockwise.testing import assert_bitwise_equal
 
 peft = pytest.importorskip("peft")
-transformers = pytest.importorskip("transformers", "5.0")
+pytest.importorskip("transformers", "5.0")
+
+from exported_models import language_model  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("no_interpreter")
 IDS = torch.arange(20).view(1, 20)
@@ -32,7 +34,6 @@ EXPERTS = {"target_modules": [], "target_parameters": ["experts.gate_up_proj", "
 
 
 def base(config, masters, chosen=None, prepare=lambda model: model):
-    torch.manual_seed(0)
     model = prepare(plain())
     chosen = chosen or linears_and_experts() & skip_lm_head()
     quantize_(model, replace(config, master_weights=masters), filter_fn=chosen)
@@ -40,13 +41,10 @@ def base(config, masters, chosen=None, prepare=lambda model: model):
 
 
 def plain():
-    return transformers.AutoModelForCausalLM.from_config(
-        transformers.Qwen3MoeConfig(
-            vocab_size=64, hidden_size=64, intermediate_size=96, moe_intermediate_size=48, num_hidden_layers=1,
-            num_attention_heads=2, num_key_value_heads=2, head_dim=32, num_experts=4, num_experts_per_tok=2,
-        ),
-        experts_implementation="grouped_mm",
-    )  # fmt: skip
+    sizes = {"hidden_size": 64, "head_dim": 32, "num_attention_heads": 2, "num_hidden_layers": 1}
+    model = language_model("Qwen3Moe", None, **sizes, moe_intermediate_size=48, num_experts=4)
+    model.set_experts_implementation("grouped_mm")
+    return model
 
 
 def trained(model):
@@ -80,9 +78,7 @@ def test_an_adapter_comes_back(adapts, masters, config, tmp_path):
     assert_bitwise_equal(logits(again), expected)
     unloaded = again.unload()
     assert_bitwise_equal(logits(unloaded), before)
-    assert unloaded.state_dict().keys() == frozen.keys()
-    for name, x in unloaded.state_dict().items():
-        assert_bitwise_equal(x, frozen[name], name)
+    assert_same_tensors(unloaded.state_dict(), frozen)
 
 
 @both_formats

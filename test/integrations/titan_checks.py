@@ -1,4 +1,4 @@
-"""What ranks check of models that torchtitan's trainer trains converted."""
+"""Checks on ranks of models that torchtitan's trainer trains converted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks check of converted models under Trainer and accelerate, by DDP and FSDP2, on the CPU over gloo."""
+"""Checks on ranks of converted models under Trainer and accelerate, by DDP and FSDP2, on the CPU over gloo."""
 
 from __future__ import annotations
 
@@ -15,14 +15,13 @@ import transformers
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
-from helpers import FP8
+from helpers import FP8, assert_same_tensors
 from ranks import shared_folder
 from torch.nn.parallel import DistributedDataParallel
 from torchao.quantization import quantize_
 
 from torchao_blockwise import NVFP4TrainingConfig, recommended_layers
 from torchao_blockwise.integrations.transformers import BlockwiseFP8Config, NVFP4Config, RecipeState, UnchangedWeights
-from torchao_blockwise.testing import assert_bitwise_equal
 
 RECIPES = {"fp8": (BlockwiseFP8Config, FP8), "nvfp4": (NVFP4Config, NVFP4TrainingConfig())}
 SIZES = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -32,9 +31,9 @@ STEPS, ACCUMULATED, PER_RANK = 4, 2, 2
 
 @contextlib.contextmanager
 def wrapped_by(wrapper: str):
-    """What `accelerate launch` sets. "fsdp" saves whole values, "fsdp_shards" each rank's.
+    """Set the environment of `accelerate launch`. "fsdp" saves whole values, "fsdp_shards" each rank's.
 
-    accelerate shards on accelerators alone, so ranks are said to have some.
+    accelerate shards only on accelerators, so ranks are said to have some.
     """
     AcceleratorState._reset_state(reset_partial_state=True)
     settings = {"ACCELERATE_TORCH_DEVICE": "cpu"}
@@ -113,17 +112,14 @@ def resumes(rank: int, wrapper: str, recipe: str) -> None:
         before = plain_model().state_dict()
         assert all(not torch.equal(got[name], before[name]) for name in before)
         if wrapper == "ddp":
-            for name, x in by_hand(rank, recipe).items():
-                assert_bitwise_equal(got[name], x, name)
+            assert_same_tensors(got, by_hand(rank, recipe))
         if wrapper != "fsdp_shards":
             saved = transformers.AutoModelForCausalLM.from_pretrained(folder / "out" / f"checkpoint-{STEPS}")
-            for name, x in values(saved).items():
-                assert_bitwise_equal(x, got[name], name)
+            assert_same_tensors(values(saved), got)
         AcceleratorState._reset_state(reset_partial_state=True)
         again = trainer(folder / "plain", folder / "again", wrapper, recipe)
         again.train(str(folder / "out" / "checkpoint-2"))
-        for name, x in values(again.model).items():
-            assert_bitwise_equal(x, got[name], name)
+        assert_same_tensors(values(again.model), got)
 
 
 def compiled(rank: int, recipe: str) -> None:
@@ -166,9 +162,7 @@ def example_resumes(rank: int, wrapper: str) -> None:
         assert losses[-1] < 0.9 * losses[0], losses
         again, later = example.train(accelerator(), str(folder / "again"), range(1, 2), str(folder / "0"))
         assert later == losses[len(losses) // 2 :]
-        got, expected = values(again), values(model)
-        for name, x in expected.items():
-            assert_bitwise_equal(got[name], x, name)
+        assert_same_tensors(values(again), values(model))
 
 
 CHECKS = {"resumes": resumes, "compiled": compiled, "example_resumes": example_resumes}
