@@ -170,6 +170,20 @@ def test_what_is_made_of_a_weight_runs_in_low_precision(made, mode):
     assert type(w.grad) is torch.Tensor and torch.equal(w.grad, plain.grad)
 
 
+def test_arithmetic_in_a_graph_of_any_size(fresh_dynamo):
+    """As an optimizer that stacks weights of several shapes: Dynamo makes their sizes symbolic."""
+
+    @torch.compile(fullgraph=True, dynamic=True, backend="aot_eager")
+    def decayed(weight, update):
+        return 0.5 * weight * (update * weight >= 0) - update
+
+    weight = torch.stack([master(32, 32), master(32, 32, seed=1)])
+    update = torch.randn(2, 32, 32)
+    with torch.no_grad():
+        got = decayed(weight, update)
+    assert torch.equal(got.hp, 0.5 * weight.hp * (update * weight.hp >= 0) - update)
+
+
 def test_compiled_layers_on_derived_weights(fresh_dynamo):
     w, down = master(N, K), nn.Parameter(b.clone())
 

@@ -208,7 +208,7 @@ class MasterWeightTensor(WeightTensor):
         if func in _compat.functional_gathers():
             fsdp.warn_of_high_precision_gather()
             out = _compat.waited(out)
-        shapes = {master.shape for master in masters} if result is Result.DERIVED else None
+        shapes = [master.shape for master in masters] if result is Result.DERIVED else None
         if shapes is not None and not _stays_weight(func, args, masters):
             return out
 
