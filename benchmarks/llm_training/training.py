@@ -183,6 +183,9 @@ class Trainer:
         """Raises UsageError for a state of another configuration or other data; option: what asks for it."""
         state = checkpoint.load(path, self.config, corpus.digest, self.device, option)
         self.model.load_state_dict(state["model"])
+        # How steps run is this run's choice: a start trained without a CUDA graph also serves runs that use one.
+        for saved, own in zip(state["optimizer"]["param_groups"], self.optimizer.param_groups):
+            saved |= {name: own[name] for name in ("lr", "fused", "capturable")}
         self.optimizer.load_state_dict(state["optimizer"])
         self.result.losses, self.result.seconds = state["losses"], state["seconds"]
         self.result.bf16_steps = self.config.bf16_steps

@@ -97,6 +97,19 @@ def test_recipes_begin_with_one_start_in_bf16(config, tmp_path, monkeypatch):
     assert again.tokens_per_second == config.tokens_per_step
 
 
+@pytest.mark.parametrize("graph", (False, True))
+@pytest.mark.parametrize("recipe", ("bf16", "fp8_parameters"))
+def test_a_state_loads_with_and_without_a_cuda_graph(recipe, graph, tmp_path):
+    """How the optimizer runs a step is decided by the run that loads the state, not by the one that saved it."""
+    path = tmp_path / "state.pt"
+    training.Trainer(recipe, replace(TINY, cuda_graph=not graph), CPU).save(path, CORPUS)
+    trainer = training.Trainer(recipe, replace(TINY, cuda_graph=graph), CPU)
+    trainer.load(path, CORPUS, "--resume")
+    for optimizer in {trainer.optimizer, getattr(trainer.optimizer, "inner", trainer.optimizer)}:
+        for group in optimizer.param_groups:
+            assert group["capturable"] is isinstance(group["lr"], torch.Tensor) is graph
+
+
 def test_grad_accumulation_sees_the_same_batch():
     """The first losses are one mean, summed in two orders; later ones are as near as if GEMMs summed in another.
 

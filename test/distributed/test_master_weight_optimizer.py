@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 from fsdp_models import CONFIGS
-from helpers import replace
+from helpers import FP8, both_formats, mlp, replace
 from primary_weight_models import adamw, assert_holds_masters, assert_masters, batch, net, primary, quantized, train
 from torch import nn
 from torch.optim import lr_scheduler
@@ -301,3 +301,54 @@ REFUSALS = {
 def test_refusals(make, kind, message):
     with pytest.raises(kind, match=message):
         make(primary()[0])
+
+
+# --- schedule-free optimizers -----------------------------------------------------------------------------------------
+
+
+class Averaging(torch.optim.SGD):
+    """As schedule-free optimizers: `eval` puts other values into the parameters, and `train` the first ones back."""
+
+    def __init__(self, params, **options):
+        super().__init__(params, **options)
+        self.add_to_all(0.0, training=False)
+
+    def add_to_all(self, value, training):
+        for group in self.param_groups:
+            group["training"] = training
+            for p in group["params"]:
+                p.data.add_(value)
+
+    def train(self):
+        self.add_to_all(-1.0, training=True)
+
+    def eval(self):
+        self.add_to_all(1.0, training=False)
+
+    def step(self, closure=None):
+        assert all(group["training"] for group in self.param_groups), "call train()"
+        return super().step(closure)
+
+
+def test_modes_of_the_wrapped_optimizer_change_the_model():
+    model = mlp(replace(FP8, master_weights=False), features=(64, 64, 64), bias=False)
+    optimizer, w = MasterWeightOptimizer(Averaging, model, lr=0.1), model[0].weight
+    before = w.dequantize()
+    optimizer.train()
+    trains = w.dequantize()
+    assert torch.allclose(trains, before - 1, atol=0.1) and optimizer.param_groups[0]["training"]
+    w.grad = torch.full((64, 64), 5.0)
+    optimizer.step()
+    optimizer.eval()
+    assert torch.allclose(w.dequantize(), before - 0.5, atol=0.05)
+    assert not optimizer.param_groups[0]["training"]
+
+
+def test_an_optimizer_without_modes_ignores_them():
+    """The Trainer calls `train` of any optimizer that has it."""
+    model = mlp(replace(FP8, master_weights=False))
+    optimizer = MasterWeightOptimizer(torch.optim.SGD, model, lr=0.1)
+    before = model[0].weight.qdata.clone()
+    optimizer.train()
+    optimizer.eval()
+    assert torch.equal(model[0].weight.qdata, before)

@@ -146,6 +146,25 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         self._averaged = False
         return loss
 
+    def train(self) -> None:
+        """Call `train()` of a schedule-free optimizer, and quantize the values that it trains; a collective with ZeRO.
+
+        Does nothing if the wrapped optimizer has no such method, and neither does `eval`.
+        """
+        self._set_mode("train")
+
+    def eval(self) -> None:
+        """Call `eval()` of a schedule-free optimizer, and quantize the averaged values; a collective with ZeRO."""
+        self._set_mode("eval")
+
+    @torch.no_grad()
+    def _set_mode(self, mode: str) -> None:
+        if hasattr(self.inner, mode):
+            self._take_loaded_values(self._weights.values())
+            getattr(self.inner, mode)()
+            self._copy_options(self.inner.param_groups, self.param_groups)
+            self._write()
+
     def reduce_gradients(self) -> None:
         """Average gradients over the ranks and keep this rank's shard of them; only for "zero2", a collective.
 
