@@ -14,10 +14,10 @@ from accelerate.state import AcceleratorState  # noqa: E402
 from accelerate.utils import AORecipeKwargs  # noqa: E402
 
 REASONS = {
-    ("BlockwiseFP8TrainingConfig", True): "1.weight can be .*, got torch.float8_e4m3fn; take one recipe",
-    ("NVFP4TrainingConfig", True): "1.weight can be .*, got torch.float8_e4m3fn; take one recipe",
-    ("BlockwiseFP8TrainingConfig", False): r"not exact on quantized data \(in 1.weight\)",
-    ("NVFP4TrainingConfig", False): "NVFP4Tensor packs two elements a byte, so no view",
+    ("BlockwiseFP8TrainingConfig", True): "1.weight can be .*, got torch.float8_e4m3fn; use only one",
+    ("NVFP4TrainingConfig", True): "1.weight can be .*, got torch.float8_e4m3fn; use only one",
+    ("BlockwiseFP8TrainingConfig", False): r"not exact on quantized data \(1.weight\)",
+    ("NVFP4TrainingConfig", False): "NVFP4Tensor packs two elements in a byte, so its transpose",
 }
 pytestmark = pytest.mark.usefixtures("no_interpreter")
 
