@@ -150,7 +150,7 @@ def refuses_stale_values(mesh, config):
     model = shard(blocks(config), mesh)
     loss = model(batch()).sum()
     model.load_state_dict(clones(model.state_dict()))
-    with pytest.raises(RuntimeError, match=r"whose values were loaded.*sync_weight_scales\(model\) on all ranks"):
+    with pytest.raises(RuntimeError, match=r"but values were loaded.*sync_weight_scales\(model\) on all ranks"):
         loss.backward()
 
 
@@ -162,7 +162,7 @@ def refuses(mesh, config):
         quantize_(model, config)
         return fully_shard(model, mesh=mesh, **options)
 
-    with raises(ValueError, "is quantized itself, and Shard(1) would cut its rows; shard dim 0"):
+    with raises(ValueError, "is a quantized Parameter, and Shard(1) would cut its rows; shard dim 0"):
         linear(shard_placement_fn=lambda p: Shard(1))
     with raises(ValueError, "leave CPUOffloadPolicy out, or convert with master_weights=True"):
         adamw(linear(offload_policy=CPUOffloadPolicy(pin_memory=False)))

@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 from fsdp_models import CONFIGS
-from helpers import FP8, both_formats, mlp, replace
+from helpers import FP8, mlp, replace
 from primary_weight_models import adamw, assert_holds_masters, assert_masters, batch, net, primary, quantized, train
 from torch import nn
 from torch.optim import lr_scheduler

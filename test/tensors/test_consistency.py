@@ -45,7 +45,7 @@ def layout(**changes) -> ShardLayout:
 DAMAGE = {
     "one_scale": ("fp8", "scale", lambda s: s[:1, :1], r"tensor \[130, 141\] in fp8_128x128 has scale \[2, 2\]"),
     "scale_of_experts": ("fp8", "scale", lambda s: s[None], r"has scale \[2, 2\]"),
-    "vector": ("fp8", "qdata", lambda q: q[0], r"blocks need a tensor \[\.\., N, K\], got shape \[141\]"),
+    "vector": ("fp8", "qdata", lambda q: q[0], r"the tensor must be \[\.\., N, K\], got shape \[141\]"),
     "bytes_for_e4m3": ("fp8", "qdata", lambda q: q.view(torch.uint8), r"must be torch.float8_e4m3fn and torch.float32"),
     "scale_f64": ("fp8", "scale", lambda s: s.double(), r"got torch.float8_e4m3fn and torch.float64"),
     "quantized_inside": ("fp8", "qdata", lambda q: BlockwiseFP8Tensor.from_hp(q.float()), r"got a BlockwiseFP8Tensor"),

@@ -45,7 +45,7 @@ def test_what_it_holds():
     assert MasterWeightTensor(hp, FP8).hp is hp and MasterWeightTensor(nn.Parameter(hp), FP8).hp.requires_grad is False
     for wrong, config, message in (
         (torch.zeros(2, 2, dtype=torch.int32), FP8, "hp must be bfloat16, float16 or float32, got torch.int32"),
-        (BlockwiseFP8Tensor.from_hp(hp), FP8, "hp must be a strided tensor of values, got a BlockwiseFP8Tensor"),
+        (BlockwiseFP8Tensor.from_hp(hp), FP8, "hp must be a plain strided tensor, got a BlockwiseFP8Tensor"),
         (hp, None, "config must be a TrainingConfig, got NoneType"),
     ):
         with pytest.raises(TypeError, match=message):
@@ -144,7 +144,7 @@ def test_prints():
         torch.zeros(1, 24) @ parameter.T
     assert_expected_inline(
         str(gemm.value),
-        """aten.mm.default: a converted weight would be used in high precision without being seen; use torch.nn.functional.linear (or nn.Linear; grouped_mm for experts, in transformers model.set_experts_implementation("grouped_mm")) for low precision, weight.hp for high precision, or leave the layer out (filter_fn=skip_fqns(...))""",  # noqa: E501
+        """aten.mm.default: a converted weight would silently be used in high precision; for low precision, call torch.nn.functional.linear (or nn.Linear; grouped_mm for experts, in transformers model.set_experts_implementation("grouped_mm")); for high precision, use weight.hp, or exclude the layer (filter_fn=skip_fqns(...))""",  # noqa: E501
     )
 
 

@@ -38,8 +38,8 @@ OFF_BORDERS = [
     ("nvfp4", (slice(8, 24),), r"cuts blocks of 16; slice on multiples of 16, or dequantize\(\) first"),
     ("nvfp4_1x16", (slice(None), slice(0, 17)), r"cuts blocks of 16"),
     ("fp8", (slice(None, None, 2),), r"steps other than 1 cut blocks, got step=2; dequantize\(\) first"),
-    ("fp8", (0,), r"select: dim 0 runs through blocks; slice on their borders or dequantize\(\) first"),
-    ("nvfp4", (slice(None), 3), r"select: dim 1 runs through blocks"),
+    ("fp8", (0,), r"select: dim 0 would cut blocks; slice at block boundaries, or dequantize\(\) first"),
+    ("nvfp4", (slice(None), 3), r"select: dim 1 would cut blocks"),
 ]
 
 
@@ -118,8 +118,8 @@ def test_transposes_are_views_and_exact(shape):
 OTHER_TRANSPOSES = {
     "leading": ("fp8", lambda q: q.transpose(0, 1), "only the last two dims can be swapped, got"),
     "all": ("fp8", lambda q: q.permute(1, 2, 0), "only the last two dims can be swapped, got"),
-    "packed": ("nvfp4", lambda q: q[0].mT, "packs two elements a byte"),
-    "packed_rows": ("nvfp4_1x16", lambda q: q[0].t(), "packs two elements a byte"),
+    "packed": ("nvfp4", lambda q: q[0].mT, "packs two elements in a byte"),
+    "packed_rows": ("nvfp4_1x16", lambda q: q[0].t(), "packs two elements in a byte"),
     "columnwise": ("nvfp4_1x16", lambda q: q.columnwise(), "has blocks of 1x16, a transpose would need other scales"),
 }
 

@@ -191,12 +191,12 @@ def test_an_adapters_factors_are_added_to_a_quantized_weight(from_hp):
     """`baddbmm` gives a master weight of the decoded values and their product; of any others it is a GEMM."""
     w, b, a = random_tensor(2, 32, 48), random_tensor(2, 32, 4), random_tensor(2, 4, 48)
     weight = from_hp(w)
-    with pytest.raises(NotImplementedError, match="an adapter b @ a is added only to a converted weight"):
+    with pytest.raises(NotImplementedError, match="an adapter b @ a can be added only to a converted weight"):
         torch.baddbmm(weight, b, a)
     weight.config, weight.layer = NVFP4 if "NVFP4" in type(weight).__name__ else FP8, "experts.up"
     total = torch.baddbmm(weight, b.clone().requires_grad_(), a, alpha=0.5)
     assert type(total) is MasterWeightTensor and total.layer == "experts.up" and total.config.master_weights
     assert_bitwise_equal(total.hp.detach(), torch.baddbmm(weight.dequantize(), b, a, alpha=0.5))
     assert total.requires_grad
-    with pytest.raises(NotImplementedError, match="an adapter b @ a is added only to a converted weight"):
+    with pytest.raises(NotImplementedError, match="an adapter b @ a can be added only to a converted weight"):
         torch.baddbmm(torch.zeros(2, 4, 48), torch.zeros(2, 4, 32), weight)

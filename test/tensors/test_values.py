@@ -88,7 +88,7 @@ def stager_of_state_dicts():
 @pytest.mark.parametrize("read", QUANTIZED_READS.values(), ids=QUANTIZED_READS)
 def test_nothing_reads_a_quantized_tensors_memory(from_hp, read):
     """Code that copied or saved it would copy bytes that are not values."""
-    with pytest.raises(TypeError, match=r"blocks, not its values; take weight.dequantize\(\), or model.state_dict"):
+    with pytest.raises(TypeError, match=r"blocks, not its values; use weight.dequantize\(\), or model.state_dict"):
         read(nn.Parameter(from_hp(weight(40, 32)), requires_grad=False))
 
 

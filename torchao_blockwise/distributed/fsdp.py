@@ -93,7 +93,7 @@ class Root:
                 if isinstance(shard, QuantizedShard) and not is_current(shard, _master(p)):
                     raise RuntimeError(
                         f"weights_unchanged: {p.name} was changed inside the scope, which keeps quantized shards of "
-                        "the old values; leave the scope before optimizer steps, loads and edits"
+                        "the old values; exit the scope before optimizer steps, loads and edits"
                     )
             return
         self.sync()

@@ -1,4 +1,4 @@
-"""WeightTensor: what our tensor subclasses share."""
+"""WeightTensor, the base class of the tensor subclasses."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from torchao_blockwise import _compat
 from torchao_blockwise._compat.torch_types import Args, Function, Kwargs, Types
 from torchao_blockwise.tensors.rounding import RoundingKeys
 
-# Attributes that a copy does not have: the source of a cast, FSDP2's last cast, and the last state dict's values.
+# Attributes that are not copied: the source of a cast, FSDP2's last cast, and the values in the last state dict.
 _OF_ONE_OBJECT = ("cast_of", "shard", "ready", "version", "saved_values")
 
 
 class WeightTensor(TorchAOBaseTensor):
-    """A tensor subclass over inner tensors, by which it is hashed, copied and saved.
+    """A tensor subclass that is hashed, copied and saved by its inner tensors.
 
-    PyTorch's own copies and files take a wrapper whose values begin inside a storage for a tensor with memory.
-    layer: the name in the model that was converted, for errors. rounding_key, rounding_keys: of formats that round
-        gradients stochastically; see `tensors.rounding`.
+    (PyTorch would treat a wrapper whose values begin inside a storage like a tensor with memory.)
+    layer: the weight's name in the converted model, for errors. rounding_key, rounding_keys: for stochastic rounding of
+        gradients; see `tensors.rounding`.
     """
 
     layer: str = ""
@@ -30,9 +30,9 @@ class WeightTensor(TorchAOBaseTensor):
     rounding_keys: RoundingKeys | None = None
 
     def _stable_hash_for_caching(self) -> str:
-        """Hash of all that a compiled graph may depend on: the type, its attributes, and its inner tensors.
+        """Return a hash of the type, the attributes and the inner tensors, on which a compiled graph may depend.
 
-        A config is an attribute, and its repr names all of its fields.
+        A config is an attribute, and its repr includes all fields.
         """
         names, attributes = self.__tensor_flatten__()
         inner = [_described(getattr(self, name)) for name in names]
@@ -42,7 +42,7 @@ class WeightTensor(TorchAOBaseTensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if not self.is_leaf:
-            # Refused as for a plain tensor.
+            # Raises, as for a plain tensor.
             with _compat.no_torch_function():
                 return super().__deepcopy__(memo)
         names, attributes = self.__tensor_flatten__()
@@ -67,7 +67,7 @@ class WeightTensor(TorchAOBaseTensor):
 
 @WeightTensor.implements_torch_function(Tensor.contiguous)
 def _contiguous(func: Function, types: Types, args: Args, kwargs: Kwargs) -> Tensor:
-    """Itself or a clone, as PyTorch has it: torchao's own leaves autograd out, and the weight without a gradient."""
+    """Call PyTorch's implementation, because torchao's bypasses autograd, so the weight would get no gradient."""
     with _compat.no_torch_function():
         return func(*args, **kwargs)
 

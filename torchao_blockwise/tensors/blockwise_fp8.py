@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
 
 class BlockwiseFP8Tensor(QuantizedTensor):
-    """A tensor [.., N, K] stored in 128×128 blocks of e4m3: x ≈ qdata · scale, 1 byte and 4/16384 an element.
+    """A tensor [.., N, K] stored in 128×128 blocks of e4m3: x ≈ qdata · scale, 1 + 4/16384 bytes an element.
 
     qdata: [.., N, K] e4m3. scale: [.., ⌈N/128⌉, ⌈K/128⌉] f32.
-    power_of_2_scales: how high-precision values that are copied in are quantized.
-    config: how a layer with this weight trains; None is `BlockwiseFP8TrainingConfig`'s defaults.
+    power_of_2_scales: whether values that are copied into the tensor are quantized with power-of-two scales.
+    config: how a layer with this weight trains; None for the defaults of `BlockwiseFP8TrainingConfig`.
 
-    Make one with `from_hp`. Works as a Parameter of any `nn.Linear`. Slices and views are exact or refused.
+    Create one with `from_hp`. It can be the weight of any `nn.Linear`. Slices and views are exact, or raise.
     Source: DeepSeek-V3 report (arXiv 2412.19437), §3.3.
     """
 

@@ -3,9 +3,9 @@
     master shard ──(its amaxes, MAX over ranks, scales: `distributed.sync_weight_scales`)──▶ QuantizedShard, kept
     its payload ─ all-gather, 1 byte (FP8) or half a byte (NVFP4) an element ─▶ BlockwiseFP8Tensor | NVFP4Tensor
 
-One input a weight travels, in bytes: FSDP2 keeps only the first one in a group of one rank, refuses several where it
-shards another dim than the first, and wants each in the padded size of the shard where rows split unevenly. Scales do
-not travel: every rank has computed all of them.
+Each weight sends one tensor, in bytes: FSDP2 keeps only the first tensor in a group of one rank, does not support
+several if it shards another dim than the first, and needs the padded size of the shard if rows split unevenly. Scales
+are not sent, because every rank has computed all of them.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ShardLayout:
-    """Which part of a weight a rank holds, and how it travels.
+    """The part of a weight that a rank holds, and its layout in an all-gather.
 
-    name: of the parameter. shape: of the whole weight [.., N, K]. dtype: what its values are rounded to first.
+    name: of the parameter. shape: of the whole weight [.., N, K]. dtype: the dtype to which values are rounded first.
     dim, rank, ranks: the rank holds [rank · ⌈n / ranks⌉, ...) of dim `dim`.
     """
 
@@ -52,7 +52,7 @@ class ShardLayout:
 
     @property
     def padded_shape(self) -> tuple[int, ...]:
-        """Shape of the largest shard; FSDP2 pads all to it."""
+        """Shape of the largest shard, to which FSDP2 pads all shards."""
         return self._with_size(-(-self.shape[self.dim] // self.ranks))
 
     @property
@@ -66,12 +66,12 @@ class ShardLayout:
 
     @property
     def packs(self) -> bool:
-        """Whether 4-bit codes travel two a byte: FSDP2 takes other sizes than the shard's only for even rows."""
+        """Whether 4-bit codes are sent packed; FSDP2 supports sizes other than the shard's only for even rows."""
         return self.dim == 0 and self.shape[0] % self.ranks == 0
 
     @property
     def travels_as_stored(self) -> bool:
-        """Whether what travels are entries of the stored payload; else one 4-bit code a byte."""
+        """Whether the stored payload is sent; otherwise one 4-bit code a byte."""
         return self.packs or self.config.weight_format.element.per_byte == 1
 
     @property
@@ -84,7 +84,8 @@ class ShardLayout:
 
 
 class Gather(NamedTuple):
-    """FSDP2 keeps it of a weight from before its gather to after it. scale: of the whole, None in high precision."""
+    """Metadata that FSDP2 passes from before to after an all-gather. scale: of the whole weight; None in high
+    precision."""
 
     layout: ShardLayout
     scale: torch.Tensor | None = None
@@ -92,31 +93,31 @@ class Gather(NamedTuple):
 
 
 def gathered_dtype(master: MasterWeightTensor) -> torch.dtype:
-    """The dtype that values of `master` are rounded to where FSDP2 gathers them; their own where it does not."""
+    """Return the dtype to which FSDP2 rounds the values of `master`; their own if it does not gather them."""
     shard = master.shard
     layout = shard if shard is None or isinstance(shard, ShardLayout) else shard.part
     return master.dtype if layout is None else layout.dtype
 
 
 def is_gathered_quantized(weight: torch.Tensor) -> bool:
-    """Whether the rank keeps a quantized shard of `weight`, or of a DTensor's part, for FSDP2 to gather."""
+    """Whether this rank keeps a quantized shard of `weight` (maybe a DTensor) that FSDP2 gathers."""
     shard = getattr(_compat.local_of(weight), "shard", None)
     return shard is not None and not isinstance(shard, ShardLayout)
 
 
 def attach(shard: QuantizedShard, master: MasterWeightTensor) -> None:
-    """Let gathers of `master` send `shard`, as long as its values do not change."""
+    """Let FSDP2 send `shard` for `master`, as long as the values of `master` do not change."""
     shard.version = None if master.hp.is_inference() else _compat.version_of(master.hp)
     master.shard = shard
 
 
 def is_current(shard: QuantizedShard, master: MasterWeightTensor) -> bool:
-    """Whether `master`, as far as PyTorch counts, still has the values that `shard` was made of."""
+    """Whether, according to its version counter, `master` has not changed since `shard` was computed."""
     return shard.version is None or shard.version == _compat.version_of(master.hp)
 
 
 def carry_shard(master: MasterWeightTensor, copy: MasterWeightTensor) -> None:
-    """Let `copy`, `master` on another device, be gathered as it is: FSDP2 copies offloaded shards first."""
+    """Let FSDP2 gather `copy`, which is `master` on another device, because it copies offloaded shards first."""
     shard = master.shard
     if isinstance(shard, ShardLayout):
         copy.shard = shard
@@ -127,7 +128,7 @@ def carry_shard(master: MasterWeightTensor, copy: MasterWeightTensor) -> None:
 
 
 def check_supported(module: torch.nn.Module) -> None:
-    """Raise RuntimeError if this PyTorch's FSDP2, which gathers a weight of `module`, cannot cast its shards."""
+    """Raise RuntimeError if shards cannot be cast with the FSDP2 of this PyTorch version."""
     reason = torch_fsdp.why_unknown()
     if reason is not None:
         raise RuntimeError(f"FSDP2 gathers a weight of {module}: {reason}")
@@ -141,17 +142,17 @@ def pre_all_gather(
     module: torch.nn.Module,
     mp_policy: MixedPrecisionPolicy,
 ) -> tuple[tuple[torch.Tensor], Gather]:
-    """Return what this rank sends of `master`, a parameter of `module`, and how all ranks' parts become the weight."""
+    """Return the tensor that this rank sends for `master`, a parameter of `module`, and the metadata of the gather."""
     check_supported(module)
     shard = master.shard
     if isinstance(shard, ShardLayout):
-        # A module other than a linear layer shares the weight, and needs its values.
+        # The weight is shared with a module, such as an embedding, that needs its values.
         return (padded(master.hp.to(shard.dtype), shard.padded_shape),), Gather(shard)
     if shard is None or not is_current(shard, master):
         name = f"a weight of {module}" if shard is None else shard.part.name
         why = "have no scales of the whole weight yet" if shard is None else "changed after their scales were computed"
         raise RuntimeError(
-            f"FSDP2 gathers {name}, whose values {why}, outside of a forward pass of the root; change weights before "
+            f"FSDP2 gathers {name} outside of a forward pass of the root, but its values {why}; change weights before "
             "forward or after backward, or call torchao_blockwise.distributed.sync_weight_scales(model) on all ranks"
         )
     return shard.sent()
@@ -159,16 +160,16 @@ def pre_all_gather(
 
 @functools.cache
 def warn_of_high_precision_gather() -> None:
-    """Say once that shards were gathered by another way than FSDP2's."""
+    """Warn once that shards were not gathered by FSDP2."""
     warnings.warn(
-        "a sharded master weight is gathered in high precision and quantized after it, as DTensor does by itself; "
-        "torch.distributed.fsdp.fully_shard gathers it quantized",
+        "a sharded master weight is all-gathered in high precision by DTensor and quantized afterwards; use "
+        "torch.distributed.fsdp.fully_shard to gather it quantized",
         stacklevel=2,
     )
 
 
 def padded(x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """`x` with zeros behind it up to `shape`; itself where it has that."""
+    """Return `x` padded with zeros to `shape`, or `x` itself if it has that shape."""
     if tuple(x.shape) == shape:
         return x
     larger = x.new_zeros(shape)
@@ -184,9 +185,9 @@ def post_all_gather(
     *,
     out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
-    """The gathered weight and the tensors in it that FSDP2 must free; into `out`, an earlier result, where given.
+    """Return the gathered weight and its tensors that FSDP2 must free, or write to `out`, an earlier result.
 
-    A quantized weight is a view of the gathered bytes, or packed in new memory if codes came one a byte.
+    A quantized weight is a view of the gathered bytes, or packed in new memory if one code a byte was sent.
     """
     layout = metadata.layout
     (gathered,) = all_gather_outputs
@@ -204,7 +205,7 @@ def post_all_gather(
         carry_key(master, made)
         made.layer = getattr(master, "layer", "")
         return made, () if layout.travels_as_stored else (qdata,)
-    # Tensor parallelism has wrapped it.
+    # With tensor parallelism, it is a DTensor.
     weight: Any = _compat.local_of(out)
     if not layout.travels_as_stored:
         with _compat.keeping_version(weight.qdata):
@@ -214,7 +215,7 @@ def post_all_gather(
 
 
 def _whole(gathered: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """The weight without the padding, which lies behind it."""
+    """Return the weight without the padding at the end."""
     size = torch.Size(shape).numel()
     return gathered.view(-1)[:size].view(shape)
 
@@ -226,7 +227,7 @@ def quantized(
     global_scale: torch.Tensor | None,
     dtype: torch.dtype,
 ) -> QuantizedTensor:
-    """The whole weight that has this payload and these scales, parts of which are laid out so."""
+    """Return the whole weight with this payload and these scales."""
     config, fmt = layout.config, layout.config.weight_format
     assert scale is not None
     if fmt is FP8_128X128:

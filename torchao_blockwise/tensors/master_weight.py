@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 
 aten = torch.ops.aten
 
-# Plain aliases of a weight: checkpointing detaches what it saves, and what a DTensor holds is asked for as a view.
+# Plain aliases of a weight: checkpointing detaches saved tensors, and a DTensor returns a view of its local tensor.
 _ALIASES = {aten.alias.default, aten.detach.default}
-# Of no values yet, in any dtype.
+# Operations that return new memory without values, in any dtype.
 _NEW = {aten.empty_like.default, aten.new_empty.default, aten.new_empty_strided.default, aten.new_zeros.default}
 _JOINS = {aten.cat.default, aten.stack.default}
 
@@ -39,14 +39,14 @@ _JOINS = {aten.cat.default, aten.stack.default}
 class MasterWeightTensor(WeightTensor):
     """A weight that holds high-precision values `hp` and is quantized when a layer uses it.
 
-    To optimizers, initializers and state dicts it is the high-precision tensor. `F.linear`, and `F.grouped_mm` on
-    experts [E, N, K], quantize it where they read it, in forward and in backward, and run the three GEMMs as `config`
-    says; `weights_unchanged` keeps the copies of several passes. Operations that could be a product in high precision
-    raise (`tensors.operations`). Where FSDP2 shards it, ranks gather it quantized.
+    Optimizers, initializers and state dicts see the high-precision tensor. `F.linear`, and `F.grouped_mm` with experts
+    [E, N, K], quantize it in forward and in backward, and run the three GEMMs as configured by `config`.
+    `weights_unchanged` keeps the quantized copies for several passes. Operations that could be a GEMM in high precision
+    raise (`tensors.operations`). FSDP2 all-gathers it quantized.
 
-    hp: [.., N, K] bf16 | f16 | f32; values are shared with it, not copied.
+    hp: [.., N, K] bf16 | f16 | f32; the weight shares its memory.
     config: a `BlockwiseFP8TrainingConfig` or `NVFP4TrainingConfig`.
-    rounding_key: of stochastic rounding; see `tensors.rounding`.
+    rounding_key: the key of stochastic rounding; see `tensors.rounding`.
     Raises TypeError for another dtype or config.
     """
 
@@ -69,7 +69,7 @@ class MasterWeightTensor(WeightTensor):
     def __init__(self, hp: torch.Tensor, config: TrainingConfig, rounding_key: torch.Tensor | None = None):
         if isinstance(hp, TorchAOBaseTensor) or hp.layout is not torch.strided:
             got = f"a {type(hp).__name__} in {hp.layout}"
-            raise TypeError(f"MasterWeightTensor: hp must be a strided tensor of values, got {got}; dequantize() it")
+            raise TypeError(f"MasterWeightTensor: hp must be a plain strided tensor, got {got}; dequantize() it")
         if hp.dtype not in HIGH_PRECISION_DTYPES:
             raise TypeError(f"MasterWeightTensor: hp must be bfloat16, float16 or float32, got {hp.dtype}; cast it")
         if not isinstance(config, TrainingConfig):
@@ -79,31 +79,31 @@ class MasterWeightTensor(WeightTensor):
         if rounding_key is not None:
             self.rounding_key = rounding_key
 
-    # The values that this is a cast of, where GEMMs may read those, and its own change count when it was made. No part
-    # of a weight's state, as the next one.
+    # If this is a cast whose source GEMMs may read: (the source's values, this tensor's version when it was created).
+    # Not part of a weight's state, nor is the next attribute.
     cast_of: tuple[torch.Tensor, int] | None = None
-    # What FSDP2 gathers: a quantized shard, or, in high precision, the layout of one.
+    # The quantized shard that FSDP2 gathers, or the shard's layout if it gathers high-precision values.
     shard: QuantizedShard | fsdp.ShardLayout | None = None
 
     @property
     def source(self) -> tuple[torch.Tensor, torch.dtype | None]:
-        """(hp, dtype): the values that GEMMs read, rounded to `dtype`; (its own, None) if it was not cast from others.
+        """(hp, dtype): the values that GEMMs read, rounded to `dtype`; (own values, None) if this is not a cast.
 
-        Models cast weights on every use. GEMMs with a cast that autograd records read the weight's present values,
-        forward and backward, so that the cast is neither kept nor saved for backward. GEMMs with a cast that was
-        changed afterwards read its values.
+        Models cast weights on every use. GEMMs with a cast that autograd records read the current values of the source
+        weight, in forward and backward, so that the cast is neither kept nor saved for backward. If the cast was
+        modified afterwards, GEMMs read its own values.
         """
         if self.cast_of is None or _compat.version_of(self.hp) != self.cast_of[1]:
             return self.hp, None
         return self.cast_of[0], self.dtype
 
     def dequantize(self) -> torch.Tensor:
-        """A copy of the values: what PEFT merges into."""
+        """Return a copy of the values. PEFT merges adapters into it."""
         note_read(self)
         return self.hp.clone()
 
     def transposed_view(self) -> MasterWeightTensor:
-        """[.., K, N] over the same memory, strided."""
+        """Return a strided view [.., K, N] of the same memory."""
         with _compat.counting_changes():
             view = type(self)(self.hp.transpose(-2, -1), self.config)
         if self.layer:
@@ -112,33 +112,34 @@ class MasterWeightTensor(WeightTensor):
 
     @property
     def quantized_bytes(self) -> int:
-        """Bytes of the quantized copies that `weights_unchanged` keeps now."""
+        """Bytes of the quantized copies that `weights_unchanged` currently keeps."""
         kept = kept_copies(self.hp)
         return 0 if kept is None else kept.nbytes
 
     def quantized(self, *, columnwise: bool = False) -> Operand:
-        """The operand that products use: `hp` quantized in `config.weight_format`, rowwise or columnwise."""
+        """Return the operand of GEMMs: `hp` quantized in `config.weight_format`, rowwise or columnwise."""
         return weight_operand(self.hp, weight_options(self.config, columnwise))
 
-    # FSDP2 calls them for what this rank sends, and for the weight that layers use until it is sharded again.
+    # FSDP2 calls them to get the tensors that this rank sends, and the weight that layers use until it is resharded.
     fsdp_pre_all_gather = fsdp.pre_all_gather
     fsdp_post_all_gather = fsdp.post_all_gather
 
     def set_(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Set the storage, as `torch.Tensor.set_` does."""
-        # A weight and its values have one storage. Where PyTorch makes fakes of them, it sets that of the fake values,
-        # which are on the meta device, on the fake weight as well.
+        # A weight and its values share one storage. When PyTorch creates fake tensors of them, it also sets the storage
+        # of the fake values, which is on the meta device, on the fake weight.
         if args and is_fake(self.hp) and args[0] is self.hp.untyped_storage():
             return self
         return super().set_(*args, **kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
-        # Of no use in another model.
+        # Meaningless in another model.
         left_out = ("layer", "cast_of", "rounding_keys", "shard")
         return {name: value for name, value in vars(self).items() if name not in left_out}
 
     def untyped_storage(self) -> torch.UntypedStorage:
-        """Asynchronous saving copies it. Compilers tell the wrappers that they trace apart by the wrappers' own."""
+        """The storage of the values, which asynchronous saving copies; compilers need the wrapper's own to tell
+        wrappers apart."""
         return self.hp.untyped_storage() if type(self.hp) is torch.Tensor else super().untyped_storage()
 
     def __format__(self, spec: str) -> str:
@@ -161,7 +162,7 @@ class MasterWeightTensor(WeightTensor):
         if (result := _compat.decomposed(func, args, kwargs)) is not NotImplemented:
             return result
         if func in _ALIASES or (func is aten.view.default and list(args[1]) == list(args[0].shape)):
-            # The very same `hp`: what is kept of it is found by it.
+            # Keep the same `hp` object, because kept copies are an attribute of it.
             alias = args[0]._like(args[0].hp)
             if args[0].cast_of is not None:
                 alias.cast_of = args[0].cast_of
@@ -195,13 +196,13 @@ class MasterWeightTensor(WeightTensor):
         with _compat.counting_changes():
             out = func(*plain_args, **plain_kwargs)
         if _compat.schema_of(func).is_mutable:
-            # Autograd checks what it saved by the counts: eager layers save the weight, compiled ones its values. Fused
-            # and foreach operations count no change of a subclass.
+            # Autograd checks the versions of saved tensors: eager layers save the weight, compiled ones its values.
+            # Fused and foreach operations do not increment the version of a subclass.
             for master in _written(func, args, kwargs):
                 for changed in (master, master.hp):
                     if not changed.is_inference():
                         torch.autograd.graph.increment_version(changed)
-            # In-place operations return the tensor that they were given, and lists of them return nothing.
+            # In-place operations return their argument; their foreach forms return nothing.
             return kwargs.get("out", args[0]) if isinstance(out, torch.Tensor) else out
         if result is Result.PLAIN:
             return out
@@ -212,7 +213,7 @@ class MasterWeightTensor(WeightTensor):
         if shapes is not None and not _stays_weight(func, args, masters):
             return out
 
-        # Flattened weights, joined as by `parameters_to_vector`, are not a weight.
+        # Concatenated flat weights, as in `parameters_to_vector`, are not a weight.
         flat = func in _JOINS and first.dim() < 2
 
         def rewrap(x: torch.Tensor) -> torch.Tensor:
@@ -230,7 +231,7 @@ class MasterWeightTensor(WeightTensor):
         return out
 
     def _like(self, hp: torch.Tensor) -> MasterWeightTensor:
-        """A weight of the same layer with other values."""
+        """Return a weight of the same layer with other values."""
         other = type(self)(hp, self.config)
         if self.layer:
             other.layer = self.layer
@@ -244,25 +245,25 @@ def _layers(masters: list[MasterWeightTensor]) -> str:
 
 def _refusal_of_dtype(func: Operation, masters: list[MasterWeightTensor], dtype: torch.dtype) -> str:
     return (
-        f"{func}: {_layers(masters)} can be bfloat16, float16 or float32, got {dtype}; take one recipe for a layer, "
-        "where another one casts (torchao's float8, accelerate's mixed_precision='fp8'), or weight.hp for its values"
+        f"{func}: {_layers(masters)} can be bfloat16, float16 or float32, got {dtype}; use only one recipe for it, "
+        "without another that casts (torchao's float8, accelerate's mixed_precision='fp8'), or weight.hp for its values"
     )
 
 
 def _refusal(func: Operation, masters: list[MasterWeightTensor]) -> str:
     return (
-        f"{func}: {_layers(masters)} would be used in high precision without being seen; use "
+        f"{func}: {_layers(masters)} would silently be used in high precision; for low precision, call "
         "torch.nn.functional.linear (or nn.Linear; grouped_mm for experts, in transformers "
-        'model.set_experts_implementation("grouped_mm")) for low precision, weight.hp for high precision, or leave the '
-        "layer out (filter_fn=skip_fqns(...))"
+        'model.set_experts_implementation("grouped_mm")); for high precision, use weight.hp, or exclude the layer '
+        "(filter_fn=skip_fqns(...))"
     )
 
 
 def _stays_weight(func: Operation, args: Args, masters: list[MasterWeightTensor]) -> bool:
-    """Whether the result of an operation on a weight, in its shape, is a weight.
+    """Whether the result of an operation on a weight, in the weight's shape, is a weight.
 
-    Under `no_grad` no sum that begins with another tensor: optimizers compute there, and their `grad.add(w)` is not a
-    weight. Gradients are none either.
+    Gradients are not. Under `no_grad`, neither are sums whose first operand is another tensor, because optimizers
+    compute `grad.add(w)`.
     """
     if torch.is_grad_enabled() or torch.is_inference_mode_enabled():
         return True
@@ -271,7 +272,7 @@ def _stays_weight(func: Operation, args: Args, masters: list[MasterWeightTensor]
 
 @MasterWeightTensor.implements_torch_function(torch.Tensor.data.__set__)  # type: ignore[attr-defined]
 def _set_data(func: Function, types: Types, args: Args, kwargs: Kwargs) -> None:
-    """`weight.data = x` takes over the values of `x`; either may be plain and the other a master weight."""
+    """Set the values of `weight` to those of `x` for `weight.data = x`; one of them may be a plain tensor."""
     weight, data = args
     if not isinstance(weight, MasterWeightTensor):
         return func(weight, data.hp)
@@ -282,9 +283,10 @@ def _set_data(func: Function, types: Types, args: Args, kwargs: Kwargs) -> None:
 
 
 def _link(weight: MasterWeightTensor, cast: MasterWeightTensor) -> None:
-    """Let GEMMs with `cast`, which is `weight` in another dtype, read the weight, where that is what is meant.
+    """Let GEMMs with `cast`, which is `weight` in another dtype, read the weight instead.
 
-    Where autograd records the cast, or a scope says that the weight does not change; any other copy is a copy.
+    This applies if autograd records the cast, or if a scope declares that the weight does not change. Otherwise a cast
+    is a copy.
     """
     recorded = torch.is_grad_enabled() and weight.requires_grad
     is_cast = weight.dtype != cast.dtype and weight.device == cast.device and not cast.hp.is_inference()
@@ -293,7 +295,7 @@ def _link(weight: MasterWeightTensor, cast: MasterWeightTensor) -> None:
 
 
 def _change_shape(weight: MasterWeightTensor, func: Operation, args: Args, kwargs: Kwargs) -> MasterWeightTensor:
-    """`weight.t_()` and its like: as of a plain tensor, aliases keep the shape and strides that they have."""
+    """Run `weight.t_()` and the like. As with plain tensors, aliases keep their shape and strides."""
     with _compat.counting_changes():
         hp = func(weight.hp.detach(), *args, **kwargs)
     _take_over(weight, weight._like(hp))
@@ -301,7 +303,7 @@ def _change_shape(weight: MasterWeightTensor, func: Operation, args: Args, kwarg
 
 
 def _take_over(weight: MasterWeightTensor, new: MasterWeightTensor) -> None:
-    """Let `weight` be `new`, and the same object still."""
+    """Give `weight` the content of `new`; it stays the same object."""
     with _compat.no_torch_function():
         weight.data = new
     weight.hp, weight.cast_of = new.hp, None
@@ -310,7 +312,7 @@ def _take_over(weight: MasterWeightTensor, new: MasterWeightTensor) -> None:
 
 
 def _written(func: Operation, args: Args, kwargs: Kwargs) -> list[MasterWeightTensor]:
-    """The master weights among the arguments that `func` changes."""
+    """Return the master weights among the arguments that `func` modifies."""
     arguments = _compat.schema_of(func).arguments
     names = [a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write]
     given = {**dict(zip((a.name for a in arguments), args)), **kwargs}
@@ -319,7 +321,7 @@ def _written(func: Operation, args: Args, kwargs: Kwargs) -> list[MasterWeightTe
 
 
 def _of_values(name: str) -> Callable[..., Any]:
-    """The method of tensors that gives a weight's memory or its values away, refused where a plain tensor's is."""
+    """Return the tensor method `name`, which exposes the weight's memory or values; it raises as for a plain tensor."""
 
     def method(weight: MasterWeightTensor, *args: Any, **kwargs: Any) -> Any:
         """Call the method of the values."""

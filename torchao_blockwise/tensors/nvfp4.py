@@ -22,14 +22,14 @@ class NVFP4Tensor(QuantizedTensor):
     """A tensor [.., N, K] stored in blocks of e2m1: x ≈ qdata · scale · global_scale, 4.03 bits an element at 16×16.
 
     qdata: [.., N, ⌈K/2⌉] uint8, the even element in the low nibble.
-    global_scale: f32 scalar; f32 [..] where each matrix [N, K], an expert, has its own.
+    global_scale: f32 scalar, or f32 [..] if each matrix [N, K] (expert) has a separate one.
     scale: e4m3 [.., ⌈N/16⌉, ⌈K/16⌉] for block_size (16, 16), [.., N, ⌈K/16⌉] for (1, 16).
-    columns: K, which the payload does not determine: it may be odd.
-    config: how a layer with this weight trains; None is `NVFP4TrainingConfig`'s defaults, without
+    columns: K. It may be odd, so the payload does not determine it.
+    config: how a layer with this weight trains; None for the defaults of `NVFP4TrainingConfig`, but without Hadamard
         transform and stochastic rounding.
-    rounding_key: of stochastic rounding; see `tensors.rounding`.
+    rounding_key: the key of stochastic rounding; see `tensors.rounding`.
 
-    Make one with `from_hp`. Works as a Parameter of any `nn.Linear` with block_size (16, 16).
+    Create one with `from_hp`. With block_size (16, 16), it can be the weight of any `nn.Linear`.
     Source: NVIDIA, Pretraining Large Language Models with NVFP4 (arXiv 2509.25149).
     """
 
@@ -56,7 +56,7 @@ class NVFP4Tensor(QuantizedTensor):
         fmt = _format_of(cls.__name__, block_size)
         check_attributes(cls.__name__, fmt, dtype, config)
         shape = (*qdata.shape[:-1], columns)
-        # Of a part whose rows lie apart it must be seen that they do: `contiguous()` looks at nothing else.
+        # If rows are not adjacent, the strides must show it, because `contiguous()` checks nothing else.
         apart = None if qdata.is_contiguous() else (*(fmt.element.per_byte * s for s in qdata.stride()[:-1]), 1)
         x = _compat.make_wrapper(cls, shape, inner=qdata, strides=apart, dtype=dtype, device=qdata.device)
         x.qdata, x.scale, x.global_scale = qdata, scale, global_scale
@@ -77,8 +77,8 @@ class NVFP4Tensor(QuantizedTensor):
     ) -> NVFP4Tensor:
         """Quantize `w` [.., N, K] bf16 | f16 | f32 in blocks of (16, 16) or (1, 16).
 
-        scale_per_expert: each matrix [N, K] has its tensor scale, global_scale [..]; None (default) is as the
-            config says, without one False.
+        scale_per_expert: compute a tensor scale for each matrix [N, K], global_scale [..]. None (default) uses the
+            option of `config`, or False without a config.
         Raises TypeError for another dtype, ValueError for a block size that does not exist or fewer than 2 dims.
         """
         fmt = _format_of(f"{cls.__name__}.from_hp", block_size)

@@ -1,12 +1,12 @@
-"""The rule for operations on master weights: they give a weight again, plain values, or a refusal.
+"""The rule for operations on master weights: they return a weight or plain values, or raise.
 
-    operations whose names say that they multiply matrices     refused
+    operations that multiply matrices, by their names          refused
     operations of other libraries                              refused, except updates of optimizers
     lookups of rows, factories, factorizations                 plain values
     views, copies, `cat`                                       a weight
-    everything else                                            a weight where it has the shape of one: `w * mask`
+    all others, such as `w * mask`                             a weight if the result has the shape of one
 
-In-place, `out=` and `_foreach_` forms follow the operation that they are forms of.
+In-place, `out=` and `_foreach_` forms follow the same rule as their base operation.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ class Result(enum.Enum):
     REFUSED = "nothing"
 
 
-# Words in the names of operations that multiply matrices. The dot of two vectors is a number, and no layer's output.
+# Words in the names of operations that multiply matrices. (A dot product of vectors is not the output of a layer.)
 _GEMM = re.compile(
     r".*mm|.*mv|.*matmul|conv.*|.*linear|.*attention|.*lstm|.*gru|.*rnn|tensordot|inner|addr|cdist|euclidean|transformer"
 )
-# self + a · b: the GEMM is of others, where the weight is `self` only.
+# self + a · b: if the weight is only `self`, the GEMM does not read it.
 _ADDS_A_GEMM = {"addbmm", "addmm", "addr", "baddbmm"}
-# What optimizers make of a gradient and a weight that decays.
+# Operations with which optimizers add a decayed weight to a gradient.
 _SUMS = {"add", "addcdiv", "addcmul", "lerp", "rsub", "sub"}
-# Of a matrix they look up rows, as embeddings do; of a stack of experts they pick experts, which are weights still.
+# Of a matrix, they look up rows, as embeddings do. Of a stack of experts, they select experts, which are weights.
 _PICKS_EXPERTS = {"index", "index_select"}
 _PLAIN = {
     *("embedding", "gather", "index", "index_select", "masked_select", "take", "_embedding_bag", "_unsafe_index"),
@@ -56,12 +56,12 @@ _COLLECTIVES = {"c10d", "_c10d_functional", "_c10d_functional_autograd"}
 
 @functools.cache
 def result_of(func: Operation, dims: int = 2, first_alone: bool = False) -> Result:
-    """The kind of result of the operator overload `func` of master weights of `dims` dims.
+    """Return the kind of result of the operator overload `func` for master weights with `dims` dims.
 
-    first_alone: whether its first argument is the one master weight that it reads.
+    first_alone: whether its first argument is the only master weight among the arguments.
     """
     if func.namespace == "torchao_blockwise":
-        # Ours, which quantize what they multiply.
+        # The package's own operations quantize their operands.
         return Result.PLAIN
     if func.namespace in _COLLECTIVES:
         return Result.WEIGHT if func in _compat.functional_gathers() else Result.PLAIN
@@ -83,9 +83,9 @@ def result_of(func: Operation, dims: int = 2, first_alone: bool = False) -> Resu
 
 
 def is_update(func: Operation, shape: torch.Size, others: Sequence[torch.Tensor]) -> bool:
-    """Whether `func` may be what another library's optimizer does in place to a weight of `shape`.
+    """Whether `func` may be the in-place update of a weight of `shape` by another library's optimizer.
 
-    others: the other tensors that it is given. Gradients and states have the weight's shape, or are stacks of that;
+    others: the other tensor arguments. Gradients and states have the weight's shape, or are stacks of that shape;
     scales and tables have fewer than two dims. `func` must also declare that it writes the weight.
     """
     if func.namespace in ("aten", "prims") or _compat.schema_of(func).returns or len(shape) < 2:
@@ -95,10 +95,10 @@ def is_update(func: Operation, shape: torch.Size, others: Sequence[torch.Tensor]
 
 @functools.cache
 def is_sum(func: Operation) -> bool:
-    """Whether `func` adds elements, multiples or products of them."""
+    """Whether `func` adds elements, or multiples or products of elements."""
     return _plain_name(func) in _SUMS
 
 
 def _plain_name(func: Operation) -> str:
-    """The name of an operation without what marks its in-place and `_foreach_` forms."""
+    """Return the name of an operation without the affixes of its in-place and `_foreach_` forms."""
     return func.overloadpacket.__name__.removeprefix("_foreach_").removesuffix("_")

@@ -1,8 +1,8 @@
-"""The high-precision values of a quantized weight that its optimizer is yet to take for its master.
+"""The high-precision values of a quantized weight that an optimizer has not yet taken for its master weight.
 
-A weight that trains has them from its conversion, or from a load. Where no optimizer comes they are freed by the first
-GEMM with the weight: only a quantized weight was asked for. Once an optimizer has taken them, values that are
-copied into the weight are kept until it has taken those too.
+A weight that trains has them after its conversion, or after loading. If no optimizer takes them, the first GEMM with
+the weight frees them. Once an optimizer has taken them, values that are copied into the weight are kept until the
+optimizer takes them as well.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ MasterOf = Callable[[torch.Tensor], torch.Tensor | None]
 
 
 class PendingMaster:
-    """The pending values of one weight; the weight's aliases share it.
+    """The pending values of one weight; the weight's aliases share this object.
 
-    hp: [.., N, K], or None where the values were taken or freed, or only quantized ones are known.
-    changed: values were copied into the weight after an optimizer took the last ones.
-    awaits_cast: the payload is not of these values yet; only of a shard, which all ranks quantize together.
+    hp: [.., N, K], or None if the values were taken or freed, or if only quantized ones are known.
+    changed: whether values were copied into the weight after an optimizer took the last ones.
+    awaits_cast: whether the payload has not been computed from these values yet; only for a shard, which all ranks
+        quantize together.
     """
 
     def __init__(self, hp: torch.Tensor | None = None):
@@ -34,7 +35,7 @@ class PendingMaster:
         self._master_of: weakref.WeakMethod[MasterOf] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PendingMaster:
-        """A copy of the weight belongs to no optimizer."""
+        """Copy the values, but not the optimizer: a copied weight belongs to none."""
         return PendingMaster(copy.deepcopy(self.hp, memo))
 
     @property
@@ -42,9 +43,9 @@ class PendingMaster:
         return self._master_of is not None and self._master_of() is not None
 
     def take(self, master_of: MasterOf) -> torch.Tensor | None:
-        """The values, for the optimizer that owns the master of the weight as long as it lives.
+        """Return the values to the optimizer, which then owns the weight's master while it is alive.
 
-        master_of: a method that gives the whole master of a weight, or None where it has none.
+        master_of: a method of it that returns the whole master of a weight, or None if it does not have it.
         """
         hp, self.changed = self.hp, False
         if not self.awaits_cast:
@@ -53,36 +54,36 @@ class PendingMaster:
         return hp
 
     def free(self) -> None:
-        """Called where the weight is used: no optimizer has taken its values, so none will."""
+        """Free the values unless an optimizer owns the weight; called when the weight is used."""
         if not self.is_owned:
             self.hp = None
 
     def note_copy(self, hp: torch.Tensor | None, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Called where the weight is about to take the values `hp`, or, where None, quantized ones.
+        """Record that the values `hp` are copied into the weight; None if quantized ones are copied.
 
-        pairs: each of its inner tensors and what is copied into it.
+        pairs: (inner tensor of the weight, tensor that is copied into it).
         """
         if hp is not None:
             self.hp = getattr(hp, "hp", hp).detach().clone()
             self.changed = True
         elif not all(same_bits(mine, theirs) for mine, theirs in pairs):
-            # A checkpoint's payload may also come after the masters that it was made of, and leaves them.
+            # If a checkpoint's payload is loaded after the masters from which it was computed, keep the masters.
             self.hp = None
             self.changed = True
 
     def cast_is_done(self) -> None:
-        """Called where the payload of a shard has been made of the values, or of the optimizer's master."""
+        """Record that the payload of a shard was computed from the values, or from the optimizer's master."""
         self.awaits_cast = False
         if not (self.is_owned and self.changed):
             self.hp = None
 
     def moved(self, device: torch.device | None) -> PendingMaster:
-        """Of the same values on another device."""
+        """Return the same pending values on another device."""
         other = PendingMaster(None if self.hp is None else self.hp.to(device))
         other.changed, other.awaits_cast, other._master_of = self.changed, self.awaits_cast, self._master_of
         return other
 
     def master(self, weight: torch.Tensor) -> torch.Tensor | None:
-        """The whole master of `weight`, if an optimizer of this process has it."""
+        """Return the whole master of `weight` if an optimizer of this process has it, or None."""
         master_of = None if self._master_of is None else self._master_of()
         return None if master_of is None else master_of(weight)

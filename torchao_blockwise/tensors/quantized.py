@@ -1,7 +1,7 @@
-"""QuantizedTensor, the base of both formats: metadata, files, printing, and refusals that name a remedy.
+"""QuantizedTensor, the base class of both formats: metadata, files, printing, and errors that name a fix.
 
-A quantized tensor reports the shape and dtype of the high-precision tensor it stands for. Nothing here dequantizes: an
-operation either has an exact meaning on the payload (`quantized_ops`) or raises.
+A quantized tensor reports the shape and dtype of the high-precision tensor that it represents. No operation dequantizes
+implicitly: it is either exact on the payload (`quantized_ops`), or raises.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 class QuantizedTensor(WeightTensor):
-    """Base of tensors that are stored as rowwise payload and scales. Subclasses list their tensors and attributes.
+    """Base of tensors that are stored as rowwise payload and scales.
 
-    Subclasses define `fmt`, `_check()`, `_requantize(hp)` and `from_hp`.
+    Subclasses list their tensors and attributes, and define `fmt`, `_check()`, `_requantize(hp)` and `from_hp`.
     """
 
-    # Names for torchao, which flattens by them.
+    # The names by which torchao flattens the tensor.
     tensor_data_names: list[str]
     tensor_attribute_names: list[str]
     config: TrainingConfig | None
     qdata: torch.Tensor
     scale: torch.Tensor
     global_scale: torch.Tensor | None = None
-    # Of weights that train; no part of a weight's state.
+    # Only for weights that train; not part of a weight's state.
     pending_master: PendingMaster | None = None
-    # Whether it is an alias of a weight that trains, as `weight.data` is.
+    # Whether it is an alias of a weight that trains, such as `weight.data`.
     trains: bool = False
-    # What the last state dict holds in its place, as long as that lives.
+    # The values of this weight in the last state dict, while that is alive.
     saved_values: weakref.ref[torch.Tensor] | None = None
 
     @property
@@ -56,15 +56,15 @@ class QuantizedTensor(WeightTensor):
         raise NotImplementedError
 
     def _check(self) -> None:
-        """Raise TypeError or ValueError unless the parts fit each other, as the constructor does."""
+        """Raise TypeError or ValueError if the parts do not match; the constructor calls it."""
         raise NotImplementedError
 
     def parts(self) -> dict[str, torch.Tensor]:
-        """The tensors that hold the values, by name."""
+        """Return the tensors that hold the values, by name."""
         return {name: getattr(self, name) for name in self.__tensor_flatten__()[0] if name != "rounding_key"}
 
     def _make(self, **changed: Any) -> Self:
-        """A tensor of the same layer with the same key, and with these parts and attributes, if they are not None."""
+        """Return a tensor of the same layer and key, with parts and attributes replaced by those that are not None."""
         changed = {name: value for name, value in changed.items() if value is not None}
         made = type(self).__tensor_unflatten__(
             self.parts() | changed, self.__tensor_flatten__()[1] | changed, None, None
@@ -75,28 +75,29 @@ class QuantizedTensor(WeightTensor):
         return made
 
     def _requantize(self, hp: torch.Tensor) -> QuantizedTensor:
-        """`hp` quantized as this tensor is."""
+        """Quantize `hp` like this tensor."""
         raise NotImplementedError
 
     def operand(self) -> Operand:
-        """The rowwise operand for `ops.matmul`."""
+        """Return the rowwise operand for `ops.matmul`."""
         return Operand(*self.operand_tensors(), self.fmt.name)
 
     def operand_tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Its tensors (qdata, scale, global_scale): what compilers can call, who take only tensors from a method."""
-        # Kernels trust them, and attributes may have been set since the tensor was made.
+        """Return (qdata, scale, global_scale). In compiled code, methods can return only tensors."""
+        # Kernels rely on these, and attributes may have been set since the tensor was created.
         self._check()
         return self.qdata, self.scale, self.global_scale
 
     def columnwise_operand(self, backend: ops.Backend | str | None = None) -> Operand:
-        """The columnwise operand, built from rowwise now and owned by the caller.
+        """Return a new columnwise operand, transposed from the rowwise one.
 
-        No field: one that appears later changes the flattened structure, which recompiles, and nobody frees it.
+        It is not stored: a field that appears later changes the flattened structure, which causes recompilation, and
+        nothing would free it.
         """
         return ops.transpose(self.operand(), columns=self.shape[-1], backend=backend)
 
     def columnwise(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """(qdata [.., K, N], scale [.., K blocks, N blocks]): the exact transpose, built now and kept nowhere.
+        """Return (qdata [.., K, N], scale [.., K blocks, N blocks]), the exact transpose; it is not stored.
 
         Raises ValueError for blocks that are not square.
         """
@@ -104,43 +105,43 @@ class QuantizedTensor(WeightTensor):
         return copy.qdata, copy.scale
 
     def transposed_view(self) -> Self:
-        """[.., K, N] over the same memory, strided; raises NotImplementedError for packed elements."""
+        """Return a strided view [.., K, N] of the same memory; raise NotImplementedError for packed elements."""
         if self.fmt.element.per_byte > 1:
             raise NotImplementedError(
-                f"transpose: {type(self).__name__} packs two elements a byte, so no view is its transpose; "
-                "use .columnwise(), or F.linear, which transposes by itself"
+                f"transpose: {type(self).__name__} packs two elements in a byte, so its transpose cannot be a view; "
+                "use .columnwise(), or F.linear, which transposes internally"
             )
         qdata, scale = self.qdata.transpose(-2, -1), self.scale.transpose(-2, -1)
         return self._make(qdata=qdata, scale=scale, columns=self.shape[-2])
 
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """qdata · scale [· global_scale] as a plain tensor [.., N, K] of `dtype`, default the reported dtype."""
+        """Return qdata · scale [· global_scale] as a plain tensor [.., N, K] of `dtype`, default the reported dtype."""
         note_read(self)
         dtype = self.dtype if dtype is None else dtype
         return ops.dequantize(self.operand(), dtype=dtype, columns=self.shape[-1])
 
     @property
     def nbytes(self) -> int:  # type: ignore[override]  # a property of PyTorch's too
-        """Bytes at rest: payload and scales."""
+        """Bytes of payload and scales."""
         return sum(t.nbytes for t in self.parts().values())
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:
-        """Pickle payload and scales as bytes: plain pickle knows no fp8 storage."""
+        """Pickle payload and scales as bytes, because pickle does not support fp8 storages."""
         names, attributes = self.__tensor_flatten__()
         tensors = {name: (as_bits(getattr(self, name)), getattr(self, name).dtype) for name in names}
         is_parameter = {"_is_param": True} if isinstance(self, torch.nn.Parameter) else {}
         return _rebuild, (type(self), tensors, attributes, is_parameter, self.requires_grad)
 
     def data_ptr(self) -> int:
-        """An address, which distinguishes it from others; nothing is to be read there."""
+        """Return an address that distinguishes the tensor from others; it does not point to values."""
         note_read(self)
         return self.qdata.data_ptr()
 
     def _refuse_memory(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Raise TypeError: the memory holds blocks, not values."""
-        # No NotImplementedError: safetensors takes that for a tensor without memory, and goes on by `data_ptr()`.
+        # Not NotImplementedError, which makes safetensors assume a tensor without memory and read `data_ptr()`.
         raise TypeError(
-            f"the memory of a {type(self).__name__} holds {self.fmt.name} blocks, not its values; take "
+            f"the memory of a {type(self).__name__} holds {self.fmt.name} blocks, not its values; use "
             "weight.dequantize(), or model.state_dict()"
         )
 
@@ -166,29 +167,29 @@ class QuantizedTensor(WeightTensor):
             return result
         if implementation is None:
             raise NotImplementedError(
-                f"{func}: not exact on quantized data (in {_names(types, args, kwargs)}), so it is not done; for "
-                "GEMMs call torch.nn.functional.linear (or nn.Linear; grouped_mm for experts, in transformers "
-                'model.set_experts_implementation("grouped_mm")), else .dequantize() first; to train it, step '
-                "torchao_blockwise.distributed.MasterWeightOptimizer(torch.optim.AdamW, model, lr=...), or keep "
-                "high-precision weights (master_weights=True)"
+                f"{func}: not exact on quantized data ({_names(types, args, kwargs)}), so it is not supported; for a "
+                "GEMM, call torch.nn.functional.linear (or nn.Linear; grouped_mm for experts, in transformers "
+                'model.set_experts_implementation("grouped_mm")), otherwise call .dequantize() first; to train the '
+                "weight, use torchao_blockwise.distributed.MasterWeightOptimizer(torch.optim.AdamW, model, lr=...), or "
+                "keep high-precision weights (master_weights=True)"
             )
         return implementation(func, *args, **(kwargs or {}))
 
 
 def _names(types: Types, args: Args, kwargs: Kwargs | None) -> str:
-    """The layers whose weights are among the arguments, or what kinds of tensors are."""
+    """Return the names of the layers whose weights are among the arguments, or the types of the arguments."""
     leaves = _compat.pytree.tree_leaves((args, kwargs))
     layers = {x.layer for x in leaves if isinstance(x, QuantizedTensor) and x.layer}
     return ", ".join(sorted(layers) or [t.__name__ for t in types])
 
 
-# --- whether the parts of a tensor fit each other ---------------------------------------------------------------------
+# --- checks of parts --------------------------------------------------------------------------------------------------
 #
-# Kernels rely on it: they take sizes only from the payload. Parts come from files, from gathers and from callers. They
-# are checked where a tensor is made, which is every view and copy too, and again where they become an operand:
-# attributes can be set from outside after a tensor was made.
+# Kernels read sizes only from the payload, so all parts must match. They come from files, from gathers and from
+# callers. They are checked when a tensor is created, including views and copies, and again when they become an operand,
+# because attributes can be set after a tensor was created.
 
-_REMEDY = "take all parts from one tensor, or make it with from_hp"
+_REMEDY = "take all parts from one tensor, or create it with from_hp"
 
 
 def check_parts(
@@ -200,11 +201,12 @@ def check_parts(
     shape: Sequence[int],
     own_columns: int | None = None,
 ) -> None:
-    """Raise TypeError or ValueError unless these are parts, in `fmt`, of a tensor of the class `name`.
+    """Raise TypeError or ValueError unless these are the parts, in `fmt`, of a tensor of the class `name`.
 
-    shape: [.., N, K] of the tensor that the scales are of; qdata may be some rows of it, or, of `own_columns`, columns.
-    Calls nothing on its way, as every view and product pays for it. Symbolic sizes pass: a compiler traces tensors
-    that were checked when they were made.
+    shape: [.., N, K] of the tensor that has these scales; qdata may be some of its rows, or `own_columns` of its
+        columns.
+    It calls no other function, because every view and GEMM calls it. Symbolic sizes are not checked: compilers trace
+    tensors that were checked when they were created.
     """
     for x in (qdata, scale) if global_scale is None else (qdata, scale, global_scale):
         if isinstance(x, TorchAOBaseTensor) or x.layout is not torch.strided or x.device != qdata.device:
@@ -217,7 +219,7 @@ def check_parts(
         fits = not fmt.has_global_scale
     else:
         fits = fmt.has_global_scale and global_scale.dtype is torch.float32
-        # One of all, or of each matrix.
+        # One for all matrices, or one for each.
         fits = fits and (global_scale.dim() == 0 or global_scale.shape == torch.Size(shape[:-2]))
     if not fits:
         each = f", or one for each matrix, {list(shape[:-2])}" if len(shape) > 2 else ""
@@ -225,7 +227,7 @@ def check_parts(
         got = "None" if global_scale is None else f"{global_scale.dtype} of shape {list(global_scale.shape)}"
         raise ValueError(f"{name}: global_scale in {fmt.name} must be {wanted}, got {got}; {_REMEDY}")
     if len(shape) < 2:
-        raise ValueError(f"{name}: blocks need a tensor [.., N, K], got shape {list(shape)}; reshape it first")
+        raise ValueError(f"{name}: the tensor must be [.., N, K], got shape {list(shape)}; reshape it first")
     if type(qdata.numel()) is not int or type(scale.numel()) is not int:
         return
     *batch, rows, columns = shape
@@ -239,7 +241,7 @@ def check_parts(
 
 
 def check_attributes(name: str, fmt: BlockFormat, dtype: torch.dtype, config: TrainingConfig | None) -> None:
-    """Raise TypeError or ValueError unless a tensor in `fmt` can report `dtype` and train by `config`."""
+    """Raise TypeError or ValueError unless a tensor in `fmt` can report `dtype` and train with `config`."""
     if dtype not in HIGH_PRECISION_DTYPES:
         raise TypeError(f"{name}: dtype must be bfloat16, float16 or float32, got {dtype}; dequantize() for others")
     if config is None:
@@ -248,14 +250,14 @@ def check_attributes(name: str, fmt: BlockFormat, dtype: torch.dtype, config: Tr
         raise TypeError(f"{name}: config must be a TrainingConfig or None, got {type(config).__name__}")
     if config.weight_format.element is not fmt.element:
         trains = config.weight_format.name
-        raise ValueError(f"{name}: a {type(config).__name__} trains {trains}, not {fmt.name}; give this one no config")
+        raise ValueError(f"{name}: a {type(config).__name__} trains {trains}, not {fmt.name}; pass config=None")
 
 
 # --- files ------------------------------------------------------------------------------------------------------------
 
 
 def as_bits(x: torch.Tensor) -> torch.Tensor:
-    """The same bytes as an integer tensor of the same element size."""
+    """View the same bytes as an integer tensor with the same element size."""
     return x.view(torch.uint8 if x.element_size() == 1 else torch.int32)
 
 
@@ -266,9 +268,9 @@ def _rebuild(
     others: dict[str, Any],
     requires_grad: bool,
 ) -> QuantizedTensor:
-    """The inverse of `__reduce_ex__`; the constructor checks whether the parts fit each other.
+    """Invert `__reduce_ex__`; the constructor checks the parts.
 
-    tensors: their bytes as integers, and their dtypes. others: `_is_param` if it was a Parameter.
+    tensors: {name: (bytes as integers, dtype)}. others: `_is_param` if it was a Parameter.
     """
     inner = {name: bits.view(dtype) for name, (bits, dtype) in tensors.items()}
     x = cls.__tensor_unflatten__(inner, attributes, None, None)
@@ -281,7 +283,7 @@ torch.serialization.add_safe_globals([_rebuild])
 
 
 _OPS: dict[Operation, Callable[..., Any]] = {}
-# Those that are the same for the rows of a rank as for a whole weight: copies, moves, and plain tensors like it.
+# Operations that work the same on a rank's shard as on a whole weight: copies, moves, and `*_like` functions.
 OPS_OF_SHARDS: set[Operation] = set()
 
 
@@ -297,25 +299,25 @@ def implements(*funcs: Operation, of_shards: bool = False) -> Callable[[_F], _F]
 
 
 def source_for(op: str, x: QuantizedTensor, src: Tensor) -> QuantizedTensor:
-    """`src`, about to be copied, as a tensor of the kind of `x`: quantized if it is not, another format refused."""
+    """Return `src`, which is copied into `x`, as a tensor like `x`: quantize high precision, refuse other formats."""
     if x.shape != src.shape:
         raise ValueError(f"{op}: the target has shape {list(x.shape)}, the source {list(src.shape)}")
     hp = None
     if not isinstance(src, QuantizedTensor):
         hp = src.to(x.device)
-        # Rounded to the reported dtype first, as masters are; other dtypes are refused.
+        # Rounded to the reported dtype first, like master weights; `_requantize` refuses other dtypes.
         src = x._requantize(hp.to(x.dtype) if hp.dtype in HIGH_PRECISION_DTYPES else hp)
     if type(src) is not type(x) or src.fmt is not x.fmt:
         raise ValueError(f"{op}: formats differ, {x.fmt.name} from {src.fmt.name}; copy from source.dequantize()")
     shapes = [None if y.global_scale is None else list(y.global_scale.shape) for y in (x, src)]
     if shapes[0] != shapes[1]:
         raise ValueError(
-            f"{op}: tensor scales differ, {shapes[0]} from {shapes[1]}: one of all experts, or one for each "
-            "(scale_per_expert); copy from source.dequantize()"
+            f"{op}: shapes of tensor scales differ, {shapes[0]} from {shapes[1]} (one for all experts, or one for each "
+            "with scale_per_expert); copy from source.dequantize()"
         )
     if x.pending_master is not None:
         if hp is not None and x.pending_master.is_owned and hp.dtype == x.dtype and same_bits(hp, plain_values(x)):
-            # What a state dict has of it: a checkpoint that comes after the optimizer's masters leaves those.
+            # These are the values of a state dict: the exact masters that the optimizer has loaded must stay.
             return x
         x.pending_master.note_copy(hp, zip(x.parts().values(), src.parts().values()))
     return src
@@ -323,11 +325,11 @@ def source_for(op: str, x: QuantizedTensor, src: Tensor) -> QuantizedTensor:
 
 @QuantizedTensor.implements_torch_function(Tensor.data.__set__)  # type: ignore[attr-defined]
 def _set_data(func: Function, types: Types, args: Args, kwargs: Kwargs) -> None:
-    """`x.data = src`: takes over the payload of a tensor of the same kind, or of high precision quantized as `x` is."""
+    """`x.data = src`: take the payload of a tensor of the same kind, or of high-precision values quantized like `x`."""
     x: QuantizedTensor = args[0]
     src = source_for("data", x, args[1])
     parts = {name: getattr(src, name) for name in x.parts()}
-    # Raises where these are no parts of a tensor with the attributes of `x`.
+    # Raises if these are not the parts of a tensor with the attributes of `x`.
     type(x).__tensor_unflatten__(parts, x.__tensor_flatten__()[1], None, None)
     with _compat.no_torch_function():
         func(x, src)
@@ -336,10 +338,10 @@ def _set_data(func: Function, types: Types, args: Args, kwargs: Kwargs) -> None:
 
 @QuantizedTensor.implements_torch_function([torch.isfinite, Tensor.isfinite])
 def _isfinite(func: Function, types: Types, args: Args, kwargs: Kwargs) -> Tensor:
-    """PEFT checks merged weights by it."""
+    """PEFT calls it to check merged weights."""
     return func(args[0].dequantize())
 
 
 def map_tensors(x: QuantizedTensor, fn: Callable[[torch.Tensor], torch.Tensor]) -> QuantizedTensor:
-    """A tensor like `x` with `fn` over what holds its values."""
+    """Return a tensor like `x` with `fn` applied to its parts."""
     return x._make(**{name: fn(part) for name, part in x.parts().items()})

@@ -1,6 +1,6 @@
-"""Operations on quantized tensors: views, copies and adapters, exact on payload and scales or refused with a remedy.
+"""Operations on quantized tensors: views, copies and adapters. They are exact on payload and scales, or raise.
 
-Payload and scales are copied bit for bit. High-precision values that are copied in are quantized as the target is.
+Payload and scales are copied bit for bit. High-precision values that are copied in are quantized like the target.
 """
 
 from __future__ import annotations
@@ -72,26 +72,26 @@ def _unbind(func: Operation, x: QuantizedTensor, dim: int = 0) -> list[Quantized
 def _select(func: Operation, x: QuantizedTensor, dim: int, index: int) -> QuantizedTensor:
     if dim % x.dim() >= x.dim() - 2:
         raise NotImplementedError(
-            f"select: dim {dim} runs through blocks; slice on their borders or dequantize() first"
+            f"select: dim {dim} would cut blocks; slice at block boundaries, or dequantize() first"
         )
     return _by_matrices(func, x, dim % x.dim(), index)
 
 
 def _by_matrices(func: Operation, x: QuantizedTensor, *args: int) -> QuantizedTensor:
-    """`func`, which changes leading dims only, of all parts."""
+    """Apply `func`, which changes only leading dims, to all parts."""
     of_matrices = _scale_of_matrices(x)
     of_matrices = None if of_matrices is None else func(of_matrices, *args)
     return x._make(qdata=func(x.qdata, *args), scale=func(x.scale, *args), global_scale=of_matrices)
 
 
 def _scale_of_matrices(x: QuantizedTensor) -> torch.Tensor | None:
-    """The tensor scales of the matrices [.., N, K] of `x`, [..]; None where it has one for all, or none."""
+    """Return the tensor scales [..] of the matrices [.., N, K] of `x`; None if it has one for all, or none."""
     return x.global_scale if x.global_scale is not None and x.global_scale.dim() else None
 
 
 @implements(aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 def _view(func: Operation, x: QuantizedTensor, size: Sequence[int]) -> QuantizedTensor:
-    """Regroup leading dims; rows may join them where no block straddles, the last dim stays."""
+    """Change leading dims and, if no block is cut, rows; the last dim must not change."""
     size = list(size)
     if size.count(-1) == 1:
         known = math.prod(n for n in size if n != -1)
@@ -109,7 +109,7 @@ def _view(func: Operation, x: QuantizedTensor, size: Sequence[int]) -> Quantized
     if of_matrices is not None:
         if math.prod(size[:-2]) != of_matrices.numel():
             raise ValueError(
-                f"view: {list(x.shape)} as {size} would join matrices that have a tensor scale each; keep the last two "
+                f"view: {list(x.shape)} as {size} would join matrices with separate tensor scales; keep the last two "
                 "dims, or dequantize() first"
             )
         of_matrices = of_matrices.view(size[:-2])
@@ -123,7 +123,7 @@ def _view(func: Operation, x: QuantizedTensor, size: Sequence[int]) -> Quantized
 def _as_strided(
     func: Operation, x: QuantizedTensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
 ) -> QuantizedTensor:
-    """The same tensor again: FSDP2 asks for it. Other strides would cut blocks."""
+    """Return an alias with the same size and strides, which FSDP2 needs. Other strides would cut blocks."""
     if list(size) != list(x.shape) or list(stride) != list(x.stride()) or storage_offset:
         raise NotImplementedError(
             f"as_strided: only with the tensor's own size {list(x.shape)} and strides {list(x.stride())}, got "
@@ -134,7 +134,7 @@ def _as_strided(
 
 @implements(aten.t.default, aten.transpose.int, aten.permute.default)
 def _transpose(func: Operation, x: QuantizedTensor, *dims: Any) -> QuantizedTensor | TransposedWeight:
-    """A view with the last two dims swapped, as `.T` and `.mT` ask for; of experts a `TransposedWeight`."""
+    """Return a view with the last two dims swapped, for `.T` and `.mT`; a `TransposedWeight` for experts."""
     if swaps_last_dims(func, (x, *dims)):
         return TransposedWeight(x) if x.dim() == 3 else x.transposed_view()
     raise NotImplementedError(f"{func}: only the last two dims can be swapped, got {dims}")
@@ -153,7 +153,7 @@ def _map_op(func: Operation, x: QuantizedTensor, *args: Any, **kwargs: Any) -> Q
         carry_key(x, result, copied=True)
     if func in (aten.detach.default, aten.alias.default):
         result.pending_master = x.pending_master
-        # `weight.data` is of a weight that trains, though it asks for no gradient itself.
+        # `weight.data` belongs to a weight that trains, although it does not require grad itself.
         result.trains = x.trains or x.requires_grad
     return result
 
@@ -179,7 +179,7 @@ def _to_copy(
     non_blocking: bool = False,
     **kwargs: Any,
 ) -> QuantizedTensor:
-    """On another device, or reporting another dtype: the payload stays as it is."""
+    """Move to another device, or report another dtype; the payload does not change."""
     moved = map_tensors(x, lambda t: t.to(device, non_blocking=non_blocking, copy=True))
     moved = moved._make(dtype=dtype)
     moved.pending_master = x.pending_master and x.pending_master.moved(device)
@@ -191,12 +191,12 @@ def _to_copy(
     aten.new_empty.default, aten.new_full.default, aten.new_ones.default, aten.new_zeros.default, of_shards=True,
 )  # fmt: skip
 def _plain(func: Operation, x: QuantizedTensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """Optimizer states and the like are plain tensors."""
+    """Return plain tensors, for optimizer states and the like."""
     if func is aten.new_empty.default and not args[0]:
-        # What programs begin with that copy a tensor by its storage.
+        # Programs that copy a tensor through its storage call this first.
         raise TypeError(
-            f"new_empty: a copy by storage, as async_save makes it: the memory of a {type(x).__name__} holds "
-            f"{x.fmt.name} blocks, not its values; take weight.dequantize(), or model.state_dict()"
+            f"new_empty: cannot copy through the storage, as async_save does: the memory of a {type(x).__name__} holds "
+            f"{x.fmt.name} blocks, not its values; use weight.dequantize(), or model.state_dict()"
         )
     kwargs.pop("memory_format", None)
     like = torch.empty((), dtype=x.dtype, device=x.device).expand(x.shape)
@@ -205,13 +205,14 @@ def _plain(func: Operation, x: QuantizedTensor, *args: Any, **kwargs: Any) -> to
 
 @implements(aten.copy_.default)
 def _copy_(func: Operation, x: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) -> QuantizedTensor:
-    """From a tensor of the same kind: its bytes. From high precision: quantized as `x` is. Never to high precision."""
+    """Copy the bytes of a tensor of the same kind, or quantize high-precision values like `x`; never copy from
+    quantized to high precision."""
     if not isinstance(x, QuantizedTensor):
         raise NotImplementedError(
-            f"copy_: the source is a {type(src).__name__}, the target a plain tensor; copy from source.dequantize()"
+            f"copy_: the source is a {type(src).__name__}, but the target a plain tensor; copy from source.dequantize()"
         )
     src = source_for("copy_", x, src)
-    # Layers save the payload for backward, and a change before that is to be refused.
+    # Count the change, because layers save the payload for backward, which must then raise.
     with _compat.counting_changes():
         for mine, theirs in zip(x.parts().values(), src.parts().values()):
             mine.copy_(theirs, non_blocking=non_blocking)
@@ -233,13 +234,13 @@ def _is_pinned(func: Operation, x: QuantizedTensor, *args: Any) -> bool:
 
 # --- collectives ------------------------------------------------------------------------------------------------------
 #
-# `distribute_tensor` sends a layer's shards from one rank to all. Payload and scales travel as bits, one by one.
+# `distribute_tensor` sends a layer's shards from one rank to all. Payload and scales are sent separately, as integers.
 
 
 def _scatter(
     func: Operation, outputs: list[QuantizedTensor], inputs: list[list[QuantizedTensor]], *options: Any
 ) -> tuple[list[QuantizedTensor], torch.ScriptObject]:
-    # Only the rank that sends has inputs.
+    # Only the sending rank has inputs.
     works = [
         func([as_bits(part)], [[as_bits(x.parts()[name]) for x in of_ranks] for of_ranks in inputs], *options)[1]
         for name, part in outputs[0].parts().items()
@@ -254,7 +255,7 @@ def _broadcast(
 
 
 def _last(works: list[torch.ScriptObject]) -> torch.ScriptObject:
-    """The last of several handles, once all others are through: a caller waits for one."""
+    """Wait for all handles except the last, and return that one, because the caller waits for only one."""
     for work in works[:-1]:
         _compat.wait_for(work)
     return works[-1]
@@ -272,13 +273,13 @@ if torch.distributed.is_available():
 def _add_adapter(
     func: Operation, weight: torch.Tensor, b: torch.Tensor, a: torch.Tensor, *, beta: float = 1, alpha: float = 1
 ) -> MasterWeightTensor:
-    """beta · weight + alpha · b @ a for a stack of experts [E, N, K], as PEFT adapts one on every use.
+    """Return beta · weight + alpha · b @ a for experts [E, N, K], which PEFT computes on every use of an adapter.
 
-    The small factors are multiplied in high precision, and the weight is decoded for as long as the sum lives.
+    The small factors are multiplied in high precision. The weight is decoded while the sum is alive.
     """
     if not isinstance(weight, QuantizedTensor) or weight.config is None:
         raise NotImplementedError(
-            f"{func}: an adapter b @ a is added only to a converted weight; dequantize() it first"
+            f"{func}: an adapter b @ a can be added only to a converted weight; dequantize() it first"
         )
     hp = torch.baddbmm(weight.dequantize(), b, a, beta=beta, alpha=alpha)
     total = MasterWeightTensor(hp, dataclasses.replace(weight.config, master_weights=True))
@@ -289,9 +290,9 @@ def _add_adapter(
 
 @implements(aten.add_.Tensor, aten.sub_.Tensor)
 def _merge(func: Operation, weight: torch.Tensor, delta: torch.Tensor, *, alpha: float = 1) -> torch.Tensor:
-    """`weight += alpha · delta` of a frozen weight, as LoRA merges: decoded, added to, and quantized again.
+    """`weight += alpha · delta` for a frozen weight, as LoRA merges: decode, add and quantize again.
 
-    Refused where the weight trains: an optimizer's small steps would be rounded away.
+    It raises if the weight trains, because rounding would lose the small steps of an optimizer.
     """
     frozen = (
         isinstance(weight, QuantizedTensor)
@@ -302,8 +303,8 @@ def _merge(func: Operation, weight: torch.Tensor, delta: torch.Tensor, *, alpha:
         layer = getattr(weight, "layer", "") or "a quantized weight"
         raise NotImplementedError(
             f"{func} of {layer}: a plain delta can be added, as LoRA does, only to a weight that was frozen when "
-            "it was converted; to train it, step torchao_blockwise.distributed.MasterWeightOptimizer("
-            "torch.optim.AdamW, model, lr=...), or keep high-precision weights (master_weights=True); to merge, "
+            "it was converted; to train it, use torchao_blockwise.distributed.MasterWeightOptimizer("
+            "torch.optim.AdamW, model, lr=...), or keep high-precision weights (master_weights=True); to merge, call "
             "weight.copy_(weight.dequantize() + delta)"
         )
     return weight.copy_(func(weight.dequantize(), delta, alpha=alpha))

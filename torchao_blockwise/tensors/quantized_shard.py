@@ -1,12 +1,12 @@
-"""A rank's part of a quantized weight under FSDP2: its part's payload, and the scales of the whole.
+"""A rank's shard of a quantized weight under FSDP2: the payload of the shard, and the scales of the whole weight.
 
     fully_shard: quantized Parameter ─ rows ─▶ QuantizedShard     (rows of the values, until an optimizer takes them)
     a change of values: shards of masters ─ cast, amaxes over ranks ─▶ payload of the rows, scales of the whole
     gather: payload ─ all-gather, 1 byte (FP8) or half a byte (NVFP4) an element ─▶ BlockwiseFP8Tensor | NVFP4Tensor
 
-Rows may end anywhere in a block: no payload lies across two ranks, and every rank has every scale. High-precision
-values that are copied in cannot be quantized by one rank; they wait for a cast, which all ranks make together. A
-master weight has one next to it, which each pass casts again.
+A shard may end anywhere in a block, because every rank has every scale. One rank cannot quantize high-precision values
+that are copied in: they wait for a cast, which is a collective. A master weight has such a shard as an attribute, which
+each forward pass casts again.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ _COPIES = {aten.clone.default, aten.contiguous.default}
 
 
 class QuantizedShard(QuantizedTensor):
-    """A part of a quantized weight: its qdata, and scale and global_scale of the whole weight, alike on every rank.
+    """A part of a quantized weight: its qdata, and scale and global_scale of the whole weight, equal on all ranks.
 
     qdata: of part.local_shape, in the format's storage. scale: grid of part.shape. global_scale: f32, or None.
-    part: which part of which weight; rows, where it is a Parameter. dtype: that of the Parameter; values are rounded to
+    part: the layout of the shard; a Parameter is split by rows. dtype: that of the Parameter; values are rounded to
         part.dtype.
-    ready: recorded on the stream that wrote the payload. version: change count of the master that it was made of.
+    ready: event recorded on the stream that wrote the payload. version: version of the master it was computed from.
     """
 
     tensor_data_names = ["qdata", "scale"]  # noqa: RUF012  # torchao copies it as a list
@@ -55,7 +55,7 @@ class QuantizedShard(QuantizedTensor):
     pending_master: PendingMaster
     ready: torch.cuda.Event | None = None
     version: int | None = None
-    # While `fully_shard` runs: those of all ranks, or the one that it has chosen.
+    # While `fully_shard` runs: the chunks of all ranks, or the one that it has selected.
     chunks: list[QuantizedShard] | None = None
 
     @staticmethod
@@ -89,24 +89,24 @@ class QuantizedShard(QuantizedTensor):
         return self.pending_master.awaits_cast
 
     def values(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """The rows' values as they were loaded, where these wait for a cast, else decoded, in `dtype`."""
+        """Return the loaded values of the rows if they wait for a cast, or else the decoded values in `dtype`."""
         pending = self.pending_master
         return self.dequantize(dtype) if pending.hp is None or not pending.awaits_cast else pending.hp
 
     def take_values(self, values: torch.Tensor) -> None:
-        """Hold values, which all ranks cast together where the next pass of their root begins."""
+        """Keep values, which all ranks cast together at the beginning of the next forward pass of their root."""
         pending = self.pending_master
         pending.note_copy(values, ())
         pending.awaits_cast = True
 
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """qdata · scale [· global_scale] of the rows."""
+        """Return qdata · scale [· global_scale] of the rows."""
         self._check()
         block = self.fmt.block[0] if self.dim() == 2 else 1
         border, end = self.part.start % block, self.part.start + self.shape[0]
         framed = self.qdata
         if border:
-            # Zeros from the border of a block on, so that rows meet their scales; as bytes, since autocast refuses FP8.
+            # Prepend zeros up to a block boundary to align rows with their scales; as bytes, since autocast lacks FP8.
             payload = self.qdata.view(torch.uint8)
             framed = torch.cat([payload.new_zeros(border, *payload.shape[1:]), payload]).view(self.qdata.dtype)
         scale = self.scale[self.part.start // block : -(-end // block)]
@@ -117,12 +117,12 @@ class QuantizedShard(QuantizedTensor):
             global_scale = global_scale[self.part.start : end]
         operand = Operand(framed, scale, global_scale, self.fmt.name)
         values = ops.dequantize(operand, dtype=dtype or self.dtype, columns=self.shape[-1])
-        # A DTensor of what begins inside of its memory cannot be saved asynchronously.
+        # Clone, because a DTensor that starts at a storage offset cannot be saved asynchronously.
         return values[border:].clone() if border else values
 
     def with_values(self, values: torch.Tensor) -> QuantizedShard:
-        """A shard of the same rows and of other values, which wait for a cast."""
-        # accelerate, torchtitan and others shard on the meta device, and load after.
+        """Return a shard of the same rows with other values, which wait for a cast."""
+        # accelerate, torchtitan and others shard on the meta device and load afterwards.
         is_meta = self.device.type == "meta"
         other: Any = torch.empty_like(self, device=values.device) if is_meta else self.detach().clone()
         other.take_values(values.to(other.device))
@@ -152,23 +152,23 @@ class QuantizedShard(QuantizedTensor):
         module: torch.nn.Module,
         mp_policy: MixedPrecisionPolicy,
     ) -> tuple[tuple[torch.Tensor], Gather]:
-        """Return the payload that this rank sends, and the scales, which do not travel; FSDP2 calls it."""
+        """Return the payload that this rank sends, and the scales, which are not sent; FSDP2 calls it."""
         fsdp.check_supported(module)
         if self.awaits_cast:
             raise RuntimeError(
-                f"FSDP2 gathers a weight of {module}, whose values were loaded or copied in after its last cast; call "
-                "torchao_blockwise.distributed.sync_weight_scales(model) on all ranks after changing weights by hand "
-                "between microbatches of a step, or before gathering by hand"
+                f"FSDP2 gathers a weight of {module}, but values were loaded or copied in after its last cast; after "
+                "changing weights by hand between the microbatches of a step, or before gathering by hand, call "
+                "torchao_blockwise.distributed.sync_weight_scales(model) on all ranks"
             )
         return self.sent()
 
-    # FSDP2 calls it for the weight that layers use until it is sharded again: a quantized tensor.
+    # FSDP2 calls it to get the quantized tensor that layers use until it is resharded.
     fsdp_post_all_gather = fsdp.post_all_gather
 
     def sent(self) -> tuple[tuple[torch.Tensor], Gather]:
-        """The payload in bytes, padded to the largest shard, and the scales, which do not travel.
+        """Return the payload as bytes, padded to the largest shard, and the scales, which are not sent.
 
-        One 4-bit code a byte where rows split unevenly.
+        If rows split unevenly, each 4-bit code takes one byte.
         """
         if self.ready is not None:
             # Gathers run on a separate stream.
@@ -187,33 +187,33 @@ class QuantizedShard(QuantizedTensor):
         if func is aten.copy_.default:
             return _copy_(*args, **(kwargs or {}))
         if func is aten.view.default and list(args[1]) in ([-1], list(args[0].shape)):
-            # How a DTensor gives what it holds; flat, it is what FSDP2 keeps and does not ask for.
+            # `DTensor.to_local` calls it. FSDP2 flattens the shard with it, but does not read the result.
             func, args = aten.alias.default, args[:1]
         if func is aten.slice.Tensor and args[0].chunks is not None:
             return _narrow(*args)
         if func not in OPS_OF_SHARDS:
             raise NotImplementedError(
-                f"{func}: not exact on the rows of a quantized weight that FSDP2 shards, so it is not done; copy "
-                "values into the parameter; to train, take torchao_blockwise.distributed.MasterWeightOptimizer or "
-                "convert with master_weights=True"
+                f"{func}: not exact on the shard of a quantized weight, so it is not supported; copy values into the "
+                "Parameter; to train it, use torchao_blockwise.distributed.MasterWeightOptimizer, or convert with "
+                "master_weights=True"
             )
         out = super().__torch_dispatch__(func, types, args, kwargs)
         if func in _COPIES and args[0].awaits_cast:
-            # A copy's own: an optimizer has the master of the weight that was copied.
+            # The copy has its own pending values: the optimizer has the master of the original weight.
             out.take_values(args[0].values())
         return out
 
 
 def _copy_(x: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
-    """From rows of the same layout: payload and scales. From high precision: values, which wait for a cast."""
+    """Copy payload and scales from rows of the same layout, or keep high-precision values, which wait for a cast."""
     if not isinstance(x, QuantizedShard):
-        raise NotImplementedError("copy_: the source is a QuantizedShard, the target a plain tensor; copy its values()")
+        raise NotImplementedError("copy_: cannot copy a QuantizedShard to a plain tensor; copy its values()")
     if x.shape != src.shape:
         raise ValueError(f"copy_: the target has shape {list(x.shape)}, the source {list(src.shape)}")
     if not isinstance(src, QuantizedTensor):
         pending = x.pending_master
         if pending.is_owned and src.dtype == x.dtype and same_bits(src, x.dequantize()):
-            # What a state dict has of it: a checkpoint that comes after the optimizer's masters leaves those.
+            # These are the values of a state dict: the exact masters that the optimizer has loaded must stay.
             pending.hp, pending.awaits_cast = None, True
         else:
             x.take_values(src.to(x.device))
@@ -224,7 +224,7 @@ def _copy_(x: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) -> to
     if x.pending_master is getattr(src, "pending_master", None):
         return x
     if not isinstance(src, QuantizedShard) or src.part != x.part:
-        raise ValueError(f"copy_: the target holds {x.part}, the source other rows; copy from source.dequantize()")
+        raise ValueError(f"copy_: the target is {x.part}, but the source other rows; copy from source.dequantize()")
     pairs = list(zip(x.parts().values(), src.parts().values()))
     x.pending_master.note_copy(None, pairs)
     for mine, theirs in pairs:
@@ -242,7 +242,7 @@ def _copy_(x: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) -> to
 
 
 def _chunk(func: Function, types: Types, args: Args, kwargs: Kwargs) -> Any:
-    """`torch.chunk` of a Parameter by rows: a shard a rank, whatever blocks that cuts; of other tensors views."""
+    """`torch.chunk`: return a shard for each rank for a Parameter, even if that cuts blocks, and views for others."""
     weight: Any
     weight, ranks, dim = (*args, kwargs.get("dim", 0))[:3]
     config = weight.config
@@ -253,10 +253,10 @@ def _chunk(func: Function, types: Types, args: Args, kwargs: Kwargs) -> Any:
     pending = weight.pending_master
     reason = f"Shard({dim}) would cut its rows; shard dim 0, or convert with master_weights=True" if dim else ""
     if pending is not None and pending.is_owned:
-        reason = "has its master in an optimizer already; make MasterWeightOptimizer after fully_shard"
+        reason = "an optimizer already has its master; create MasterWeightOptimizer after fully_shard"
     if reason:
         name = weight.layer or "a weight"
-        raise ValueError(f"fully_shard: {name} {list(weight.shape)} is quantized itself, and {reason}")
+        raise ValueError(f"fully_shard: {name} {list(weight.shape)} is a quantized Parameter, and {reason}")
     chunks = []
     for rank in range(ranks):
         part = ShardLayout(weight.layer, tuple(weight.shape), weight.dtype, 0, rank, ranks, config)
@@ -264,7 +264,7 @@ def _chunk(func: Function, types: Types, args: Args, kwargs: Kwargs) -> Any:
         shard = QuantizedShard(weight.qdata[rows], weight.scale, part, weight.dtype, weight.global_scale)
         carry_key(weight, shard)
         if pending is not None and pending.hp is not None:
-            # Scales are of this rank's values; of all ranks' parts they are with the first cast.
+            # The scales were computed from this rank's values; the first cast computes them from those of all ranks.
             shard.pending_master.hp, shard.pending_master.awaits_cast = pending.hp.detach()[rows], True
         chunks.append(shard)
     weight.chunks = chunks
@@ -272,7 +272,7 @@ def _chunk(func: Function, types: Types, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _new_zeros(func: Function, types: Types, args: Args, kwargs: Kwargs) -> Any:
-    """After `torch.chunk` what stands for the padded shard; else as of any tensor."""
+    """Return a placeholder for the padded shard after `torch.chunk`; otherwise run PyTorch's implementation."""
     x: Any = args[0]
     chunks = [x] if isinstance(x, QuantizedShard) else vars(x).pop("chunks", None)
     shapes = [tuple(chunk.part.padded_shape) for chunk in (chunks or ())[:1]]
@@ -285,7 +285,7 @@ def _new_zeros(func: Function, types: Types, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _narrow(padded: Any, dim: int, start: int, end: int) -> Any:
-    """The rank's chunk, once it is chosen; before, a chunk of that size, into which the chosen one is copied."""
+    """Return the rank's chunk once it is selected; before, a chunk of that size into which it will be copied."""
     assert dim == start == 0, "what FSDP2 asks for"
     if len(padded.chunks) == 1:
         return padded.chunks[0].detach()
@@ -298,7 +298,7 @@ def _narrow(padded: Any, dim: int, start: int, end: int) -> Any:
 
 
 def _with_own_memory(chunk: QuantizedShard) -> QuantizedShard:
-    """So that the whole is freed."""
+    """Copy a chunk, so that the whole weight can be freed."""
     global_scale = None if chunk.global_scale is None else chunk.global_scale.clone()
     shard = QuantizedShard(chunk.qdata.clone(), chunk.scale.clone(), chunk.part, chunk.dtype, global_scale)
     carry_key(chunk, shard)

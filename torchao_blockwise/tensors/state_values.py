@@ -1,4 +1,4 @@
-"""The values that state dicts hold in the place of quantized weights: plain, and they quantize to the same again."""
+"""The plain values that state dicts store for quantized weights; quantizing them again gives the same values."""
 
 from __future__ import annotations
 
@@ -15,25 +15,26 @@ if TYPE_CHECKING:
 
 @torch.no_grad()
 def plain_values(x: QuantizedTensor, quantize: Callable[[torch.Tensor], QuantizedTensor] | None = None) -> torch.Tensor:
-    """The values that `x` stands for, in its dtype, such that quantizing them gives these values again.
+    """Return values in the dtype of `x` which, when quantized again, decode to the values of `x`.
 
-    quantize: how that is done; default as `x` was made, with the tensor scale of the values.
-    Decoded values, where need be with the largest ones of a block moved by one unit in the last place. A scale is made
-    of the block's largest value in two roundings, so that the decoded one, rounded too, may give the scale next to it.
-    Scales that are powers of two may come back halved, with a doubled payload: the same values and products.
+    quantize: how they are quantized; by default like `x`, with the tensor scale of the values.
+    These are the decoded values, except that the largest ones of a block may be changed by one unit in the last place.
+    That is necessary because a scale is computed from the block's largest value with two roundings, so the decoded
+    largest value, which is rounded too, may lead to the next scale. Power-of-two scales may be halved, with a doubled
+    payload, which decodes to the same values.
     """
     decoded = values = x.dequantize()
-    # One step is enough for all formats; the second look sees that it was.
+    # One step is enough for all formats; the second iteration only confirms it.
     for _ in range(2):
         again = (quantize or x._requantize)(values)
         if not x.numel() or same_bits(again.dequantize(), decoded):
             break
-        # Integers of the same width count through magnitudes, whatever the sign.
+        # Adding one to the bits, viewed as an integer, increases the magnitude for either sign.
         bits = values.view(torch.int32 if values.element_size() == 4 else torch.int16)
         too_small, too_large = again.scale.float() < x.scale.float(), again.scale.float() > x.scale.float()
         steps = too_small.to(bits.dtype) - too_large.to(bits.dtype)
         steps, peaks = (expand_blocks(t, x.fmt, *x.shape[-2:]) for t in (steps, block_amax(values, x.fmt)))
-        # Blocks of zeros keep the scales of any tool.
+        # Blocks of zeros do not change, whatever their scales are.
         is_peak = (values.float().abs() == peaks) & (values != 0)
         values = torch.where(is_peak, bits + steps, bits).view(values.dtype)
     return values

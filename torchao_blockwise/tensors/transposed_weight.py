@@ -1,8 +1,8 @@
-"""TransposedWeight: a weight of experts seen with its last two dims swapped, as models hand it to grouped GEMMs.
+"""TransposedWeight: a view of expert weights with the last two dims swapped, as models pass them to grouped GEMMs.
 
-`torch.nn.functional.grouped_mm(x, weight.transpose(-2, -1), offs=..)` asks for [E, K, N] where [E, N, K] is stored. A
-strided view of the values would be copied before it is quantized, and packed payload has none; this one leads to the
-weight.
+`torch.nn.functional.grouped_mm(x, weight.transpose(-2, -1), offs=..)` takes [E, K, N], but [E, N, K] is stored. A
+strided view of the values would be copied before quantization, and a packed payload has no such view. This view
+refers to the weight instead.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 aten = torch.ops.aten
 
-# Operations on the weight itself, whose result is transposed again.
+# Operations that are applied to the weight, and whose result is transposed again.
 _COMMUTES = {
     aten.alias.default,
     aten.clone.default,
@@ -32,12 +32,12 @@ _COMMUTES = {
 
 
 class TransposedWeight(WeightTensor):
-    """`weight` [E, N, K] of ours as [E, K, N]: what its `transpose(-2, -1)`, `.mT` and `permute(0, 2, 1)` give.
+    """A converted weight [E, N, K] as [E, K, N]: the result of `transpose(-2, -1)`, `.mT` and `permute(0, 2, 1)`.
 
-    Grouped GEMMs take it and quantize `weight`. Copies and casts stay transposed weights, a
-    second transpose gives the weight; anything else is done to a transposed view of the values or payload, which is
-    exact, or raises as it does on that: NVFP4 packs two elements a byte and has no such view.
-    weight: a `MasterWeightTensor`, `BlockwiseFP8Tensor` or `NVFP4Tensor`, which has its memory.
+    Grouped GEMMs quantize `weight`. Copies and casts are transposed weights, and a second transpose returns the weight.
+    Any other operation is applied to a transposed view of the values or payload, which is exact, or raises: NVFP4 packs
+    two elements in a byte and has no such view.
+    weight: the `MasterWeightTensor`, `BlockwiseFP8Tensor` or `NVFP4Tensor`, whose memory is shared.
     """
 
     tensor_data_names = ["weight"]  # noqa: RUF012  # torchao copies it as a list
@@ -62,7 +62,7 @@ class TransposedWeight(WeightTensor):
         return x
 
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """The values of a quantized weight as a plain tensor [E, K, N] of `dtype`, default the reported dtype."""
+        """Return the values of a quantized weight as a plain tensor [E, K, N]. dtype: default the reported dtype."""
         return self.weight.dequantize(dtype).transpose(-2, -1)  # type: ignore[call-arg]  # a subclass's
 
     def data_ptr(self) -> int:
@@ -86,12 +86,12 @@ class TransposedWeight(WeightTensor):
             return args[0].weight.detach()
         views = pytree.tree_map_only(cls, lambda x: x.weight.transposed_view(), (args, kwargs))
         out = func(*views[0], **views[1])
-        # In-place operations return the tensor that they were given.
+        # In-place operations return their argument.
         return args[0] if _compat.schema_of(func).is_mutable and isinstance(out, torch.Tensor) else out
 
 
 def swaps_last_dims(func: Operation, args: Args) -> bool:
-    """Whether the operation `func(*args)` swaps the last two dims of a tensor, and does nothing else."""
+    """Whether the operation `func(*args)` only swaps the last two dims of a tensor."""
     if func is aten.t.default:
         return args[0].dim() == 2
     if func not in (aten.transpose.int, aten.permute.default) or args[0].dim() < 2:

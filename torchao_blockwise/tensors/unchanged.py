@@ -1,12 +1,12 @@
-"""`weights_unchanged`: the scope in which a program declares that weights do not change, so that copies may be kept.
+"""`weights_unchanged`: a scope in which the program declares that weights do not change, so quantized copies are kept.
 
     with weights_unchanged(model):       the microbatches of one optimizer step, evaluation, generation
         for batch in microbatches:
             loss(model(batch)).backward()
     optimizer.step()
 
-The declaration is what makes a kept copy right; no counter could. A change inside that can be seen raises, where the
-weight is used next or where the scope is left.
+Only this declaration makes a kept copy correct; a version counter cannot. If a change inside the scope is detected, the
+next use of the weight or the exit of the scope raises.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _KEEPS = ("rowwise", "both")
 
 
 class Scope:
-    """The extent of one `weights_unchanged`: the modules of its model, and the master weights that no FSDP2 shards.
+    """One `weights_unchanged` scope: the modules of its model, and the master weights that FSDP2 does not shard.
 
-    places: (module, attribute, parameter, its values, what is kept of them) of each weight.
+    places: (module, attribute, Parameter, its values, their kept copies) of each weight.
     """
 
     def __init__(self, model: nn.Module, keep: str):
@@ -48,7 +48,7 @@ class Scope:
                 kept = kept_copies(hp) or KeptCopies(f"{prefix}.{attribute}".lstrip("."), parameter, hp)
                 hp.kept_copies = kept
                 self.places.append((module, attribute, parameter, hp, kept))
-        # A weight that several modules share has one copy.
+        # A weight that several modules share has one entry.
         self._weights = {kept: hp for *_, hp, kept in self.places}
         for kept in self._weights:
             kept.keeps.append(keep)
@@ -60,7 +60,7 @@ class Scope:
                 del hp.kept_copies
 
     def check(self) -> None:
-        """Raise RuntimeError if a weight can be seen to have changed."""
+        """Raise RuntimeError if a change of a weight is detected."""
         for module, attribute, parameter, hp, kept in self.places:
             current = _compat.parameters_of(module).get(attribute)
             if current is not parameter or getattr(_compat.local_of(current), "hp", None) is not hp:
@@ -74,16 +74,16 @@ _scopes: list[Scope] = []
 
 @contextlib.contextmanager
 def weights_unchanged(model: nn.Module, keep: str = "rowwise") -> Iterator[None]:
-    """A scope in which each master weight of `model` is quantized once and the copy kept; leaving it frees the copies.
+    """Quantize each master weight of `model` once and keep the copy while the scope is open.
 
-    keep: "rowwise" keeps 1 byte (FP8) or half a byte (NVFP4) a parameter, "both" the columnwise copy too, which
-        backward reads, and forward of experts that are stored as [E, K, N].
-    For the microbatches of one optimizer step, evaluation and generation: what weights are must not change inside. A
-    change that can be seen (of either version counter, `load_state_dict`) raises RuntimeError with the weight's name
-    where the weight is used next or the scope is left, a replaced Parameter where the scope is left. Where FSDP2 shards
-    the weights, shards are quantized once, in the first forward pass.
-    Scopes nest; all threads and compiled layers use the copies; a CUDA graph that is captured inside neither reads nor
-    keeps them, those of `torch.compile(mode="reduce-overhead")` too. Backward may run after the scope is left.
+    keep: "rowwise" keeps 1 byte (FP8) or half a byte (NVFP4) a parameter. "both" also keeps the columnwise copy, which
+        backward reads (and the forward of experts stored as [E, K, N]).
+    Use it for the microbatches of one optimizer step, for evaluation and for generation. Weights must not change inside
+    the scope. If a change is detected (through a version counter, or in `load_state_dict`), the next use of the weight
+    or the exit of the scope raises RuntimeError with the weight's name; a replaced Parameter raises at the exit. Shards
+    of FSDP2 are quantized once, in the first forward pass.
+    Scopes can be nested. All threads and compiled layers use the copies. CUDA graphs that are captured inside, also by
+    `torch.compile(mode="reduce-overhead")`, neither read nor keep them. Backward may run after the scope has exited.
     Quantized Parameters (`master_weights=False`) need no scope.
     Raises ValueError for another `keep`.
     """
@@ -98,10 +98,10 @@ def weights_unchanged(model: nn.Module, keep: str = "rowwise") -> Iterator[None]
         with _lock:
             _scopes.remove(scope)
             scope.leave()
-    # Not where the scope is left by an exception, which says more.
+    # Not if an exception exits the scope, because that one is more informative.
     scope.check()
 
 
 def scopes_of(module: nn.Module) -> list[Scope]:
-    """The scopes whose models `module` is a part of: FSDP2 asks with the root of a pass."""
+    """Return the scopes whose models contain `module`, such as the root module of an FSDP2 forward pass."""
     return [scope for scope in _scopes if module in scope.modules]

@@ -1,10 +1,10 @@
-"""The operand that a GEMM reads of a master weight: quantized for this GEMM, freed after it.
+"""The operand of a master weight in a GEMM: quantized for this GEMM, and freed after it.
 
-Nothing that was derived from a weight outlives the pass that made it. A copy kept under a version counter cannot be
-made right: compiled optimizers, collectives, aliases and other processes change values without counting. So each
-GEMM quantizes the weight that it reads: rowwise in forward, straight to columnwise in backward. Blocks are square,
-so that is the transpose, in one pass. Copies are kept only where the program says that weights do not change, inside
-`weights_unchanged`. Values are quantized from their own dtype: the same bits with autocast and without.
+No quantized copy outlives the pass that created it. A version counter cannot detect that a copy is stale: compiled
+optimizers, collectives, aliases and other processes change values without incrementing it. So each GEMM quantizes the
+weight that it reads: rowwise in forward, and directly columnwise in backward, which is the exact transpose because
+blocks are square. Copies are kept only inside `weights_unchanged`, in which the program declares that weights do not
+change. Values are quantized from their own dtype, so autocast does not change the result.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torchao_blockwise.tensors.config import TrainingConfig
 
 
 def weight_options(config: TrainingConfig, columnwise: bool) -> CastOptions:
-    """How a weight of this config is quantized, rowwise or columnwise."""
+    """Return how a weight of this config is quantized, rowwise or columnwise."""
     fmt, scale_per_group = config.weight_format, config.scale_per_expert
     return CastOptions(fmt, not columnwise, columnwise, config.power_of_2_scales, scale_per_group=scale_per_group)
 
@@ -37,16 +37,16 @@ def weight_operand(
     rounded_to: torch.dtype | None = None,
     backend: ops.Backend | str | None = None,
 ) -> Operand:
-    """`hp` [.., N, K] quantized by `weight_options`: the caller's own, or what a scope keeps.
+    """Return `hp` [.., N, K] quantized with `options`: a new operand, or one that a scope keeps.
 
-    amax_groups: the process groups over which the weight is split that `hp` is a part of, as `amax_over` takes them;
-        by default those that `hp.amax_groups` names, which expert parallelism sets. Their ranks must use it together,
-        as they do a DTensor.
-    rounded_to: the dtype that values are rounded to before they are quantized, if another than their own.
+    amax_groups: the process groups over which the weight is split, if `hp` is a part of it, in the format of
+        `amax_over`. The default is `hp.amax_groups`, which expert parallelism sets. All their ranks must call this
+        together, as with a DTensor.
+    rounded_to: the dtype to which values are rounded before quantization, if it is not their own.
     """
     fmt, columnwise = options.fmt, options.columnwise
     if options.scale_per_group and hp.dim() == 2:
-        # One expert by itself has one scale, too.
+        # A single expert has one scale.
         options = CastOptions(fmt, options.rowwise, columnwise, options.power_of_2_scales)
     if not fmt.has_global_scale:
         amax_groups = ""
@@ -59,10 +59,10 @@ def weight_operand(
         return ops.quantize_by(values, options, tensor_amax=amax, backend=backend)[columnwise]
 
     kept = kept_copies(hp)
-    # Replays of a CUDA graph repeat what was captured: it must not read copies that die with a scope, nor own them.
+    # A captured CUDA graph must neither read copies, which are freed when the scope exits, nor own them.
     if kept is None or cuda_graphs.is_capturing(hp):
         return quantized()
-    # A copy belongs to the stream that made it: no other waits for it.
+    # A copy belongs to the stream that created it, because other streams do not wait for it.
     stream = torch.cuda.current_stream(hp.device) if hp.is_cuda else None
     with kept.lock:
         kept.check()
@@ -83,9 +83,9 @@ def weight_operand(
 class KeptCopies:
     """The quantized copies of one weight that `weights_unchanged` keeps: the attribute `kept_copies` of its values.
 
-    Only `weight_operand` reads it, which compiled graphs call, so that nothing guards on it.
-    name: of the weight. keeps: what each scope around keeps of it, "rowwise" or "both".
-    copies: by recipe and stream, the rowwise copy under False and the columnwise one under True.
+    Only `weight_operand` reads it, inside an operation in compiled graphs, so that no guard depends on it.
+    name: the weight's name. keeps: the `keep` option of each open scope.
+    copies: {recipe and stream: {False: rowwise copy, True: columnwise copy}}.
     """
 
     def __init__(self, name: str, parameter: torch.Tensor, hp: torch.Tensor):
@@ -93,17 +93,17 @@ class KeptCopies:
         self.keeps: list[str] = []
         self.copies: dict[tuple[Any, ...], dict[bool, Operand]] = {}
         self.lock = threading.RLock()
-        # Compiled optimizers count changes of the first one, writes to `hp` those of the second.
+        # Compiled optimizers increment the counter of the first one, and writes to `hp` that of the second.
         self._counting = [x for x in (parameter, hp) if not x.is_inference()]
         self._counts = [_compat.version_of(x) for x in self._counting]
 
     def check(self) -> None:
-        """Raise RuntimeError if the values can be seen to have changed."""
+        """Raise RuntimeError if a change of the values is detected."""
         if [_compat.version_of(x) for x in self._counting] != self._counts:
             raise_unchanged(self.name, "changed")
 
     def leave(self, keep: str) -> None:
-        """Free what no scope around keeps now that one is left."""
+        """Free the copies that no other open scope keeps."""
         self.keeps.remove(keep)
         if "both" not in self.keeps:
             for copies in self.copies.values():
@@ -115,44 +115,44 @@ class KeptCopies:
         return sum(t.nbytes for operand in operands for t in operand.tensors if t is not None)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copies and files of the values have an empty dict in its place, which `weights_only=True` loads."""
+        """Copies and files of the values store an empty dict instead, which `weights_only=True` can load."""
         return OrderedDict, ()
 
 
 def raise_unchanged(name: str, how: str) -> None:
     raise RuntimeError(
-        f"weights_unchanged: {name} was {how} inside the scope, which keeps quantized copies of the old values; leave "
+        f"weights_unchanged: {name} was {how} inside the scope, which keeps quantized copies of the old values; exit "
         "the scope before optimizer steps, loads and edits"
     )
 
 
 def kept_copies(hp: torch.Tensor) -> KeptCopies | None:
-    """The copies that scopes keep of the weight with the values `hp`, or None."""
+    """Return the copies that scopes keep for the weight with the values `hp`, or None."""
     return getattr(hp, "kept_copies", None) or None
 
 
 def group_names(groups: Iterable[torch.distributed.ProcessGroup]) -> str:
-    """Process groups as `amax_over` takes them.
+    """Return the names of process groups as one string, the format of `amax_over`.
 
-    A string, because compiled graphs trace it and operations have it in their schemas: they know no process groups.
+    Compiled graphs and schemas of operations support strings, but not process groups.
     """
     return ",".join(group.group_name for group in groups)
 
 
 def amax_over(x: torch.Tensor, groups: str, per_matrix: bool = False) -> torch.Tensor | None:
-    """The amax of the tensor that `x` is a part of, f32 scalar; None where it is all of it.
+    """Return the amax of the tensor of which `x` is a part, f32 scalar; None if `x` is the whole tensor.
 
-    groups: `group_names` of the process groups over which the tensor is split. per_matrix: that of each of the matrices
-        [.., M, K] of which `x` has parts, f32 [..].
+    groups: `group_names` of the process groups over which the tensor is split. per_matrix: return the amax of each
+        matrix [.., M, K] of which `x` has a part, f32 [..].
     """
     if not groups:
         return None
-    # Bits, because a MAX over ranks loses a NaN among floats.
+    # Reduce bits as integers, because a MAX of floats over ranks loses NaN.
     return _largest_over(tensor_amax_bits_op(x, None, per_matrix, ops.Backend.AUTO), groups)
 
 
 def amaxes_over(x: torch.Tensor, groups: str, hadamard: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """`amax_over` of the tensor and of its transform, which begins again with each rank's first token."""
+    """Return `amax_over` of the tensor and of its Hadamard transform, which starts with each rank's first token."""
     if not groups:
         return None
     plain, transformed = hadamard_amax_bits_op(x, hadamard, None, False, ops.Backend.AUTO)

@@ -1,6 +1,6 @@
 """Records of how a forward pass uses weights, for the check of forward passes in nn/converted.py.
 
-A weight is multiplied in low precision, or its high-precision values are read. Records are of one thread.
+Either a low-precision GEMM uses a weight, or its high-precision values are read. Records are per thread.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import torch
 
 
 class WeightUses:
-    """The keys of weights that a forward pass multiplied by, and whose values it read in another way."""
+    """The keys of the weights that a forward pass used in a GEMM, and of those whose values it read in another way."""
 
     def __init__(self) -> None:
         self.multiplied: set[int | None] = set()
         self.read: set[int] = set()
 
     def has_gemm_with(self, weight: Any) -> bool:
-        """Whether a GEMM ran with `weight`, its cast, view or multiple, or one in a compiled graph with any weight."""
+        """Whether a GEMM ran with `weight` (or its cast, view or multiple), or with any weight in a compiled graph."""
         return not self.multiplied.isdisjoint((*_keys(weight), None))
 
     def has_read_of(self, weight: Any) -> bool:
@@ -29,7 +29,7 @@ class WeightUses:
 
 
 class _Records(threading.local):
-    """stack: of the forward passes of this thread that are being checked. gemms: how many were traced, or ran."""
+    """stack: the forward passes of this thread that are being checked. gemms: the number of GEMMs traced or run."""
 
     def __init__(self) -> None:
         self.stack: list[WeightUses] = []
@@ -41,7 +41,7 @@ _records = _Records()
 
 @contextlib.contextmanager
 def recorded_uses() -> Iterator[WeightUses]:
-    """Record the uses of weights inside of it."""
+    """Record the uses of weights inside the context."""
     uses = WeightUses()
     _records.stack.append(uses)
     try:
@@ -51,21 +51,21 @@ def recorded_uses() -> Iterator[WeightUses]:
 
 
 def note_gemm(weight: Any) -> None:
-    """Record a low-precision GEMM with `weight`; None in a compiled graph, which knows no weights."""
+    """Record a low-precision GEMM with `weight`; None in a compiled graph, which does not know its weights."""
     _records.gemms += 1
     for uses in _records.stack:
         uses.multiplied.update((None,) if weight is None else _keys(weight))
 
 
 def note_read(weight: Any) -> None:
-    """Record that something reads the values of `weight`, other than to quantize them."""
+    """Record that the values of `weight` are read, other than for quantization."""
     for uses in _records.stack:
         uses.read.add(_key(weight))
 
 
 @torch.compiler.assume_constant_result
 def traced_gemms() -> int:
-    """How many low-precision GEMMs were traced, or ran, in this thread."""
+    """Return the number of low-precision GEMMs that were traced or run in this thread."""
     return _records.gemms
 
 
@@ -75,14 +75,14 @@ def note_traced_gemm() -> None:
 
 
 def _key(weight: Any) -> int:
-    """A number that a weight shares with its views and casts, and with no other weight that is alive.
+    """Return a number that a weight shares with its views and casts, and with no other weight that is alive.
 
-    They carry the name of one layer, the very same string; two layers may have equal names.
+    It is the id of the layer's name, because they share the same string object. (Two layers may have equal names.)
     """
     return id(getattr(weight, "layer", "") or weight)
 
 
 def _keys(weight: Any) -> tuple[int, ...]:
-    """`_key`, and that of the values that casts read."""
+    """Return `_key` and the identity of the values, which casts share."""
     hp = getattr(weight, "hp", None)
     return (_key(weight),) if hp is None else (_key(weight), id(hp))
