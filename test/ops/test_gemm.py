@@ -21,6 +21,7 @@ from grouped_products import (
 )
 from product_budgets import OUT_DTYPES, accumulation_unit, assert_within_budget
 from rounding_noise import accumulation, assert_noise_is_expected, rounded
+from scaled_products import decoded
 
 from torchao_blockwise import ops
 from torchao_blockwise.formats import E4M3, FP8_1X128, FP8_128X128, NVFP4_1X16, NVFP4_16X16
@@ -287,6 +288,52 @@ def test_adds_to_a_gradient(along, pair, routing, n, k, backend, device):
         assert out._version > before
 
     assert_adds(case, add, right)
+
+
+# --- FP4 instructions -------------------------------------------------------------------------------------------------
+
+FP4_ROWS = [row for row in rows() if row[1][0] is NVFP4_1X16 and len(row[2]) == 2]
+
+
+@pytest.fixture
+def dots(monkeypatch) -> list:
+    """The shapes of the `tl.dot_scaled` that a launch takes, which the interpreter computes by the documented formula.
+
+    Packed elements and block scales reach the dot as they lie in memory, so what can be wrong is which of them: rows
+    and columns, first and second element of a byte, masks at ragged ends, scales of square blocks.
+    """
+    if not ops.backend.interpreting():
+        pytest.skip("the interpreter runs where there is no GPU")
+    interpreter, seen = pytest.importorskip("triton.runtime.interpreter"), []
+
+    def create_dot_scaled(builder, a, a_scale, a_kind, b, b_scale, b_kind, fast, a_along_k, b_along_k, acc):
+        assert a_along_k and b_along_k and a_scale.dtype.scalar.name == b_scale.dtype.scalar.name == "fp8e4nv"
+        x, xs, y, ys, sums = (torch.tensor(t.data) for t in (a, a_scale, b, b_scale, acc))
+        seen.append((len(x), len(ys), 2 * len(y)))
+        xs, ys = (scale.view(torch.uint8).view(torch.float8_e4m3fn) for scale in (xs, ys))
+        out = sums.double() + decoded(x, xs) @ decoded(y.mT, ys).mT
+        return interpreter.TensorHandle(out.float().numpy(), acc.dtype.scalar)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot_scaled", create_dot_scaled, raising=False)
+    kernels = pytest.importorskip("torchao_blockwise.ops.gemm.kernels_triton")
+    monkeypatch.setattr(kernels, "decodes", lambda fmt, device: False)
+    return seen
+
+
+@pytest.mark.parametrize(("along", "pair", "routing", "n", "k"), FP4_ROWS, ids=[case_id(*row)[:80] for row in FP4_ROWS])
+def test_gemms_by_fp4_instructions(along, pair, routing, n, k, dots):
+    case = Case(along, pair, routing, "cpu", n, k)
+    out = case.run(backend="triton")
+    assert_close_to_each_group(case, out, "triton")
+    assert bool(dots) == (0 not in (sum(case.sizes), n, k)) and all(dot[0] == 128 for dot in dots)
+    if not along and 0 not in (*out.shape, k):
+        bias, before = torch.linspace(-9, 9, n), torch.randn_like(out)
+        assert torch.equal(case.add(before.clone(), backend="triton"), before + out)
+        out = case.run(torch.bfloat16, bias=bias, backend="triton")
+        assert_within_budget(out, case.a, case.b, k, accumulation_unit("triton", pair[0], "cpu"), bias)
+        case.a.scale.view(torch.uint8)[-1, 0] = 0x7F
+        out = case.run(backend="triton")
+        assert out[-1].isnan().all() and out.isnan().sum() == n
 
 
 # --- on a GPU ---------------------------------------------------------------------------------------------------------

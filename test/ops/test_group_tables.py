@@ -1,4 +1,4 @@
-"""Tables of groups against loops over the groups; operations that are given them; tables that are refused."""
+"""Ends and tables of groups against loops over the groups; operations that are given them; tables that are refused."""
 
 from __future__ import annotations
 
@@ -6,13 +6,22 @@ from dataclasses import replace
 
 import pytest
 import torch
-from grouped_copies import int32
+from grouped_copies import GROUPS, int32
 from grouped_products import ROUTINGS, ends_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from torchao_blockwise import ops
 from torchao_blockwise._compat import pytree
 from torchao_blockwise.formats import FP8_1X128, FP8_128X128, NVFP4_1X16, NVFP4_16X16, CastOptions, Groups
-from torchao_blockwise.ops.groups.ends import as_groups, clamped_ends, padded_tokens
+from torchao_blockwise.ops.groups.ends import (
+    as_groups,
+    check_group_ends,
+    clamped_ends,
+    padded_ends,
+    padded_rows,
+    padded_tokens,
+)
 from torchao_blockwise.ops.groups.tables import layout, reference
 from torchao_blockwise.testing import assert_bitwise_equal, random_tensor
 
@@ -131,7 +140,54 @@ def test_entries_along_k_lead_no_further_than_padded_tokens(ends, device):
         assert all(first <= last <= blocks for _, first, last, _ in found[1:4])
 
 
-# --- the operation, and operations that are given tables --------------------------------------------------------------
+# --- ends -------------------------------------------------------------------------------------------------------------
+
+groups = pytest.mark.parametrize("ends, tokens", GROUPS.values(), ids=GROUPS)
+blocks = pytest.mark.parametrize("block", (16, 128))
+
+
+def check_padding(ends: list[int], tokens: int, block: int) -> None:
+    rows, padded = [], []
+    for start, end in zip([0, *ends], ends):
+        rows += range(start, end)
+        rows += [tokens] * (-len(rows) % block)
+        padded.append(len(rows))
+    size = padded_tokens(tokens, len(ends), block)
+    assert size % block == 0 and len(rows) <= size < tokens + min(len(ends), tokens) * block + block
+    got = padded_ends(int32(ends), tokens, block)
+    assert got.dtype == torch.int32 and got.tolist() == padded
+    assert padded_rows(int32(ends), tokens, block).tolist() == rows + [tokens] * (size - len(rows))
+
+
+@blocks
+@groups
+def test_padding(ends, tokens, block):
+    check_padding(ends, tokens, block)
+    check_group_ends("op", int32(ends), tokens, torch.device("cpu"))
+
+
+@settings(deadline=None, max_examples=60)
+@given(sizes=st.lists(st.integers(0, 40), min_size=1, max_size=20), after=st.integers(0, 40))
+def test_padding_of_any_sizes(sizes, after):
+    check_padding(torch.tensor(sizes).cumsum(0).tolist(), sum(sizes) + after, 16)
+
+
+def test_the_bound_is_reached():
+    """By groups of one token each, and by as many groups as there are tokens."""
+    assert padded_tokens(4, 4, 16) == padded_tokens(4, 300, 16) == 64
+    assert padded_ends(int32([1, 2, 3, 4]), 4, 16).tolist() == [16, 32, 48, 64]
+
+
+def test_malformed_ends_are_clamped():
+    assert clamped_ends(int32([-3, 5, 2, 99, 7, -1]), 10).tolist() == [0, 5, 5, 10, 10, 10]
+    assert clamped_ends(int32([-3, 5]), 0).tolist() == [0, 0]
+    assert padded_ends(int32([-3, 5, 2, 99, 7]), 10, 16).tolist() == [0, 16, 16, 32, 32]
+    rows = padded_rows(int32([-3, 5, 2, 99, 7]), 10, 16)
+    assert rows[:5].tolist() == [0, 1, 2, 3, 4] and rows[16:21].tolist() == [5, 6, 7, 8, 9]
+    assert rows.unique().tolist() == list(range(11))
+
+
+# --- operations that are given tables --------------------------------------------------------------
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ENDS, TOKENS, OTHER_ENDS = int32([33, 33, 162]).to(DEVICE), 180, int32([1, 100, 170]).to(DEVICE)
