@@ -1,4 +1,4 @@
-"""What ranks check of models under DistributedDataParallel, eager and compiled, whose buckets split the graph."""
+"""Checks of models under DistributedDataParallel on each rank: eager, and compiled, where buckets split the graph."""
 
 from __future__ import annotations
 
@@ -126,19 +126,19 @@ def averages(rank: int, config: str) -> None:
     """Gradients are the mean over ranks, and a scope of unchanged weights changes no bits of a training."""
     states = []
     for scope in (contextlib.nullcontext, weights_unchanged):
-        model, alone = mlp(CONFIGS[config]), mlp(CONFIGS[config])
+        model, single = mlp(CONFIGS[config]), mlp(CONFIGS[config])
         parallel, optimizer = DistributedDataParallel(model), torch.optim.SGD(model.parameters(), lr=1e-3)
         for step in range(2):
-            alone.load_state_dict(model.state_dict())
-            alone.zero_grad()
+            single.load_state_dict(model.state_dict())
+            single.zero_grad()
             with scope(parallel) if scope is weights_unchanged else scope():
                 for micro in range(3):
                     x = torch.randn(24, 64, generator=torch.Generator().manual_seed(100 * step + 10 * micro + rank))
-                    alone(x).square().sum().backward()
+                    single(x).square().sum().backward()
                     with parallel.no_sync() if micro < 2 else contextlib.nullcontext():
                         parallel(x).square().sum().backward()
                 assert (model[0].weight.quantized_bytes > 0) == (scope is weights_unchanged)
-            for p, of_rank in zip(model.parameters(), alone.parameters()):
+            for p, of_rank in zip(model.parameters(), single.parameters()):
                 dist.all_reduce(of_rank.grad)
                 assert relative_error(p.grad, of_rank.grad / dist.get_world_size()) < 1e-6
             optimizer.step()

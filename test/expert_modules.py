@@ -6,18 +6,8 @@ import torch
 import torch.nn.functional as F
 from helpers import weight
 from torch import nn
-from torchao.quantization import quantize_
 
-from torchao_blockwise import MasterWeightTensor, experts
-from torchao_blockwise.nn import SwiGLUExperts
-
-
-def swiglu_experts(config) -> SwiGLUExperts:
-    """Three experts, converted, the same at every call."""
-    torch.manual_seed(0)
-    model = SwiGLUExperts(3, 64, 48)
-    quantize_(model, config, filter_fn=experts())
-    return model
+from torchao_blockwise import MasterWeightTensor
 
 
 class Experts(nn.Module):

@@ -1,4 +1,4 @@
-"""What tests of tensors, layers and conversion share: recipes, quantized tensors, models, and products by hand."""
+"""Recipes, quantized tensors, models and GEMMs by hand for tests of tensors, layers and conversion."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ every_recipe = pytest.mark.parametrize("config", RECIPES.values(), ids=RECIPES)
 
 
 def recipes_and_variants(variants: dict):
-    """(config, variant) of both formats with each variant, and of powers of two with the first one alone.
+    """(config, variant) of both formats with each variant, and of powers of two with only the first one.
 
     Powers of two are a flag of the casts, which passes through a graph whatever the variant.
     """

@@ -135,12 +135,15 @@ def test_weights_are_quantized_where_gemms_read_them_and_nothing_is_kept(model, 
 
 @every_model
 @both_formats
-def test_a_scope_of_unchanged_weights_changes_no_bits(model, config):
+def test_a_scope_quantizes_each_weight_once_and_changes_no_bits(model, config):
     layer, x = make(model, config), tokens(model)
-    expected = results(layer, x)
-    with weights_unchanged(layer):
+    expected, count = results(layer, x), len(weights_of(layer))
+    with weights_unchanged(layer), weight_calls() as calls:
         for _ in range(2):
             assert_same(results(layer, x), expected)
+        with torch.no_grad():
+            assert_bitwise_equal(layer(x), expected[0])
+    assert (calls.quantize, calls.columnwise, calls.transpose) == (count, 0, 2 * count)
 
 
 @every_model

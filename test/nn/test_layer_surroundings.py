@@ -109,7 +109,7 @@ class NoHostReads(TorchDispatchMode):
 @every_model
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_no_step_asks_for_a_value(model, config):
-    """What the layer itself calls; inside of operations it is watched on a GPU, which a CPU's checks do not reach."""
+    """The layer's own calls; inside operations this is checked on a GPU, because checks on a CPU do read values."""
     layer, x = make(model, config), tokens(model).requires_grad_()
     with NoHostReads():
         layer(x).sum().backward()
@@ -186,7 +186,7 @@ def test_autograd_refuses_a_change_before_backward(model, config, backend):
 
 
 def change_and_use(layer, weight, new, x):
-    """What the layer gives before and after its weight is set to `new`, all of it in one graph."""
+    """The output before and after the weight is set to `new`, in one graph."""
     before = layer(x).detach()
     with torch.no_grad():
         weight.copy_(new)

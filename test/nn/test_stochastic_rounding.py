@@ -8,9 +8,8 @@ import io
 import pytest
 import torch
 import torch.nn.functional as F
-from every_layer import Run
-from expert_modules import swiglu_experts
-from helpers import STOCHASTIC, assert_same, forward_backward, mlp, replace, weight
+from every_layer import make, tokens
+from helpers import STOCHASTIC, assert_same, mlp, replace, weight
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torchao.quantization import quantize_
@@ -63,47 +62,30 @@ def test_each_backward_pass_draws_other_bits_and_runs_repeat(variant):
     assert keys(model) == keys(other)
 
 
+RUNS = {
+    "checkpointed": lambda model: lambda x: checkpoint(model, x, use_reentrant=False),
+    "aot_eager": lambda model: torch.compile(model, backend="aot_eager", fullgraph=True),
+    "inductor": lambda model: torch.compile(model, fullgraph=True),
+}
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
 @every_variant
-def test_compiled_and_checkpointed_passes_draw_the_same_bits(variant):
-    def made():
-        return mlp(replace(CONFIG, **variant))
-
-    model = made()
-    wanted = [gradients(model) for _ in range(3)]
-    model = made()
-    for grads in wanted:
-        assert_same(gradients(model, run=lambda x: checkpoint(model, x, use_reentrant=False)), grads)
-    torch._dynamo.reset()
-    model = made()
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    for grads in wanted:
-        assert_same(gradients(model, run=compiled), grads)
-    assert keys(model) == [[5, 0, 3, 0], [5, 8, 3, 0]]
-
-
-def test_a_layer_under_inductor_draws_the_same_bits():
-    torch._dynamo.reset()
-    eager, other = (nn.Sequential(nn.Linear(64, 48, bias=False)) for _ in range(2))
-    other.load_state_dict(eager.state_dict())
-    for model in (eager, other):
-        quantize_(model, CONFIG)
-    compiled, dy = torch.compile(other, fullgraph=True), weight(50, 48)
+@pytest.mark.parametrize("model", ("linear", "two", "swiglu_mlp", "experts", "grouped"))
+@pytest.mark.parametrize("how", RUNS)
+def test_passes_draw_the_same_bits_however_they_run(model, variant, how):
+    eager, other = (make(model, replace(CONFIG, **variant)) for _ in range(2))
+    run, x, before = RUNS[how](other), tokens(model), None
     for _ in range(3):
-        results = [forward_backward(run, weight(50, 64, seed=3), dy) for run in (eager, Run(other, compiled))]
-        assert_same(*(grads[1:] for grads in results))
-
-
-def test_compiled_experts_draw_the_same_bits():
-    ends = torch.tensor([20, 20, 50], dtype=torch.int32)
-
-    model = swiglu_experts(CONFIG)
-    wanted = [gradients(model, run=lambda x: model(x, ends)) for _ in range(2)]
-    assert differ(*wanted)
-    torch._dynamo.reset()
-    model = swiglu_experts(CONFIG)
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    for grads in wanted:
-        assert_same(gradients(model, run=lambda x: compiled(x, ends)), grads)
+        wanted, got = gradients(eager, x), gradients(other, x, run)
+        assert before is None or differ(wanted, before)
+        before = wanted
+        # Of inductor's graphs of one GEMM: it rounds less between two, and sums a bias in another order.
+        if how != "inductor":
+            assert_same(got, wanted)
+        elif model in ("linear", "grouped"):
+            assert_same(got[:2], wanted[:2])
+    assert keys(other) == keys(eager) != []
 
 
 def test_several_forward_passes_before_backward():

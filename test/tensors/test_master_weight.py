@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.nn.functional as F
 from expecttest import assert_expected_inline
-from helpers import FP8, NVFP4, every_recipe, master, mlp, weight
+from helpers import FP8, NVFP4, master, mlp, weight
 from torch import nn
 
 from torchao_blockwise import BlockwiseFP8Tensor, MasterWeightTensor, weights_unchanged
@@ -30,14 +29,6 @@ def test_initialisers_write_what_they_write_to_a_plain_parameter(init):
         torch.manual_seed(0)
         init(parameter)
     assert_bitwise_equal(ours.hp, plain.data)
-
-
-@every_recipe
-@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16), ids=str)
-def test_grads_are_plain_tensors_of_the_weights_dtype(config, dtype):
-    weight = master(48, 64, config=config, dtype=dtype)
-    F.linear(torch.randn(5, 64, dtype=dtype), weight).sum().backward()
-    assert type(weight.grad) is torch.Tensor and weight.grad.dtype == dtype and weight.grad.shape == weight.shape
 
 
 def test_what_it_holds():

@@ -96,17 +96,6 @@ def test_to_dtype_changes_only_the_report(from_hp):
 
 
 @every_kind
-def test_modules_move_and_cast(from_hp):
-    layer = nn.Linear(64, 48)
-    layer.weight = nn.Parameter(from_hp(weight(48, 64)))
-    before = layer.weight.qdata.clone()
-    assert layer.half().weight.dtype == torch.float16 and layer.bfloat16().weight.dtype == torch.bfloat16
-    assert layer.cpu().weight.requires_grad and isinstance(layer.weight, nn.Parameter)
-    assert_bitwise_equal(layer.weight.qdata, before)
-    assert layer.to("meta").weight.device.type == "meta" and layer.weight.qdata.device.type == "meta"
-
-
-@every_kind
 def test_state_dict_out_and_in(from_hp):
     layers = [nn.Linear(64, 48) for _ in range(2)]
     for seed, layer in enumerate(layers):
