@@ -44,7 +44,7 @@ def test_memory(report):
     """At rest, and with tokens of a step; of a fused model, which saves less."""
     at_rest = report("dense")["memory"]
     parameters = sum(p.numel() for p in transformers.Qwen3ForCausalLM(CONFIGS["dense"]()).parameters())
-    assert at_rest["predicted"]["weights"] == at_rest["bf16"]["weights"] == 2 * parameters
+    assert at_rest["predicted"]["weights"] == at_rest["unconverted"]["weights"] == 2 * parameters
     assert at_rest["predicted"]["saved"] is None and at_rest["measured"] is None
     plain, fused = (report("dense", "--tokens", "64", *more)["memory"] for more in ((), ("--fuse",)))
     for memory in (plain, fused):

@@ -6,14 +6,17 @@ import json
 
 import pytest
 import torch
+import torch.distributed as dist
 from helpers import FP8, FULL, NVFP4, both_formats, mlp, replace
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 from torchao.quantization import quantize_
 
 from torchao_blockwise import fuse, linears_and_experts, recipe_state, skip_lm_head
 from torchao_blockwise.diagnostics import memory_report
-from torchao_blockwise.distributed import MasterWeightOptimizer
+from torchao_blockwise.diagnostics.live_memory import LiveMemory
+from torchao_blockwise.distributed import MasterWeightOptimizer, sync_weight_scales
 from torchao_blockwise.nn import NormLinear, SwiGLUExperts, SwiGLUMLP
 
 pytestmark = pytest.mark.usefixtures("no_interpreter", "small_heap")
@@ -59,10 +62,10 @@ def tokens() -> torch.Tensor:
 def test_a_step_takes_what_was_predicted(make, config, master_weights):
     model = make().bfloat16()
     plain = memory_report(model, tokens())
-    assert plain.predicted == plain.bf16
+    assert plain.predicted == plain.unconverted
     quantize_(model, replace(config, master_weights=master_weights), filter_fn=linears_and_experts())
     report = memory_report(model, tokens())
-    assert report.notes == () and report.bf16 == plain.bf16
+    assert report.notes == () and report.unconverted == plain.unconverted
     for name in STEP:
         assert getattr(report.predicted, name) == getattr(report.measured, name), name
     with torch.device("meta"):
@@ -99,7 +102,7 @@ def test_a_linear_layer_by_hand(config):
     assert (report.measured.saved, report.measured.copies) == (x, config.weight_format.nbytes(H, D))
     # In bf16 the batch itself is saved, which is there anyway.
     payload = H * D * config.weight_format.element.bits // 8
-    assert (report.bf16.saved, report.bf16.gathered, report.predicted.gathered) == (0, weight, payload)
+    assert (report.unconverted.saved, report.unconverted.gathered, report.predicted.gathered) == (0, weight, payload)
 
 
 def test_nothing_changes(recwarn):
@@ -109,6 +112,8 @@ def test_nothing_changes(recwarn):
     model(torch.randn(T, D)).sum().backward()
     model[1].eval()
     main_grad = model[0].weight.main_grad = torch.ones(D, D)
+    # Such a hook may be an optimizer step.
+    model[0].weight.register_post_accumulate_grad_hook(pytest.fail)
     x, grads, state = torch.randn(T, D), [p.grad for p in model.parameters()], torch.get_rng_state()
     before = [t.clone() for t in (*model.state_dict().values(), *grads)]
     with torch.no_grad():
@@ -152,18 +157,74 @@ def test_states_are_those_after_a_step(make, config):
 
 
 @pytest.mark.parametrize("batch", ((), (torch.randn(T, D),)), ids=("at rest", "a step"))
-@pytest.mark.parametrize(("dtype", "config"), ((torch.float32, FP8), (torch.float32, None), (torch.bfloat16, FP8)))
-def test_text_data_and_a_note_on_weights_in_float32(dtype, config, batch):
-    """The column bf16 has half of their bytes, which no recipe saves."""
-    model = mlp(config).to(dtype)
-    report = memory_report(model, *(x.to(dtype) for x in batch))
-    is_fp32 = dtype is torch.float32
-    assert ("weights are float32, which the column bf16 counts as bf16" in str(report)) is is_fp32
-    assert (report.predicted.weights == 2 * report.bf16.weights) is is_fp32
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=("fp32", "bf16"))
+@pytest.mark.parametrize("config", (FP8, None), ids=("fp8", "unconverted"))
+def test_text_and_data(config, dtype, batch):
+    """The model is compared with itself before its conversion, in the same dtype."""
+    batch = [x.to(dtype) for x in batch]
+    report, plain = (memory_report(mlp(recipe).to(dtype), *batch) for recipe in (config, None))
+    assert report.unconverted == plain.predicted and report.notes == ()
+    assert report.predicted.weights == report.unconverted.weights
     assert json.loads(json.dumps(report.to_dict())) == report.to_dict()
-    header = ["what", "bf16", "predicted", *["measured"] * bool(batch)]
+    header = ["what", "unconverted,", str(dtype).removeprefix("torch."), "predicted", *["measured"] * bool(batch)]
     assert str(report).splitlines()[0].split() == header
     assert ("quantized copies, at once" in str(report)) is (bool(batch) and config is not None)
+
+
+@both_formats
+def test_accumulated_gradients_are_held_by_the_next_microbatch(config):
+    """The peak is then that of a loop, as counted from the outside; nothing of the model changes."""
+    model = MODELS["norm"]().bfloat16()
+    quantize_(model, config, filter_fn=linears_and_experts())
+    report, one = (memory_report(model, tokens(), accumulate=several) for several in (True, False))
+    assert all(p.grad is None for p in model.parameters())
+    for name in STEP:
+        assert getattr(report.predicted, name) == getattr(report.measured, name), name
+    x = tokens()
+    with LiveMemory() as memory:
+        for _ in range(3):
+            model(x).sum().backward()
+    assert report.measured.peak == memory.peak + report.measured.weights > one.measured.peak
+    assert report.measured.gradients == one.measured.gradients
+
+
+@pytest.fixture
+def four_ranks():
+    """This process is the first of four that do not communicate."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    yield init_device_mesh("cpu", (4,))
+    dist.destroy_process_group()
+
+
+@pytest.mark.skipif(not dist.is_available(), reason="needs torch.distributed")
+@pytest.mark.parametrize("master_weights", (True, False), ids=("master", "quantized"))
+def test_shards_of_fsdp2_count_as_shards(master_weights, four_ranks):
+    """A rank holds its rows, their gradients and their states, and gathers the whole weights."""
+    from torch.distributed.fsdp import fully_shard
+
+    model = nn.Sequential(nn.Linear(256, 512, bias=False), nn.Linear(512, 256, bias=False)).bfloat16()
+    plain = memory_report(model).predicted
+    quantize_(model, replace(FP8, master_weights=master_weights))
+    whole = memory_report(model)
+    fully_shard(model, mesh=four_ranks)
+    report = memory_report(model)
+    assert report.unconverted.weights == report.unconverted.gradients == plain.weights // 4
+    assert report.unconverted.gathered == plain.gathered and report.predicted.gathered == whole.predicted.gathered
+    assert report.predicted.gradients == whole.predicted.gradients // 4
+    # Of AdamW each Parameter has a count of steps.
+    assert report.predicted.states - 8 == (whole.predicted.states - 8) // 4
+    payload = 512 * 256 * 2 // 4
+    scales = 2 * FP8.weight_format.nbytes(512, 256) - 4 * payload
+    of_weights = plain.weights // 4 if master_weights else payload + scales
+    assert report.predicted.weights == of_weights
+    with pytest.raises(ValueError, match="this model is sharded; call it before fully_shard, or without a batch"):
+        memory_report(model, torch.randn(8, 256))
+    if master_weights:
+        # From the first pass on, a rank keeps the quantized rows that it sends.
+        sync_weight_scales(model)
+        assert memory_report(model).predicted.weights == of_weights + payload + scales
 
 
 class Asks(nn.Module):
@@ -177,7 +238,7 @@ class Asks(nn.Module):
 
 def test_what_needs_values_is_measured_all_the_same():
     report = memory_report(Asks(), torch.randn(T, D))
-    assert len(report.notes) == 3 and "needs values: " in str(report)
+    assert len(report.notes) == 2 and "needs values: " in str(report)
     assert report.predicted.saved is None and report.measured.peak > 0
 
 
@@ -213,7 +274,7 @@ def report_of(kind, config, device, fused=True):
 def test_predictions_for_fused_models(kind, config):
     """They are what a step takes, on the meta device too, and less is saved than without fusion."""
     report, unreal = (report_of(kind, config, device) for device in ("cpu", "meta"))
-    assert report.notes == () and unreal.predicted == report.predicted and unreal.bf16 == report.bf16
+    assert report.notes == () and unreal.predicted == report.predicted and unreal.unconverted == report.unconverted
     for name in STEP:
         assert getattr(report.predicted, name) == getattr(report.measured, name), name
     apart = report_of(kind, config, "meta", fused=False).predicted

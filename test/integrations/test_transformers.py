@@ -17,7 +17,10 @@ from torchao_blockwise import (
     linears_and_experts,
     skip_lm_head,
 )
+from torchao_blockwise.diagnostics import memory_report
+from torchao_blockwise.diagnostics.live_memory import LiveMemory
 from torchao_blockwise.integrations import recipes
+from torchao_blockwise.tensors import QuantizedTensor
 from torchao_blockwise.testing import assert_bitwise_equal
 
 transformers = pytest.importorskip("transformers", "5.0")
@@ -65,6 +68,48 @@ def trainer(model, folder, steps, callbacks=(), **options):
         train_sampling_strategy="sequential", optim="adamw_torch", **options,
     )  # fmt: skip
     return transformers.Trainer(model, args, train_dataset=rows(16), callbacks=list(callbacks))
+
+
+@both
+@pytest.mark.parametrize("masters", (True, False), ids=("masters", "quantized"))
+def test_memory_footprints_count_payload_and_scales(cls, config, masters, folder):
+    model = load(folder, dtype=torch.bfloat16)
+    plain = model.get_memory_footprint()
+    quantize_(model, replace(config, master_weights=masters), filter_fn=linears_and_experts() & skip_lm_head())
+    own = [p for p in model.parameters() if isinstance(p, QuantizedTensor)]
+    saved = sum(2 * p.numel() - sum(x.nbytes for x in p.operand().tensors if x is not None) for p in own)
+    assert model.get_memory_footprint() == plain - saved
+    assert (saved == 0) is masters
+    assert model.get_memory_footprint(return_buffers=False) == plain - saved - sum(x.nbytes for x in model.buffers())
+
+
+class PeakOfFirstStep(transformers.TrainerCallback):
+    """peak: of memory that is allocated before the first optimizer step."""
+
+    def __init__(self, memory: LiveMemory) -> None:
+        self.memory, self.peak = memory, None
+
+    def on_pre_optimizer_step(self, *args, **kwargs):
+        self.peak = self.peak or self.memory.peak
+
+
+@both
+def test_the_memory_report_of_a_trainer_that_accumulates(cls, config, folder, tmp_path):
+    """Gradients of the first microbatch are alive in the second one. The trainer itself allocates little."""
+    torch.manual_seed(0)
+    large = {"hidden_size": 128, "intermediate_size": 256, "vocab_size": 64}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES | large)).bfloat16()
+    quantize_(model, config, filter_fn=linears_and_experts() & skip_lm_head())
+    tokens = torch.stack([row["input_ids"] for row in rows(2)])
+    reports = [
+        memory_report(model, {"input_ids": tokens, "labels": tokens}, accumulate=several).measured
+        for several in (True, False)
+    ]
+    with LiveMemory() as memory:
+        callback = PeakOfFirstStep(memory)
+        trainer(model, tmp_path, 1, [callback], save_strategy="no").train()
+    expected, of_one = (report.peak - report.weights - report.buffers for report in reports)
+    assert expected <= callback.peak < 1.02 * expected and of_one < 0.98 * callback.peak
 
 
 @both

@@ -173,6 +173,28 @@ def given_state_dict() -> dict[str, Any] | None:
     return _given_state_dict.get()
 
 
+def count_stored_bytes(kind: type) -> None:
+    """Make `PreTrainedModel.get_memory_footprint` count payload and scales of Parameters of class `kind`.
+
+    transformers counts elements in the dtype that a Parameter reports, which is that of its decoded values.
+    """
+    from transformers import PreTrainedModel
+
+    own = PreTrainedModel.get_memory_footprint
+
+    @functools.wraps(own)
+    def footprint(self: Any, return_buffers: bool = True) -> Any:
+        total = own(self, return_buffers)
+        for p in self.parameters():
+            x: Any = _compat.local_of(p)
+            if issubclass(type(x), kind):
+                per_matrix = x.global_scale is not None and x.global_scale.dim() > 0
+                total += x.fmt.nbytes(*p.shape, scale_per_matrix=per_matrix) - p.nelement() * p.element_size()
+        return total
+
+    PreTrainedModel.get_memory_footprint = footprint  # type: ignore[method-assign]
+
+
 def reverted(model: torch.nn.Module, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Convert a part of a state dict to what transformers writes: its names, and experts one by one.
 

@@ -1,4 +1,4 @@
-"""Memory of training a model, by kind of tensor, compared with the same model in bf16.
+"""Memory of training a model, by kind of tensor, compared with the same model before its conversion.
 
 The prediction runs a training step with fake tensors, which have shapes but no memory. The measurement runs a real
 step, which is undone. Both count the bytes of storages, each once, from the operation that allocates it.
@@ -20,7 +20,7 @@ from torchao_blockwise import _compat
 from torchao_blockwise.conversion.report import aligned, human_bytes
 from torchao_blockwise.diagnostics.steps import Loss, NothingToDifferentiate, nbytes_of, run_fake_step, run_step, undone
 from torchao_blockwise.distributed import MasterWeightOptimizer
-from torchao_blockwise.tensors import MasterWeightTensor, QuantizedTensor
+from torchao_blockwise.tensors import MasterWeightTensor, QuantizedShard, QuantizedTensor
 
 Optimizer: TypeAlias = torch.optim.Optimizer | Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
@@ -41,7 +41,8 @@ ROWS = {
 class Bytes:
     """Bytes of a training step; None if they were not counted.
 
-    weights: Parameters between steps. buffers: the model's buffers. gradients: gradients of Parameters.
+    weights: Parameters between steps, with the quantized shards that FSDP2 gathers. buffers: the model's buffers.
+    gradients: gradients of Parameters.
     copies: the peak of quantized copies of weights, which GEMMs make.
     saved: tensors that autograd saves in a forward pass, without Parameters, buffers and the batch.
     states: optimizer states, and masters of quantized Parameters.
@@ -65,21 +66,26 @@ class Bytes:
 class MemoryReport:
     """Bytes of a model's training step. Print it for a table; `to_dict()` returns the data.
 
-    bf16: for the same model with all Parameters in bf16. predicted: for this model. measured: by a real step, None if
-    none was run. notes: predictions that failed, and why; weights in float32.
+    unconverted: for the same model with plain Parameters in the same dtypes. dtypes: of these, as "float32".
+    predicted: for this model. measured: by a real step, None if none was run. notes: predictions that failed, and why.
     """
 
-    bf16: Bytes
+    unconverted: Bytes
+    dtypes: str
     predicted: Bytes
     measured: Bytes | None
     notes: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """Return {"bf16": {...}, "predicted": {...}, "measured": {...} or None, "notes": [...]}, ready for JSON."""
+        """Return the fields, ready for JSON; bytes as {"weights": ..., "gradients": ...}."""
         return {**asdict(self), "notes": list(self.notes)}
 
     def __str__(self) -> str:
-        columns = {"bf16": self.bf16, "predicted": self.predicted, "measured": self.measured}
+        columns = {
+            f"unconverted, {self.dtypes}": self.unconverted,
+            "predicted": self.predicted,
+            "measured": self.measured,
+        }
         shown = {name: asdict(column) for name, column in columns.items() if column is not None}
         rows = []
         for key, name in ROWS.items():
@@ -95,19 +101,22 @@ def memory_report(
     *batch: Any,
     loss: Loss | None = None,
     optimizer: Optimizer = torch.optim.AdamW,
+    accumulate: bool = False,
 ) -> MemoryReport:
-    """Return the bytes that a training step of `model` takes, predicted and measured, compared with bf16.
+    """Return the bytes that a training step of `model` takes, predicted and measured, and those without conversion.
 
     model: converted or not, fused, with experts, with checkpointing; on a CPU, a GPU, or on the meta device, which
-        gives a prediction only.
+        gives a prediction only. Of a model that FSDP2 or another DTensor shards, bytes are those of this rank.
     batch: the arguments of the model; a single mapping is passed as keyword arguments. Without a batch nothing is run,
         and activations and quantized copies are left out.
     loss: output of the model -> a scalar; default the output's `loss`, or else the sum of all returned tensors.
     optimizer: a class or an optimizer, whose states after a step are predicted.
+    accumulate: whether an optimizer step has several microbatches, as with `gradient_accumulation_steps` of Trainer.
+        The gradients of earlier ones are then alive in the next forward and backward pass.
 
     The model does not change: gradients, buffers, random states and training modes are restored. It runs in training
     mode, under the caller's autocast. On a GPU the measured step runs twice, and the first one is not counted.
-    Raises ValueError for a sharded model, and if no output of the model requires a gradient.
+    Raises ValueError for a sharded model with a batch, and if no output of the model requires a gradient.
     """
     if isinstance(model, nn.parallel.DistributedDataParallel):
         model = model.module
@@ -115,71 +124,81 @@ def memory_report(
     if batch and any(_compat.local_of(p) is not p for p in weights):
         raise ValueError("memory_report: this model is sharded; call it before fully_shard, or without a batch")
     columns = {
-        "bf16": _at_rest([_in_bf16(x) for x in weights], [_in_bf16(x) for x in buffers], optimizer),
-        "the prediction": _at_rest(weights, buffers, optimizer),
+        "the unconverted model": _at_rest(weights, buffers, optimizer, is_converted=False),
+        "the prediction": _at_rest(weights, buffers, optimizer, is_converted=True),
     }
-    fp32 = sum(p.nbytes for p in weights if p.dtype is torch.float32 and not isinstance(p, QuantizedTensor))
-    notes, measured = [], None
-    if fp32:
-        notes.append(
-            f"{human_bytes(fp32)} of the weights are float32, which the column bf16 counts as bf16; pass "
-            "model.bfloat16() to see only the effect of the recipe"
-        )
+    notes, measured, microbatches = [], None, 2 if accumulate else 1
     with undone(model) if batch else contextlib.nullcontext():
-        for name, dtype in zip(columns, (torch.bfloat16, None)) if batch else ():
+        for name in columns if batch else ():
             try:
-                columns[name] = _with_step(columns[name], run_fake_step(model, batch, loss, dtype))
+                step = run_fake_step(model, batch, loss, name == "the prediction", microbatches)
+                columns[name] = _with_step(columns[name], step)
             except NothingToDifferentiate:
                 raise
             except Exception as error:
                 # For example, the model reads values. The real step can still be measured.
                 notes.append(f"{name} needs values: {type(error).__name__}: {error}".splitlines()[0])
         if batch and not any(p.is_meta for p in weights):
-            measured = _measured(model, batch, loss, columns["the prediction"])
-    return MemoryReport(columns["bf16"], columns["the prediction"], measured, tuple(notes))
+            measured = _measured(model, batch, loss, columns["the prediction"], microbatches)
+    dtypes = " and ".join(sorted({str(p.dtype).removeprefix("torch.") for p in weights}))
+    return MemoryReport(columns["the unconverted model"], dtypes, columns["the prediction"], measured, tuple(notes))
 
 
 def _with_step(at_rest: Bytes, step: dict[str, int]) -> Bytes:
     return replace(at_rest, **{**step, "peak": at_rest.weights + at_rest.buffers + step["peak"]})
 
 
-def _measured(model: nn.Module, batch: Sequence[Any], loss: Loss | None, at_rest: Bytes) -> Bytes:
+def _measured(model: nn.Module, batch: Sequence[Any], loss: Loss | None, at_rest: Bytes, microbatches: int) -> Bytes:
     """Return the bytes of a real step; on a GPU those of the second step, with the allocator's peak."""
     at_rest = replace(at_rest, states=None, gathered=None)
     if not any(p.is_cuda for p in model.parameters()):
-        return _with_step(at_rest, run_step(model, _own_tensors(model), batch, loss))
-    run_step(model, _own_tensors(model), batch, loss)
+        return _with_step(at_rest, run_step(model, _own_tensors(model), batch, loss, microbatches))
+    run_step(model, _own_tensors(model), batch, loss, microbatches)
     tensors, before = _own_tensors(model), torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    step = _with_step(at_rest, run_step(model, tensors, batch, loss))
+    step = _with_step(at_rest, run_step(model, tensors, batch, loss, microbatches))
     return replace(step, allocated=step.weights + step.buffers + torch.cuda.max_memory_allocated() - before)
 
 
 def _own_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the model's Parameters and copies of its buffers, by name."""
-    return {**dict(model.named_parameters()), **{name: x.clone() for name, x in model.named_buffers()}}
+    """Return aliases of the model's Parameters, without their gradients and hooks, and copies of buffers, by name."""
+    tensors: dict[str, torch.Tensor] = {name: x.clone() for name, x in model.named_buffers()}
+    for name, p in model.named_parameters():
+        tensors[name] = alias = nn.Parameter(p.detach(), requires_grad=p.requires_grad)
+        if isinstance(main_grad := getattr(p, "main_grad", None), torch.Tensor):
+            alias.main_grad = main_grad  # type: ignore[attr-defined]  # frameworks' own attribute
+    return tensors
 
 
 # --- bytes that do not depend on activations --------------------------------------------------------------------------
 
 
-def _at_rest(weights: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor], optimizer: Optimizer) -> Bytes:
-    """Return the bytes without activations: one gradient for each trained Parameter."""
-    trained = [p for p in weights if p.requires_grad]
+def _at_rest(
+    weights: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor], optimizer: Optimizer, is_converted: bool
+) -> Bytes:
+    """Return this rank's bytes without activations: one gradient for each trained Parameter."""
+    local: list[Any] = [_compat.local_of(p) for p in weights]
+    trained = [x for p, x in zip(weights, local) if p.requires_grad]
+    if is_converted:
+        # Of a master weight, FSDP2 keeps the quantized shard that it gathers.
+        shards = [shard for x in local if isinstance(shard := getattr(x, "shard", None), QuantizedShard)]
+        held, payload = [*weights, *shards], sum(map(_payload_bytes, weights))
+    else:
+        held, payload = [_plain(x) for x in local], sum(p.numel() * p.dtype.itemsize for p in weights)
+        trained = [_plain(x) for x in trained]
     # The optimizer keeps an fp32 master of a quantized Parameter.
-    masters = [p for p in trained if isinstance(_compat.local_of(p), QuantizedTensor)]
+    masters = [x for x in trained if isinstance(x, QuantizedTensor)]
     return Bytes(
-        weights=nbytes_of(weights),
+        weights=nbytes_of(held),
         buffers=nbytes_of(buffers),
-        states=_states(trained, optimizer) + sum(p.numel() * torch.float32.itemsize for p in masters),
-        gathered=sum(_payload_bytes(p) for p in weights),
-        gradients=sum(p.numel() * p.dtype.itemsize for p in trained),
+        states=_states(trained, optimizer) + sum(x.numel() * torch.float32.itemsize for x in masters),
+        gathered=payload,
+        gradients=sum(x.numel() * x.dtype.itemsize for x in trained),
     )
 
 
-def _in_bf16(x: torch.Tensor) -> torch.Tensor:
-    dtype = torch.bfloat16 if x.is_floating_point() else x.dtype
-    return torch.empty(x.shape, dtype=dtype, device="meta").requires_grad_(x.requires_grad)
+def _plain(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device="meta")
 
 
 def _payload_bytes(weight: torch.Tensor) -> int:
@@ -193,7 +212,7 @@ def _payload_bytes(weight: torch.Tensor) -> int:
 
 def _states(weights: Sequence[torch.Tensor], optimizer: Optimizer) -> int:
     """Return the bytes of an optimizer's states after a step with such weights, run on the meta device."""
-    quantized = [isinstance(_compat.local_of(p), QuantizedTensor) for p in weights]
+    quantized = [isinstance(p, QuantizedTensor) for p in weights]
     dtypes = [torch.float32 if is_quantized else p.dtype for p, is_quantized in zip(weights, quantized)]
     stepped = [nn.Parameter(torch.empty(p.shape, dtype=dtype, device="meta")) for p, dtype in zip(weights, dtypes)]
     if not stepped:

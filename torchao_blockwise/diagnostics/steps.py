@@ -42,12 +42,16 @@ class _Within(nn.Module):
 
 
 def run_step(
-    model: nn.Module, tensors: Mapping[str, torch.Tensor], batch: Sequence[Any], loss: Loss | None
+    model: nn.Module,
+    tensors: Mapping[str, torch.Tensor],
+    batch: Sequence[Any],
+    loss: Loss | None,
+    microbatches: int = 1,
 ) -> dict[str, int]:
     """Run forward and backward, and return their bytes by the fields of `memory.Bytes`.
 
-    tensors: replace the model's Parameters and buffers, by name; those do not count as saved. The peak includes
-    `main_grad` buffers.
+    tensors: replace the model's Parameters and buffers, by name; those do not count as saved, and get gradients.
+    microbatches: how often to run them; gradients are added up. The peak includes `main_grad` buffers.
     """
     weights = [x for x in tensors.values() if x.requires_grad]
     before = [*tensors.values(), *_compat.pytree.tree_leaves(list(batch))]
@@ -63,13 +67,14 @@ def run_step(
 
     hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x)
 
-    def forward_backward(forward: Callable[[], Any]) -> tuple[int, tuple[torch.Tensor | None, ...]]:
+    def forward_backward(forward: Callable[[], Any]) -> int:
         with hooks:
             total = _scalar(forward(), loss)
         nbytes = sum(nbytes for ref, nbytes in saved.values() if not ref.expired())
         # Edges and not weights: passing tensor subclasses would dispatch to them, and disable it for recomputation.
         edges = [torch.autograd.graph.get_gradient_edge(p) for p in weights]
-        return nbytes, torch.autograd.grad(total, edges, allow_unused=True)
+        torch.autograd.backward(total, inputs=edges)
+        return nbytes
 
     named = {f"model.{name}": x for name, x in tensors.items()}
     contexts = torch.compiler.set_stance("force_eager"), torch.enable_grad(), warnings.catch_warnings()
@@ -79,9 +84,11 @@ def run_step(
         # Plain tensors are in the places of converted weights on purpose.
         warnings.filterwarnings("ignore", ".* was converted to low precision, but its weight was replaced")
         memory = stack.enter_context(LiveMemory())
-        saved_bytes, gradients = torch.func.functional_call(_Within(model), named, (forward_backward, batch))
+        for _ in range(microbatches):
+            saved.clear()
+            saved_bytes = torch.func.functional_call(_Within(model), named, (forward_backward, batch))
     main_grads = [x for p in weights if isinstance(x := getattr(p, "main_grad", None), torch.Tensor)]
-    made = [x for x in gradients if x is not None]
+    made = [p.grad for p in weights if p.grad is not None]
     gradient_bytes, peak = nbytes_of([*made, *main_grads]), memory.peak + nbytes_of(main_grads)
     return {"copies": memory.copies, "gradients": gradient_bytes, "saved": saved_bytes, "peak": peak}
 
@@ -108,20 +115,19 @@ def nbytes_of(tensors: Sequence[torch.Tensor]) -> int:
 
 
 def run_fake_step(
-    model: nn.Module, batch: Sequence[Any], loss: Loss | None, dtype: torch.dtype | None = None
+    model: nn.Module, batch: Sequence[Any], loss: Loss | None, is_converted: bool, microbatches: int
 ) -> dict[str, int]:
     """Run a step with fake tensors on the model's device, or on the CPU for a model on the meta device.
 
-    dtype: for all floating-point tensors, which are then plain tensors, as in a model that is not converted.
+    is_converted: whether weights stay as they are; else they are plain tensors in their dtype.
     """
 
-    def plain(x: torch.Tensor, dtype: torch.dtype | None = dtype) -> torch.Tensor:
-        dtype = x.dtype if dtype is None or not x.is_floating_point() else dtype
+    def plain(x: torch.Tensor) -> torch.Tensor:
         strides = torch.empty(x.shape, device="meta").stride() if isinstance(x, QuantizedTensor) else x.stride()
-        return torch.empty_strided(x.shape, strides, dtype=dtype, device="cpu" if x.is_meta else x.device)
+        return torch.empty_strided(x.shape, strides, dtype=x.dtype, device="cpu" if x.is_meta else x.device)
 
     def like(x: torch.Tensor) -> torch.Tensor:
-        if dtype is not None or not is_traceable_wrapper_subclass(x):
+        if not is_converted or not is_traceable_wrapper_subclass(x):
             return plain(x)
         names, context = x.__tensor_flatten__()
         parts = {name: like(part) for name in names if (part := getattr(x, name)) is not None}
@@ -132,8 +138,9 @@ def run_fake_step(
         for name, p in model.named_parameters():
             tensors[name] = made = nn.Parameter(like(p), requires_grad=p.requires_grad)
             if isinstance(main_grad := getattr(p, "main_grad", None), torch.Tensor):
-                made.main_grad = plain(main_grad, None)  # type: ignore[attr-defined]
-        return run_step(model, tensors, _compat.pytree.tree_map_only(torch.Tensor, plain, list(batch)), loss)
+                made.main_grad = plain(main_grad)  # type: ignore[attr-defined]
+        fake_batch = _compat.pytree.tree_map_only(torch.Tensor, plain, list(batch))
+        return run_step(model, tensors, fake_batch, loss, microbatches)
 
 
 # --- undoing a step ---------------------------------------------------------------------------------------------------

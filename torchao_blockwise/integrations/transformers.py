@@ -29,7 +29,7 @@ from torchao_blockwise.conversion.handlers import refuse_config
 from torchao_blockwise.conversion.recommended import recommended
 from torchao_blockwise.integrations.recipes import OpenScope, config_of, convert, resume_recipe
 from torchao_blockwise.ops import Backend
-from torchao_blockwise.tensors import BlockwiseFP8TrainingConfig, TrainingConfig
+from torchao_blockwise.tensors import BlockwiseFP8TrainingConfig, QuantizedTensor, TrainingConfig
 from torchao_blockwise.tensors import NVFP4TrainingConfig as _NVFP4
 from torchao_blockwise.tensors.config import ConfigClass
 
@@ -45,6 +45,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin  # no
 from torchao_blockwise.integrations.pretrained import from_pretrained  # noqa: E402, F401  # a public name
 
 hugging_face.remember_given_state_dicts()
+hugging_face.count_stored_bytes(QuantizedTensor)
 _USE_OURS = (
     "For files that are quantized, call from_pretrained(path, recipe) of torchao_blockwise.integrations.transformers, "
     "which converts the model and loads their values."
