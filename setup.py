@@ -13,6 +13,8 @@ TEST = ["pytest>=8", "pytest-xdist", "expecttest", "hypothesis", "numpy", "safet
 DEMO = ["matplotlib", "tqdm", "numpy"]
 # Frameworks that tests run converted models in; without them those tests are skipped.
 MODELS = ["transformers", "torchtitan", "accelerate", "peft", "lightning", "compressed-tensors"]
+# Optimizers and loggers of other projects; without them their tests are skipped.
+TRAINING = ["bitsandbytes", "prodigyopt", "schedulefree", "tensorboard", "wandb"]
 # A library of products on Hopper, which builds its kernels with the machine's nvcc.
 DEEP_GEMM = ["sgl-deep-gemm>=0.1.4,<0.2"]
 # The site, whose tutorials run in frameworks as it is built.
@@ -44,6 +46,7 @@ setup(
         "test": [*TEST, *DEMO],
         "demo": DEMO,
         "models": MODELS,
+        "training": TRAINING,
         "deep_gemm": DEEP_GEMM,
         "docs": DOCS,
         "dev": DEV,

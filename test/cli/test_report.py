@@ -7,7 +7,9 @@ import os
 
 import pytest
 
+from torchao_blockwise._compat import hugging_face
 from torchao_blockwise.cli import main
+from torchao_blockwise.cli.inputs import meta_model
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.usefixtures("no_interpreter")
@@ -57,6 +59,34 @@ def test_the_architecture_of_the_configuration_is_taken(report):
     found = report("named", "--tokens", "64")
     assert found["model"].startswith("LlamaForSequenceClassification, ")
     assert found["memory"]["notes"] == [] and found["memory"]["predicted"]["saved"] > 0
+
+
+CLASSES = {
+    "LlamaForSequenceClassification": lambda: CONFIGS["named"](),
+    # The first architecture is of a later transformers.
+    "Qwen3ForSequenceClassification": lambda: transformers.Qwen3Config(
+        **SIZES, architectures=["Qwen3ForLater", "Qwen3ForSequenceClassification"]
+    ),
+    "Qwen3ForCausalLM": lambda: CONFIGS["dense"](),
+    # It has no language model.
+    "ViTModel": lambda: transformers.ViTConfig(hidden_size=64, num_hidden_layers=1, num_attention_heads=4),
+}
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_commands_and_from_pretrained_make_the_same_class(name, tmp_path):
+    config = CLASSES[name]()
+    config.save_pretrained(tmp_path)
+    models = meta_model(str(tmp_path)), hugging_face.model_on_meta(config, None, {})
+    assert [type(model).__name__ for model in models] == [name] * 2
+
+
+def test_a_configuration_without_a_model_is_refused():
+    class Later(transformers.PreTrainedConfig):
+        model_type = "later"
+
+    with pytest.raises(ValueError, match=r"transformers .* has no model for Later; upgrade it"):
+        hugging_face.model_on_meta(Later(), None, {})
 
 
 def test_experts_are_converted_and_a_file_is_as_good_as_its_folder(report, tmp_path, capsys):

@@ -8,6 +8,7 @@ import inspect
 import itertools
 import re
 import sys
+from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
 
@@ -85,17 +86,27 @@ def ignored_on_load(model: torch.nn.Module) -> set[str]:
     return {*(named or ()), *[r"rotary_emb\.inv_freq$"] * is_theirs}
 
 
+def _model_maker(config: Any) -> Callable[..., Any]:
+    """Return what makes the first architecture in `config` that transformers has, else a causal LM or a base model."""
+    import transformers
+
+    for name in config.architectures or ():
+        named: Any = getattr(transformers, name, None)
+        if isinstance(named, type) and issubclass(named, transformers.PreTrainedModel):
+            return named._from_config
+    for auto in (transformers.AutoModelForCausalLM, transformers.AutoModel):
+        if type(config) in auto._model_mapping:
+            return auto.from_config
+    raise ValueError(f"transformers {transformers.__version__} has no model for {type(config).__name__}; upgrade it")
+
+
 def model_on_meta(config: Any, dtype: torch.dtype | None, options: dict[str, Any]) -> Any:
     """Return the model that `config` names, with Parameters and buffers on the meta device.
 
     dtype: default that of `config`, else bfloat16. What transformers keeps in fp32 when it loads files is in fp32.
+    Raises ValueError if transformers has no model for `config`.
     """
-    import transformers
-
-    named: Any = getattr(transformers, next(iter(config.architectures or ()), ""), None)
-    is_model = isinstance(named, type) and issubclass(named, transformers.PreTrainedModel)
-    make: Any = named._from_config if is_model else transformers.AutoModelForCausalLM.from_config
-    dtype = dtype or config.dtype or torch.bfloat16
+    make, dtype = _model_maker(config), dtype or config.dtype or torch.bfloat16
     with torch.device("meta"):
         model = make(config, dtype=dtype, **options)
     kept = {*(getattr(model, "_keep_in_fp32_modules_strict", None) or ())}

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+
+from torchao_blockwise._compat.hugging_face import model_on_meta
 
 
 class UsageError(Exception):
@@ -32,12 +33,10 @@ def meta_model(name: str) -> nn.Module:
     except ImportError:
         raise UsageError("reading a configuration needs transformers (pip install transformers)") from None
     config = _config(name, transformers)
-    named = (getattr(transformers, cls, None) for cls in config.architectures or ())
-    makers = (*filter(None, named), transformers.AutoModelForCausalLM.from_config, transformers.AutoModel.from_config)
-    for make in makers:
-        with contextlib.suppress(ValueError), torch.device("meta"):
-            return make(config).to(torch.bfloat16)
-    raise UsageError(f"transformers {transformers.__version__} has no model for {type(config).__name__}; upgrade it")
+    try:
+        return model_on_meta(config, torch.bfloat16, {})
+    except ValueError as error:
+        raise UsageError(str(error)) from None
 
 
 def _config(name: str, transformers: Any) -> Any:
