@@ -115,8 +115,8 @@ REFUSALS = {
     "plain tuple": (tuple(Q), {}, "x must be a result of quantize, got tuple; quantize it first"),
     "tensor": (torch.ones(2, 32), {}, "x must be a result of quantize, got Tensor; quantize it first"),
     **{str(t): (Q, {"dtype": t}, _DTYPE.format(t)) for t in (torch.int32, torch.float8_e4m3fn)},
-    "columns": (Q, {"columns": 31}, "the payload holds 32 columns, got columns=31"),
-    "columns of packed payload": (PACKED, {"columns": 30}, "the payload holds 32 columns, got columns=30"),
+    "columns": (Q, {"columns": 31}, "the payload has 32 columns, got columns=31"),
+    "columns of packed payload": (PACKED, {"columns": 30}, "the payload has 32 columns, got columns=30"),
 }
 
 

@@ -161,16 +161,16 @@ def test_why_not_gluon(rows, formats, wrong, gpu):
         with pytest.raises(ValueError, match=f"gluon cannot run: {message}"):
             grouped_choice(along, *shapes, pair, Backend.GLUON)
 
-    refused(f"the kernels multiply {multiplied} or .*, got {got}", pair=wrong)
+    refused(f"the kernels support {multiplied} or .*, got {got}", pair=wrong)
     for pair, *shapes in empty:
         payloads = [list(fmt.qdata_shape(*shape)) for fmt, shape in zip(pair, shapes)]
         refused(
-            re.escape("the copy engine has no empty tensors, got payloads of shape {} and {}".format(*payloads)),
+            re.escape("TMA does not support empty tensors, got payloads of shape {} and {}".format(*payloads)),
             shapes,
             pair,
         )
     gpu.patch.setattr(backend, "interpreting", lambda: True)
-    refused("Triton's interpreter does not know Gluon")
+    refused("Triton's interpreter does not support Gluon")
     gpu.without_interpreter()
     gpu.has_triton(False)
     refused("triton is not installed")

@@ -66,7 +66,7 @@ REFUSALS = {
         "matmul: bias must be a float vector of 8 elements, got torch.int32 of shape [8]": (
             multiply, {"bias": torch.ones(8, dtype=torch.int32)},
         ),
-        "matmul: backend cublas cannot run: it needs a CUDA device, got cpu; choose another, or auto": (
+        "matmul: backend cublas cannot run: cuBLASLt needs a CUDA device, got cpu; choose another, or auto": (
             multiply, {"backend": "cublas"},
         ),
         "grouped_matmul: backend cublas has no implementation; choose one of gluon, cutlass, triton, reference, or"
@@ -79,8 +79,8 @@ REFUSALS = {
         "grouped_matmul: fp8_1x128 · nvfp4_16x16 differ in element or block length along the contraction": (
             by_groups, {"b": quantized(3, 8, 32, fmt=NVFP4_16X16)},
         ),
-        'grouped_matmul: along "m" groups end anywhere, and would cut blocks of 128 rows; quantize a in one-row blocks,'
-        " got fp8_128x128": (by_groups, {"a": square(4, 32)}),
+        'grouped_matmul: along "m", a must have one-row blocks, because groups may end at any row,'
+        " got fp8_128x128; quantize a in a format with one-row blocks": (by_groups, {"a": square(4, 32)}),
         'grouped_matmul: along "m" a must be [M, K], got payload of shape [2, 4, 32]': (
             by_groups, {"a": quantized(2, 4, 32)},
         ),

@@ -52,10 +52,10 @@ REFUSED = {
     "e4m3 block scaling needs sm_90, got sm_100": {"capability": BLACKWELL},
     "block scaling needs CUDA 12.9 or newer, got 12.8": {"cuda": "12.8"},
     "block scaling needs CUDA 12.9 or newer, got None": {"cuda": None},
-    "it has no GEMM of fp8_128x128 · fp8_1x128": {"pair": (FP8_128X128, FP8_1X128)},
-    "it has no GEMM of fp8_1x64 · fp8_1x64": {"pair": (FP8_1X64, FP8_1X64)},
+    "cuBLASLt does not support fp8_128x128 · fp8_1x128": {"pair": (FP8_128X128, FP8_1X128)},
+    "cuBLASLt does not support fp8_1x64 · fp8_1x64": {"pair": (FP8_1X64, FP8_1X64)},
     "out_dtype must be bfloat16 or float32, got torch.float16": {"out_dtype": torch.float16},
-    "it has no empty GEMMs, got M=0, N=16, K=16": {"product": (0, 16, 16)},
+    "cuBLASLt does not support empty GEMMs, got M=0, N=16, K=16": {"product": (0, 16, 16)},
     "N must be a multiple of 16, got N=8": {"product": (16, 8, 16)},
 }
 

@@ -101,7 +101,7 @@ def test_a_layer_trains_by_it_in_square_blocks(installed):
     expected = results(grad_weight_blocks="128x128", backend="reference")
     for a, b in zip(results(grad_weight_blocks="128x128", backend="deep_gemm"), expected, strict=True):
         assert relative_error(a, b) < 2**-8
-    with pytest.raises(ValueError, match="it multiplies fp8_1x128 by fp8_128x128, got fp8_1x128 · fp8_1x128"):
+    with pytest.raises(ValueError, match="DeepGEMM supports fp8_1x128 · fp8_128x128, got fp8_1x128 · fp8_1x128"):
         results(backend="deep_gemm")
 
 
@@ -118,10 +118,10 @@ REFUSED = (
     ((0, 64, 128), {}, "M=0"),
     ((8, 0, 128), {}, "N=0"),
     ((8, 64, 0), {}, "K=0"),
-    ((8, 64, 24), {}, "K in multiples of 16 and N of 8, got M=8, N=64, K=24"),
-    ((8, 12, 128), {}, "K in multiples of 16 and N of 8, got M=8, N=12, K=128"),
-    ((8, 64, 128), {"out_dtype": torch.float32}, "it writes bfloat16 and adds no bias, got torch.float32"),
-    ((8, 64, 128), {"bias": torch.zeros(64)}, "adds no bias, got torch.bfloat16 and a bias"),
+    ((8, 64, 24), {}, "K must be a multiple of 16 and N of 8, and none may be 0, got M=8, N=64, K=24"),
+    ((8, 12, 128), {}, "K must be a multiple of 16 and N of 8, and none may be 0, got M=8, N=12, K=128"),
+    ((8, 64, 128), {"out_dtype": torch.float32}, "DeepGEMM supports bfloat16 without bias, got torch.float32"),
+    ((8, 64, 128), {"bias": torch.zeros(64)}, "without bias, got torch.bfloat16 and a bias"),
 )
 
 
@@ -135,7 +135,7 @@ def test_what_it_refuses(installed, monkeypatch):
     for formats in ((FP8_1X128, FP8_1X128), (NVFP4_1X16, NVFP4_16X16)):
         refused(f"multiplies fp8_1x128 by fp8_128x128, got {formats[0].name}", 8, 64, 128, formats=formats)
     monkeypatch.setattr(deepgemm, "compute_capability", lambda device: (0, 0))
-    refused(r"it needs a Hopper GPU \(sm_90\), got cpu", 8, 64, 128)
+    refused(r"DeepGEMM needs a Hopper GPU \(sm_90\), got cpu", 8, 64, 128)
 
 
 LARGE = {(8192, 8192, 4096), (32768, 2048, 4096)}

@@ -34,7 +34,7 @@ TAKEN = {
     "no rows": zeros(0, 64),
 }
 REFUSED = {
-    "f32": (zeros(16, 16, dtype=torch.float32), "the kernel takes elements of 16 bits, got torch.float32"),
+    "f32": (zeros(16, 16, dtype=torch.float32), "the kernel supports only 16-bit dtypes, got torch.float32"),
     "a batch": (zeros(2, 16, 16), "the kernel takes one matrix, got shape [2, 16, 16]"),
     "ragged K": (zeros(16, 24), "got shape [16, 24]"),
     "ragged rows apart": (zeros(16, 40)[:, :32], "strides [40, 1]"),
@@ -69,7 +69,7 @@ def test_refuses_dtypes_that_differ_and_other_machines(machine):
         machine.runs_gluon(capability)
         assert gluon_tiles.why_not(x, y) == reason
     machine.runs_gluon((9, 0), interprets=True)
-    assert gluon_tiles.why_not(x) == "Triton's interpreter does not know Gluon"
+    assert gluon_tiles.why_not(x) == "Triton's interpreter does not support Gluon"
 
 
 # --- when it is taken -------------------------------------------------------------------------------------------------
@@ -130,7 +130,7 @@ def test_is_not_taken_where_it_cannot_or_another_is_named(taken, device):
     with pytest.raises(ValueError) as error:
         ops.quantize(bf16(16, 32, device=device), FP8_1X128, backend="gluon")
     assert str(error.value) == (
-        "quantize: backend gluon cannot run: the kernels make columnwise copies, with or without the rowwise one;"
+        "quantize: backend gluon cannot run: the kernels always compute the columnwise copy, but it is not requested;"
         " choose another, or auto"
     )
 

@@ -72,32 +72,32 @@ TypeError quantize: x must be bfloat16, float16 or float32, got torch.float64; c
 TypeError quantize: x must be bfloat16, float16 or float32, got torch.complex64; cast it first
 TypeError quantize: x must be bfloat16, float16 or float32, got torch.float8_e4m3fn; cast it first
 ValueError quantize: x must have at least 2 dims [.., M, K], got shape [32]; reshape it
-ValueError no block format 'fp8'; the formats are fp8_1x128, fp8_128x128, nvfp4_1x16, nvfp4_16x16
-ValueError quantize: nothing to compute; ask for rowwise, columnwise or both
+ValueError unknown block format 'fp8'; the formats are fp8_1x128, fp8_128x128, nvfp4_1x16, nvfp4_16x16
+ValueError quantize: nothing to compute; set rowwise, columnwise or both
 ValueError quantize: nvfp4_1x16 has no power_of_2_scales; its block scales are torch.float8_e4m3fn
-ValueError quantize: scale_per_group is for tensor scales, which fp8_1x128 has not; leave it out
-ValueError quantize: only fp8_1x128 has a columnwise copy of another format, fp8_128x128, got fp8_128x128 and fp8_1x128; call it once for each format
+ValueError quantize: scale_per_group is for formats with tensor scales, got fp8_1x128; leave it out
+ValueError quantize: only fp8_1x128 supports another format, fp8_128x128, for the columnwise copy, got fp8_128x128 and fp8_1x128; call it once for each format
 ValueError quantize: fp8_1x128 has no tensor scale; leave tensor_amax out
 ValueError quantize: tensor_amax must be a float32 scalar, got torch.float32 of shape [2]
 ValueError quantize: tensor_amax must be a float32 scalar, got torch.bfloat16 of shape []
 ValueError quantize: tensor_amax must be [2] float32, one for each group, got torch.float32 of shape []
-ValueError quantize: tensor_amax must be two, of the tensor and of its transform, with hadamard, and one without it
-ValueError quantize: tensor_amax must be two, of the tensor and of its transform, with hadamard, and one without it
+ValueError quantize: tensor_amax must be a tensor, or with hadamard a tuple: the tensor's amax, the transform's amax
+ValueError quantize: tensor_amax must be a tensor, or with hadamard a tuple: the tensor's amax, the transform's amax
 ValueError quantize: hadamard is for nvfp4_1x16, got fp8_1x128; leave it out
-ValueError quantize: hadamard transforms the columnwise copy, which is not asked for; leave it out
+ValueError quantize: hadamard transforms the columnwise copy, which is not requested; leave it out
 ValueError quantize: stochastic is for nvfp4_1x16, got fp8_1x128; leave it out
 ValueError quantize: stochastic is for nvfp4_1x16, got nvfp4_16x16; leave it out
 ValueError quantize: x must be [M, K], got shape [1, 4, 32]; flatten its leading dims
-ValueError quantize: start and grid of stochastic are those of one copy's blocks, and both are asked for; ask for one after the other, the columnwise one with stream + 1
+ValueError quantize: start and grid of stochastic refer to the blocks of one copy, but both copies are requested; request them in separate calls, the columnwise one with stream + 1
 ValueError stochastic: seed must be from 0 to 2^64 - 1, got -1
-ValueError quantize: tokens in groups need blocks of one row, got fp8_128x128; take fp8_1x128 or nvfp4_1x16, the formats of activations
+ValueError quantize: tokens in groups need a format with one-row blocks, got fp8_128x128; use fp8_1x128 or nvfp4_1x16, the formats of activations
 ValueError quantize: x must be [M, K], got shape [1, 4, 32]; flatten its leading dims
 ValueError quantize: group_ends must not decrease and must lie in [0, 4], the number of tokens, got group_ends[1] = 2 after 3; pass the cumulative sum of the groups' sizes
 ValueError quantize: group_ends must not decrease and must lie in [0, 4], the number of tokens, got group_ends[1] = 5 after 3; pass the cumulative sum of the groups' sizes
 TypeError quantize: group_ends must be int32, got torch.int64; use group_ends.int()
 ValueError quantize: group_ends must be on the tokens' device cpu, got meta; move it
-ValueError no backend 'cuda'; the backends are auto, reference, triton, cublas, gluon, deep_gemm, cutlass; did you mean 'cublas'?
+ValueError unknown backend 'cuda'; the backends are auto, reference, triton, cublas, gluon, deep_gemm, cutlass; did you mean 'cublas'?
 ValueError quantize: backend cublas has no implementation; choose one of gluon, triton, reference, or auto
-ValueError quantize: backend triton cannot run: Triton kernels run on CUDA devices, got cpu (TRITON_INTERPRET=1 interprets them on a CPU); choose another, or auto
+ValueError quantize: backend triton cannot run: Triton kernels need a CUDA device, got cpu (TRITON_INTERPRET=1 interprets them on a CPU); choose another, or auto
 """,  # noqa: E501
     )

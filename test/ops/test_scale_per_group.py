@@ -119,8 +119,8 @@ QW = ops.quantize(W, NVFP4_16X16, scale_per_group=True, backend="reference").row
 REFUSALS = {
     "decoded without groups": (
         lambda: ops.dequantize(QX),
-        "dequantize: global_scale must be a scalar or one for each matrix of x, got [2] for payload of shape [4, 16];"
-        " of tokens in groups dequantize each group's rows with its own scale",
+        "dequantize: global_scale must be a scalar or have one value for each matrix of x, got [2] for payload of shape"
+        " [4, 16]; for tokens in groups, dequantize the rows of each group with its own scale",
     ),
     "other groups": (
         lambda: ops.grouped_matmul(QX, QW, torch.tensor([1, 2, 4], dtype=torch.int32), out_dtype=torch.float32),

@@ -125,7 +125,7 @@ SQUARE = quantize(torch.ones(2, 32), NVFP4_16X16)
 REFUSALS = {
     "tensor": (torch.ones(2, 32), {}, "x must be a result of quantize, got Tensor; quantize it first"),
     "plain tuple": (tuple(SQUARE), {}, "x must be a result of quantize, got tuple; quantize it first"),
-    "columns": (SQUARE, {"columns": 30}, "x with a payload of shape [2, 16] does not hold columns=30"),
+    "columns": (SQUARE, {"columns": 30}, "columns=30 does not match a payload of shape [2, 16]"),
     "backend without an implementation": (
         SQUARE,
         {"backend": "cublas"},
@@ -135,7 +135,7 @@ REFUSALS = {
         fmt.name: (
             quantize(torch.ones(2, 32), fmt),
             {},
-            f"x in {fmt.name} has blocks of 1x{fmt.block[1]}, a transpose would need other scales; "
+            f"blocks must be square, got 1x{fmt.block[1]} ({fmt.name}), whose transpose needs other scales; "
             "quantize the high-precision tensor with columnwise=True",
         )
         for fmt in (FP8_1X128, NVFP4_1X16)
