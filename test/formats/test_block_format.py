@@ -29,14 +29,14 @@ def test_registered_formats():
 
 
 def test_unknown_and_taken_names():
-    message = "no block format 'mxfp8'; the formats are fp8_1x128, fp8_128x128, nvfp4_1x16, nvfp4_16x16"
+    message = "unknown block format 'mxfp8'; the formats are fp8_1x128, fp8_128x128, nvfp4_1x16, nvfp4_16x16"
     for name in ("mxfp8", dataclasses.replace(FP8_1X128, name="mxfp8")):
         with pytest.raises(ValueError, match=f"^{message}$"):
             get_format(name)
     x = Operand(*FP8_1X128.new_empty(torch.empty(0), 1, 128), None, "mxfp8")
-    with pytest.raises(ValueError, match=r"^dequantize: x has no format 'mxfp8'; the formats are fp8_1x128, fp8_128x1"):
+    with pytest.raises(ValueError, match=r"^dequantize: x has unknown format 'mxfp8'; the formats are fp8_1x128, "):
         ops.dequantize(x)
-    with pytest.raises(ValueError, match=r"^register_format: fp8_1x128 is registered already; choose another name$"):
+    with pytest.raises(ValueError, match=r"^register_format: fp8_1x128 is already registered; choose another name$"):
         register_format(FP8_1X128)
     assert FORMATS["fp8_1x128"] is FP8_1X128
 

@@ -13,7 +13,7 @@ from torchao_blockwise import ops
 from torchao_blockwise.ops.backend import Backend, Implementation, choose, get_backend, why_no_triton
 
 CPU = torch.device("cpu")
-NO_GPU = "Triton kernels run on CUDA devices, got cpu (TRITON_INTERPRET=1 interprets them on a CPU)"
+NO_GPU = "Triton kernels need a CUDA device, got cpu (TRITON_INTERPRET=1 interprets them on a CPU)"
 NO_TRITON = "triton is not installed (pip install triton)"
 
 
@@ -37,7 +37,7 @@ def test_unknown_name(name, nearest):
         get_backend(name)
     names = "auto, reference, triton, cublas, gluon, deep_gemm, cutlass"
     meant = "" if nearest is None else f"; did you mean {nearest!r}?"
-    assert str(error.value) == f"no backend {name!r}; the backends are {names}{meant}"
+    assert str(error.value) == f"unknown backend {name!r}; the backends are {names}{meant}"
 
 
 def pick(backend, reasons, is_cuda=False, **rules):

@@ -101,7 +101,7 @@ def test_a_layer_trains_by_it_in_square_blocks(installed):
     expected = results(grad_weight_blocks="128x128", backend="reference")
     for a, b in zip(results(grad_weight_blocks="128x128", backend="deep_gemm"), expected, strict=True):
         assert relative_error(a, b) < 2**-8
-    with pytest.raises(ValueError, match="it multiplies fp8_1x128 by fp8_128x128, got fp8_1x128 · fp8_1x128"):
+    with pytest.raises(ValueError, match="DeepGEMM supports fp8_1x128 · fp8_128x128, got fp8_1x128 · fp8_1x128"):
         results(backend="deep_gemm")
 
 

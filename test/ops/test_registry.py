@@ -71,13 +71,13 @@ def test_values_and_schema_must_agree(takes, define):
 def test_formats_and_backends_that_do_not_exist(define):
     op = define("str fmt, str products_by, str backend")
     for values, message in (
-        (("fp7", "triton", "auto"), "no block format 'fp7'"),
-        ((NVFP4_1X16.name, "tritn", "auto"), "no backend 'tritn'"),
-        ((NVFP4_1X16.name, "triton", "aut"), "no backend 'aut'"),
+        (("fp7", "triton", "auto"), "unknown block format 'fp7'"),
+        ((NVFP4_1X16.name, "tritn", "auto"), "unknown backend 'tritn'"),
+        ((NVFP4_1X16.name, "triton", "aut"), "unknown backend 'aut'"),
     ):
         with pytest.raises(ValueError, match=message):
             op.overload(*values)
-    with pytest.raises(ValueError, match="no backend 'aut'"):
+    with pytest.raises(ValueError, match="unknown backend 'aut'"):
         op(NVFP4_1X16, Backend.TRITON, "aut")
 
 

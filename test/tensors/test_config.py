@@ -54,7 +54,7 @@ def test_blocks_of_grad_weight_belong_to_fp8():
 WRONG = {
     "save_activations": ({"save_activations": "bf16"}, "must be 'quantized' or 'high_precision', got 'bf16'"),
     "master_weights": ({"master_weights": "yes"}, "master_weights must be True or False, got 'yes'"),
-    "backend": ({"backend": "tritn"}, r"no backend 'tritn'; the backends are auto, .*; did you mean 'triton'\?"),
+    "backend": ({"backend": "tritn"}, r"unknown backend 'tritn'; the backends are auto, .*; did you mean 'triton'\?"),
     "out_dtype": ({"out_dtype": torch.float64}, r"out_dtype must be .* or None \(.*\), got torch.float64"),
     "unknown": ({"x": 1}, r"unknown option 'x'; the options are .*save_activations, master_weights"),
     "misspelled": ({"save_activation": "quantized"}, "unknown option .*; did you mean 'save_activations'?"),
@@ -86,7 +86,7 @@ def test_states_of_files_are_checked_and_take_fields_alone(cls):
     for field, value in {"save_activations": 7, "out_dtype": torch.int8, "master_weights": 1}.items():
         with pytest.raises((TypeError, ValueError), match=f"{field} must be"):
             loaded(cls, **{field: value})
-    with pytest.raises(ValueError, match="no backend 'nonsense'"):
+    with pytest.raises(ValueError, match="unknown backend 'nonsense'"):
         loaded(cls, backend="nonsense")
 
 

@@ -120,7 +120,7 @@ OTHER_TRANSPOSES = {
     "all": ("fp8", lambda q: q.permute(1, 2, 0), "only the last two dims can be swapped, got"),
     "packed": ("nvfp4", lambda q: q[0].mT, "packs two elements in a byte"),
     "packed_rows": ("nvfp4_1x16", lambda q: q[0].t(), "packs two elements in a byte"),
-    "columnwise": ("nvfp4_1x16", lambda q: q.columnwise(), "has blocks of 1x16, a transpose would need other scales"),
+    "columnwise": ("nvfp4_1x16", lambda q: q.columnwise(), "got 1x16 .*, whose transpose needs other scales"),
 }
 
 

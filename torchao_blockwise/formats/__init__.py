@@ -1,4 +1,4 @@
-"""Formats: what a block-scaled format is, as data, and the bit codecs of its elements."""
+"""Block-scaled formats as data, and the encoding of their elements."""
 
 from torchao_blockwise.formats.block_format import FORMATS, BlockFormat, Scales, get_format, register_format
 from torchao_blockwise.formats.elements import E2M1, E2M1_VALUES, E4M3, HIGH_PRECISION_DTYPES, Element

@@ -15,9 +15,9 @@ from torchao_blockwise.formats.elements import Element
 class Scales(NamedTuple):
     """The result of scaling each block by its amax; shapes follow the grid of block amaxes.
 
-    encode: fp32 factor that a value is multiplied by before it is rounded to an element.
+    encode: fp32 factor by which a value is multiplied before it is rounded to an element.
     scale: stored block scale; x ≈ qdata · scale [· global_scale].
-    global_scale: fp32 scalar, or None where the format has none.
+    global_scale: fp32 scalar, or None if the format has none.
     """
 
     encode: torch.Tensor
@@ -27,15 +27,16 @@ class Scales(NamedTuple):
 
 @dataclass(frozen=True)
 class BlockFormat:
-    """A block-scaled format as data. References are generic over it; kernels take their constants from it.
+    """A block-scaled format as data. References are generic over it, and kernels read their constants from it.
 
-    name: unique; ops carry formats by name.
+    name: a unique name, by which operations refer to the format.
     block: (rows, columns) that share one scale; columns run along the contraction.
     compute_scales: (block_amax f32 grid, tensor_amax f32 scalar or None, power_of_2_scales) -> Scales.
-    min_amax: an amax below it is raised to it.
-    scale_max: the largest block scale that can be stored, where the scale itself is quantized.
-    transposed_scales: of one-row blocks, the scale grid is stored [column blocks, rows] and not [rows, column blocks].
-    has_global_scale: quantizing needs the amax of the whole tensor.
+    min_amax: smaller amaxes are raised to this value.
+    scale_max: the largest block scale that can be stored, if the scale itself is quantized.
+    transposed_scales: for one-row blocks, whether scales are stored as [column blocks, rows] instead of
+        [rows, column blocks].
+    has_global_scale: whether quantization needs the amax of the whole tensor.
     """
 
     name: str
@@ -57,36 +58,36 @@ class BlockFormat:
 
     @property
     def is_square(self) -> bool:
-        """Square blocks: a columnwise copy is an exact transpose of the rowwise one."""
+        """Whether blocks are square, so that a columnwise copy is the exact transpose of the rowwise one."""
         return self.block[0] == self.block[1]
 
     def grid(self, rows: int, columns: int) -> tuple[int, int]:
-        """Blocks along rows and columns: (⌈rows/R⌉, ⌈columns/C⌉)."""
+        """Return the numbers of blocks along rows and columns: (⌈rows/R⌉, ⌈columns/C⌉)."""
         block_rows, block_columns = self.block
         return (rows + block_rows - 1) // block_rows, (columns + block_columns - 1) // block_columns
 
     def qdata_shape(self, *shape: int) -> tuple[int, ...]:
-        """Payload shape of a tensor [.., rows, columns]."""
+        """Return the shape of the payload of a tensor [.., rows, columns]."""
         *batch, rows, columns = shape
         return (*batch, rows, self.element.packed(columns))
 
     def scale_shape(self, *shape: int) -> tuple[int, ...]:
-        """Shape of the stored scale grid of a tensor [.., rows, columns]."""
+        """Return the shape of the stored scales of a tensor [.., rows, columns]."""
         *batch, rows, columns = shape
         grid = self.grid(rows, columns)
         return (*batch, *(grid[::-1] if self.transposed_scales else grid))
 
     def new_empty(self, x: torch.Tensor, *shape: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Uninitialized (payload, stored scale grid) of a tensor [.., rows, columns], on the device of `x`."""
+        """Return uninitialized (payload, scales) for a tensor [.., rows, columns], on the device of `x`."""
         return (
             x.new_empty(self.qdata_shape(*shape), dtype=self.element.storage_dtype),
             x.new_empty(self.scale_shape(*shape), dtype=self.scale_dtype),
         )
 
     def nbytes(self, *shape: int, scale_per_matrix: bool = False) -> int:
-        """Bytes at rest of a quantized tensor [.., rows, columns]: payload, scales, and the global scale if any.
+        """Return the bytes of a quantized tensor [.., rows, columns]: payload, scales, and the global scale if any.
 
-        scale_per_matrix: each matrix [rows, columns] has its global scale.
+        scale_per_matrix: whether each matrix [rows, columns] has a separate global scale.
         """
         payload = math.prod(self.qdata_shape(*shape)) * self.element.storage_dtype.itemsize
         scales = math.prod(self.scale_shape(*shape)) * self.scale_dtype.itemsize
@@ -98,16 +99,16 @@ FORMATS: dict[str, BlockFormat] = {}
 
 
 def register_format(fmt: BlockFormat) -> BlockFormat:
-    """Make `fmt` known by its name; raises ValueError if the name is taken."""
+    """Register `fmt` under its name; raise ValueError if the name is taken."""
     if fmt.name in FORMATS:
-        raise ValueError(f"register_format: {fmt.name} is registered already; choose another name")
+        raise ValueError(f"register_format: {fmt.name} is already registered; choose another name")
     FORMATS[fmt.name] = fmt
     return fmt
 
 
 def get_format(fmt: BlockFormat | str) -> BlockFormat:
-    """The registered format of that name; a BlockFormat must be registered too."""
+    """Return the registered format with this name; a BlockFormat must be registered as well."""
     name = fmt.name if isinstance(fmt, BlockFormat) else fmt
     if name not in FORMATS:
-        raise ValueError(f"no block format {name!r}; the formats are {', '.join(FORMATS)}")
+        raise ValueError(f"unknown block format {name!r}; the formats are {', '.join(FORMATS)}")
     return FORMATS[name]

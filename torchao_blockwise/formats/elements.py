@@ -1,7 +1,7 @@
-"""Elements: the low-precision numbers that a block is made of, and how they lie in memory.
+"""Elements: the low-precision numbers in a block, and how they are stored.
 
-An element rounds to nearest even, saturates at ±max and keeps -0. `encode` takes values that were already multiplied
-by the block's encode factor; `decode` gives back fp32 values before any scale.
+Elements round to nearest even, saturate at ±max and keep -0. `encode` takes values that were already multiplied by the
+block's encode factor, and `decode` returns fp32 values without any scale.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from itertools import pairwise
 import torch
 import torch.nn.functional as F
 
-# What high-precision tensors can be: quantized from, multiplied to, or reported.
+# The dtypes of tensors that can be quantized, of results of GEMMs, and those that quantized tensors can report.
 HIGH_PRECISION_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @dataclass(frozen=True)
 class Element:
-    """A low-precision number: its largest magnitude, its bits, and how payload stores it.
+    """A low-precision number format: its largest magnitude, its bits, and its storage.
 
-    name: how kernels and messages call it.
+    name: the name in kernels and messages.
     max: largest finite magnitude.
-    bits: bits an element takes; 4-bit elements lie two in a byte along the last dim, the even one in the low nibble.
+    bits: bits of an element. 4-bit elements are packed two in a byte along the last dim, even ones in the low nibble.
     storage_dtype: dtype of the payload tensor.
     """
 
@@ -37,32 +37,32 @@ class Element:
         return 8 // self.bits
 
     def packed(self, columns: int) -> int:
-        """Payload entries that hold `columns` elements: ⌈columns / per_byte⌉."""
+        """Return the number of payload entries for `columns` elements: ⌈columns / per_byte⌉."""
         return (columns + self.per_byte - 1) // self.per_byte
 
     def unpack(self, qdata: torch.Tensor, columns: int) -> torch.Tensor:
-        """One code an entry [.., columns] of a payload [.., packed(columns)]."""
+        """Unpack a payload [.., packed(columns)] to one code an entry [.., columns]."""
         if self.per_byte == 1:
             return qdata
         return torch.stack((qdata & 0xF, qdata >> 4), dim=-1).flatten(-2)[..., :columns]
 
     def pack(self, codes: torch.Tensor) -> torch.Tensor:
-        """Contiguous payload [.., packed(K)] of codes [.., K] in new memory; an odd K leaves a zero nibble."""
+        """Pack codes [.., K] to a new contiguous payload [.., packed(K)]; for an odd K the last nibble is zero."""
         if self.per_byte == 1:
             return codes.clone(memory_format=torch.contiguous_format)
         codes = F.pad(codes.contiguous(), (0, codes.shape[-1] % 2))
         return codes[..., 0::2] | (codes[..., 1::2] << 4)
 
     def has_nan(self, qdata: torch.Tensor) -> torch.Tensor:
-        """Whether a code of the payload is NaN, bool []; the device is not waited for."""
+        """Return whether a code of the payload is NaN, bool []; does not synchronize."""
         return torch.zeros((), dtype=torch.bool, device=qdata.device)
 
     def encode(self, y: torch.Tensor) -> torch.Tensor:
-        """Payload [.., packed(K)] of fp32 values `y` [.., K], rounded to nearest even, saturating."""
+        """Encode fp32 values `y` [.., K] to a payload [.., packed(K)], rounded to nearest even, saturating."""
         raise NotImplementedError
 
     def decode(self, qdata: torch.Tensor, columns: int) -> torch.Tensor:
-        """fp32 values [.., columns] of a payload [.., packed(columns)]."""
+        """Decode a payload [.., packed(columns)] to fp32 values [.., columns]."""
         raise NotImplementedError
 
 
@@ -74,13 +74,13 @@ class _E4M3(Element):
 
     def encode(self, y: torch.Tensor) -> torch.Tensor:
         clamped = y.clamp(-self.max, self.max)
-        # Hardware conversions give 0x7f for every NaN, whatever its sign.
+        # Hardware conversions return 0x7f for every NaN, whatever its sign.
         return clamped.masked_fill(y.isnan(), float("nan")).to(self.storage_dtype)
 
     def decode(self, qdata: torch.Tensor, columns: int) -> torch.Tensor:
         if qdata.is_cuda:
             return qdata.float()
-        # On a CPU PyTorch converts one element at a time; looking them up is several times as fast.
+        # On a CPU, PyTorch converts one element at a time; a lookup is several times faster.
         values = torch.arange(256, dtype=torch.uint8, device=qdata.device).view(self.storage_dtype).float()
         return _look_up(values, qdata.view(torch.uint8))
 
@@ -91,10 +91,10 @@ _SIGN_BIT = 8
 
 
 def _e2m1_borders() -> list[float]:
-    """The smallest fp32 magnitude of codes 1..7: midpoints, and ties go to the even code."""
+    """Return the smallest fp32 magnitude of codes 1..7: the midpoints, where ties go to the even code."""
     borders = []
     for code, (low, high) in enumerate(pairwise(E2M1_VALUES)):
-        # On the CPU, whatever the default device of the program that imports this.
+        # On the CPU, independent of the program's default device.
         middle, above = torch.tensor([(low + high) / 2, high], device="cpu")
         tie_goes_down = code % 2 == 0
         borders.append((torch.nextafter(middle, above) if tie_goes_down else middle).item())
@@ -111,10 +111,10 @@ class _E2M1(Element):
         return self._pack_largest_below(y.abs(), _E2M1_BORDERS, y)
 
     def encode_stochastically(self, y: torch.Tensor, random: torch.Tensor) -> torch.Tensor:
-        """`encode`, but rounded up with the probability of the distance to the lower neighbor; NaN encodes as 0.
+        """Encode, rounding up with a probability proportional to the distance to the lower neighbor; NaN becomes 0.
 
-        random: uint8 in y's shape, u an element. With v = min(|y|, 6) and step(v) the distance of its neighbors,
-        v + u/256 · step(v) is rounded down to a value of the grid: on the grid already, v stays.
+        random: uint8 u in y's shape. With v = min(|y|, 6) and step(v) the distance between its neighbors,
+        v + u/256 · step(v) is rounded down to a representable value. A representable v does not change.
         """
         v = y.abs().clamp(max=self.max)
         step = torch.where(v < 2, 0.5, torch.where(v < 4, 1.0, 2.0))
@@ -122,9 +122,9 @@ class _E2M1(Element):
         return self._pack_largest_below(t, E2M1_VALUES[1:], y)
 
     def _pack_largest_below(self, magnitude: torch.Tensor, borders: Sequence[float], y: torch.Tensor) -> torch.Tensor:
-        """Codes that count the borders up to each magnitude, with the signs of `y`, packed; of a NaN 0."""
+        """Return packed codes, the number of borders up to each magnitude with the sign of `y`; 0 for NaN."""
         code = (y.signbit() & ~y.isnan()).to(torch.uint8) * _SIGN_BIT
-        # One comparison after the other: on a CPU `bucketize` takes ten times as long.
+        # A loop of comparisons: on a CPU, `bucketize` takes ten times as long.
         for border in borders:
             code += magnitude >= border
         return self.pack(code)
@@ -135,7 +135,7 @@ class _E2M1(Element):
 
 
 def _look_up(values: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
-    """values[codes]; `index_select` is far faster on a CPU than an index."""
+    """Return values[codes], with `index_select` because it is much faster than indexing on a CPU."""
     return values.index_select(0, codes.flatten().int()).view(codes.shape)
 
 

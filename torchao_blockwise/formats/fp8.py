@@ -17,15 +17,15 @@ _F32_EXPONENT_AND_SIGN = -(1 << 23)
 
 
 def _fp8_scales(block_amax: torch.Tensor, tensor_amax: torch.Tensor | None, power_of_2_scales: bool) -> Scales:
-    """S = 448 / max(amax, 1e-12) with S rounded down to a power of two on demand; scale = 1 / S. NaN stays NaN."""
+    """S = 448 / max(amax, 1e-12), optionally rounded down to a power of two; scale = 1 / S. NaN stays NaN."""
     amax = block_amax.clamp(min=MIN_AMAX)
-    # Tensor over tensor: scalar numerators and denominators become a multiplication by a reciprocal in PyTorch.
+    # Divide tensors by tensors, because PyTorch may replace a division with a scalar by a multiplication.
     encode = torch.full_like(amax, E4M3.max) / amax
     if power_of_2_scales:
         power = (encode.view(torch.int32) & _F32_EXPONENT_AND_SIGN).view(torch.float32)
         encode = torch.where(encode.isnan(), encode, power)
     scale = torch.ones_like(encode) / encode
-    # Devices make NaNs of different bits; this is the one that all implementations store.
+    # Devices produce NaNs with different bits; all implementations store this one.
     return Scales(encode, scale.masked_fill(scale.isnan(), float("nan")), None)
 
 
@@ -37,7 +37,7 @@ FP8_1X128 = register_format(
         scale_dtype=torch.float32,
         compute_scales=_fp8_scales,
         min_amax=MIN_AMAX,
-        # Products read the scales of all rows at one step of the contraction together.
+        # GEMMs read the scales of all rows together in each step of the contraction.
         transposed_scales=True,
         has_power_of_2_scales=True,
     )

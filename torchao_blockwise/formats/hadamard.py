@@ -1,4 +1,4 @@
-"""The random Hadamard transform of 16 values: it spreads an outlier over its chunk and leaves products as they are.
+"""The random Hadamard transform of 16 values: it spreads an outlier over its chunk and cancels in GEMMs.
 
     T = diag(s) · H16 / 4        s: 16 signs; H16[i][j] = (-1)^popcount(i & j), so that T · Tᵀ = 1
 
@@ -14,17 +14,17 @@ import torch
 import torch.nn.functional as F
 
 HADAMARD_SIZE = 16
-# TransformerEngine's and torchao's, so that runs can be compared.
+# The signs of TransformerEngine and torchao, so that runs can be compared.
 DEFAULT_SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 
-# Bit i of the number by which options carry signs says that sign i is negative; bit 16 stands for the transform itself.
+# Options store a transform as a number: bit i is set if sign i is negative, and bit 16 is always set.
 _PRESENT = 1 << HADAMARD_SIZE
 
 
 def hadamard_number(hadamard: bool | Sequence[int]) -> int:
-    """The number by which options carry a transform: 0 for none. True: `DEFAULT_SIGNS`.
+    """Return the number that represents a transform in options: 0 for none. True means `DEFAULT_SIGNS`.
 
-    Raises ValueError for anything but True, False or 16 signs of 1 and -1.
+    Raises ValueError for anything except True, False or 16 signs of 1 and -1.
     """
     if hadamard is False:
         return 0
@@ -35,13 +35,13 @@ def hadamard_number(hadamard: bool | Sequence[int]) -> int:
 
 
 def hadamard_transform(x: torch.Tensor, number: int) -> torch.Tensor:
-    """Rows of `x` [M, K] in chunks of 16 as row vectors times T, rounded to x's dtype: [⌈M/16⌉ · 16, K].
+    """Transform chunks of 16 rows of `x` [M, K], as row vectors times T, rounded to x's dtype: [⌈M/16⌉ · 16, K].
 
-    number: of `hadamard_number`. The last chunk is filled with zero rows. In fp32, butterflies of stride 1, 2, 4, 8.
+    number: from `hadamard_number`. The last chunk is padded with zero rows. fp32 butterflies of stride 1, 2, 4, 8.
     """
     chunks = F.pad(x.float(), (0, 0, 0, -x.shape[0] % HADAMARD_SIZE)).unflatten(0, (-1, HADAMARD_SIZE))
     negative = torch.tensor([bool(number >> i & 1) for i in range(HADAMARD_SIZE)], device=x.device)[:, None]
-    # Not multiplied by the sign: a zero would become -0, and where all signs are negative the sum of zeros too.
+    # Do not multiply by the sign: a zero would become -0, and so would a sum of zeros if all signs are negative.
     y = torch.where(negative, 0 - chunks, chunks)
     stride = 1
     while stride < HADAMARD_SIZE:

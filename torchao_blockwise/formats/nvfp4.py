@@ -16,7 +16,7 @@ _F32_MAX = torch.finfo(torch.float32).max
 
 
 def global_scale_of(tensor_amax: torch.Tensor) -> torch.Tensor:
-    """Decode factor of a tensor: amax / (6 · 448); 1 for a zero tensor, NaN where the amax is NaN or Inf."""
+    """Return the decode factor of a tensor: amax / (6 · 448); 1 for a zero tensor, NaN if the amax is NaN or Inf."""
     scale = tensor_amax / torch.full_like(tensor_amax, E2M1.max * E4M3.max)
     scale = torch.where(tensor_amax == 0, torch.ones_like(scale), scale)
     return scale.masked_fill(~tensor_amax.isfinite(), float("nan"))
@@ -32,7 +32,7 @@ def _nvfp4_scales(block_amax: torch.Tensor, tensor_amax: torch.Tensor | None, po
     scale = E4M3.encode(block_amax * (tensor_encode * sixth))
     decoded = scale.float()
     encode = torch.ones_like(decoded) / (decoded * (one / tensor_encode))
-    # A block scale of zero (or NaN) leaves the sign and saturates: the largest factor stands for "divide by zero".
+    # If a block scale is zero (or NaN), values keep their sign and saturate: the largest factor means "divide by zero".
     encode = torch.where(decoded > 0, encode.clamp(max=_F32_MAX), torch.full_like(encode, _F32_MAX))
     return Scales(encode, scale, global_scale_of(tensor_amax))
 

@@ -1,11 +1,11 @@
-"""Random bits for stochastic rounding that belong to the element, not to the launch that rounds it.
+"""Random bits for stochastic rounding. They depend on the position of the element, not on the launch that rounds it.
 
-One call of Philox4x32-10 gives the 16 bytes of one 1×16 block: byte i of its little-endian words is for element i.
+One call of Philox4x32-10 returns the 16 bytes for one 1×16 block: byte i of its little-endian words is for element i.
 
     key = seed (64 bits)      counter = (block, low word; block, high word; stream; use), 32 bits each
 
-The block is numbered in the whole tensor, row by row. So the bits are the same on any device, for any tile, and for a
-part of the tensor that says where it lies.
+Blocks are numbered row by row in the whole tensor. So the bits are the same on any device, for any tile, and for a part
+of the tensor whose position is given.
 Source: Salmon et al., Parallel random numbers: as easy as 1, 2, 3 (SC'11).
 """
 
@@ -23,14 +23,15 @@ RANDOM_BITS = 8
 
 
 class StochasticRounding(NamedTuple):
-    """Which random bits a copy in e2m1 is rounded by.
+    """The random bits with which a copy in e2m1 is rounded.
 
-    seed: 64 bits. stream: which tensor of a model, 32 bits; the columnwise copy of the same call has the next one.
-    use: how often the stream was used before, 32 bits; a number, or an int64 scalar on the tensor's device.
-    start: (row, block column) of this part in the block grid of the whole copy. grid: block columns of the whole copy;
-        None: those of the part. Of a columnwise copy rows are features and block columns run along the tokens.
-    expert: of tokens in groups the number of the first group's expert among all; there the grid is a group's own, and
-        `start` counts in it.
+    seed: 64 bits. stream: 32 bits, a different one for each tensor of a model; the columnwise copy of the same call
+        uses the next one.
+    use: how many times the stream was used before, 32 bits; a number, or an int64 scalar on the tensor's device.
+    start: (row, block column) of this part in the block grid of the whole copy. grid: block columns of the whole copy,
+        or None for those of the part. In a columnwise copy, rows are features and block columns run along the tokens.
+    expert: for tokens in groups, the index of the first group's expert among all experts; each group then has its own
+        grid, in which `start` counts.
     """
 
     seed: int
@@ -42,9 +43,9 @@ class StochasticRounding(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Which blocks a copy is made of, as an operation carries it: numbers of `StochasticRounding`.
+    """The position of a copy's blocks in the whole copy, as an argument of operations; see `StochasticRounding`.
 
-    operand: what is added to the stream. grid: -1 for that of the part.
+    operand: number that is added to the stream. grid: -1 for that of the part.
     """
 
     operand: int = 0
@@ -54,7 +55,7 @@ class Place(NamedTuple):
 
 
 class RoundingBits(NamedTuple):
-    """The random bits of both copies of one cast. key: as `key_of` gives it."""
+    """The random bits of both copies of one cast. key: a result of `key_of`."""
 
     key: torch.Tensor
     rowwise: Place = Place()
@@ -62,9 +63,9 @@ class RoundingBits(NamedTuple):
 
 
 def key_of(rounding: StochasticRounding, device: torch.device) -> torch.Tensor:
-    """(seed, stream, use, expert) as kernels read them: int64 [4] on `device`.
+    """Return (seed, stream, use, expert) as kernels read them: int64 [4] on `device`.
 
-    Raises ValueError for numbers of more bits.
+    Raises ValueError if a number has too many bits.
     """
     seed, stream, use, expert = *rounding[:3], rounding.expert
     counted = 0 if isinstance(use, torch.Tensor) else use
@@ -80,7 +81,7 @@ def key_of(rounding: StochasticRounding, device: torch.device) -> torch.Tensor:
 
 
 def philox(counter: tuple[torch.Tensor, ...], key: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    """Philox4x32-10: four words of a counter of four and a key of two, all int64 in [0, 2^32), broadcast."""
+    """Return the four words of Philox4x32-10 for a counter of four words and a key of two, all int64 in [0, 2^32)."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(_ROUNDS):
@@ -92,14 +93,14 @@ def philox(counter: tuple[torch.Tensor, ...], key: tuple[torch.Tensor, ...]) -> 
 
 
 def _product(x: torch.Tensor, factor: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(high, low) word of the product of words; int64 would overflow, so in halves."""
+    """Return the (high, low) words of a product of words, computed in halves because int64 would overflow."""
     low, high = x * (factor & 0xFFFF), x * (factor >> 16)
     upper = (low >> 16) + high
     return upper >> 16, ((upper & 0xFFFF) << 16) | (low & 0xFFFF)
 
 
 def block_bytes(block: torch.Tensor, key: torch.Tensor, operand: int) -> torch.Tensor:
-    """uint8 [.., 16] of blocks [..], numbers of 64 bits as int64. key: what `key_of` gives."""
+    """Return the random bytes, uint8 [.., 16], of blocks [..], 64-bit numbers as int64. key: a result of `key_of`."""
     seed, stream, use, _ = key.unbind()
     counter = block & (_WORD - 1), (block >> 32) & (_WORD - 1), (stream + operand) % _WORD, use % _WORD
     words = torch.stack(torch.broadcast_tensors(*philox(counter, (seed & (_WORD - 1), (seed >> 32) & (_WORD - 1)))), -1)

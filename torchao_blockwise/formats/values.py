@@ -1,4 +1,4 @@
-"""The values that travel between layers, operations and kernels: operations take them apart, and nobody else."""
+"""The values that layers, operations and kernels exchange. Only operations unpack them."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ class Operand(NamedTuple):
     """A tensor quantized block by block: x ≈ qdata · scale [· global_scale].
 
     qdata: payload [.., M, packed(K)], blocks along K. scale: the stored grid of block scales.
-    global_scale: f32 scalar; with a scale for each matrix [M, K] f32 [..], for each group of tokens f32 [E], which only
-        who has the groups can decode; None where the format has none.
-    format_name: which registered format it is; a string, because compilers know strings and no other objects.
+    global_scale: f32 scalar; f32 [..] with one for each matrix [M, K]; f32 [E] with one for each group of tokens, which
+        can be decoded only with the groups; None if the format has none.
+    format_name: the name of a registered format; a string, because compilers do not support arbitrary objects.
     """
 
     qdata: torch.Tensor
@@ -29,33 +29,33 @@ class Operand(NamedTuple):
 
     @property
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """(qdata, scale, global_scale): what autograd can save."""
+        """(qdata, scale, global_scale), the tensors that autograd can save."""
         return self.qdata, self.scale, self.global_scale
 
 
 class Copies(NamedTuple):
-    """The quantized copies of a tensor [.., M, K] that one read makes, those that were asked for.
+    """The requested quantized copies of a tensor [.., M, K], or None for the others.
 
     rowwise: blocks along K. columnwise: the transpose, contiguous, [.., K, M], blocks along M.
     """
 
-    # Whoever asked for a copy has it, and need not look for None, which `Any` stands for.
+    # `Any`, so that callers need not check a requested copy for None.
     rowwise: Operand | Any
     columnwise: Operand | Any
 
 
 class CastOptions(NamedTuple):
-    """Options of an operation that quantizes: which copies, in which format, and how.
+    """Options of operations that quantize: the copies to compute, their format and options.
 
-    rowwise, columnwise: which of `Copies`.
-    power_of_2_scales: FP8 only; rounds the encode factor down to a power of two.
-    padded: the columnwise copy is that of the tensor with zero rows behind, up to a multiple of 32: for GEMMs of two
-        such copies, to which they add nothing. Without it, rows that are no such multiple cost a copy.
-    hadamard: NVFP4 only; the columnwise copy is that of the transform which `formats.hadamard_number` gives the number
-        of; 0 for none. It is whole chunks of 16 tokens wide, the last one filled with zeros, and so is not `padded`.
-    scale_per_group: NVFP4 only; each group of tokens has its tensor scale, and so has, without groups, each
-        matrix [M, K] of a tensor [.., M, K]. Else the whole tensor has one.
-    columnwise_format_name: the format of the columnwise copy, if it is not `fmt`: "fp8_128x128" next to FP8_1X128.
+    rowwise, columnwise: the copies to compute.
+    power_of_2_scales: FP8 only; round the encode factor down to a power of two.
+    padded: append zero rows to the tensor, up to a multiple of 32, before the columnwise copy is quantized. GEMMs of
+        two such copies have the same result, and need no copy if the number of rows is not a multiple of 32.
+    hadamard: NVFP4 only; the `formats.hadamard_number` of the transform that is applied before the columnwise copy is
+        quantized, or 0. Its width is padded with zeros to chunks of 16 tokens, so `padded` does not apply.
+    scale_per_group: NVFP4 only; compute a tensor scale for each group of tokens or, without groups, for each matrix
+        [M, K] of a tensor [.., M, K]. Otherwise the whole tensor has one.
+    columnwise_format_name: the format of the columnwise copy, if it is not `fmt`: "fp8_128x128" with FP8_1X128.
     """
 
     fmt: BlockFormat
@@ -73,11 +73,11 @@ class CastOptions(NamedTuple):
 
 
 class Groups(NamedTuple):
-    """Tokens of experts: consecutive rows that belong to one expert each, known by where they end.
+    """Groups of consecutive rows, one for the tokens of each expert, given by their ends.
 
     ends: int32 [E], cumulative, on the tokens' device: group g is rows [ends[g-1], ends[g]).
-    tables: where groups lie, in the forms that kernels ask for, as `ops.make_groups` makes them once for all operations
-        on these tokens; without them each operation makes its own.
+    tables: the positions of groups in the forms that kernels need; `ops.make_groups` computes them once for all
+        operations on these tokens. Without them, each operation computes its own.
     """
 
     ends: torch.Tensor

@@ -1,4 +1,4 @@
-"""Operations: what is computed. Each checks its arguments, has a schema and a fake, and picks an implementation."""
+"""Operations. Each one checks its arguments, has a schema and a fake implementation, and selects a backend."""
 
 from torchao_blockwise.formats import StochasticRounding
 from torchao_blockwise.ops.backend import Backend, casting_backend, get_backend

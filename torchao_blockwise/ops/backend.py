@@ -1,4 +1,4 @@
-"""Backends: implementations of an operation, and the choice between them."""
+"""Backends: the implementations of an operation, and how one is selected."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from torchao_blockwise._names import did_you_mean
 
 
 class Backend(str, Enum):
-    """Implementations of an operation. AUTO takes the fastest that can; a named one runs or raises, never falls back.
+    """Implementations of an operation. AUTO selects the fastest that can run. A named one runs or raises.
 
-    REFERENCE: eager torch on any device, the bit oracle. TRITON: GPUs, and CPUs under TRITON_INTERPRET=1.
-    CUBLAS: cuBLASLt block scaling through `torch.nn.functional.scaled_mm`. GLUON: kernels for Hopper only.
-    DEEP_GEMM: the library of that name, where it is installed: GEMMs in FP8 on Hopper whose b has square blocks.
-    CUTLASS: kernels in PyTorch through `torch.nn.functional.scaled_grouped_mm`: the same GEMMs, but of experts, in
-    NVFP4 and on Blackwell.
+    REFERENCE: eager PyTorch on any device, which defines the correct bits. TRITON: GPUs, and CPUs with
+    TRITON_INTERPRET=1. CUBLAS: cuBLASLt block scaling through `torch.nn.functional.scaled_mm`. GLUON: kernels for
+    Hopper only. DEEP_GEMM: the DeepGEMM library, if installed, for FP8 GEMMs on Hopper whose b has square blocks.
+    CUTLASS: kernels in PyTorch through `torch.nn.functional.scaled_grouped_mm`, for GEMMs of experts in NVFP4 on
+    Blackwell.
     """
 
     AUTO = "auto"
@@ -38,23 +38,23 @@ class Backend(str, Enum):
 
     @classmethod
     def _missing_(cls, value: object) -> Backend | None:
-        """Those of `register_backend`: pickles and copies look a member up by its value."""
+        """Return a backend of `register_backend`, because pickles and copies look members up by value."""
         return BACKENDS.get(value)
 
-    # Reads as its value in messages on every Python version.
+    # Show the value in messages on every Python version.
     __str__ = str.__str__
-    # An enum's own goes through Python, 0.4 µs of every operation.
+    # The enum's own property runs Python code, 0.4 µs in every operation.
     value = property(operator.attrgetter("_value_"))
 
 
-# Looking an enum's member up by value takes 0.5 µs, and every operation asks several times.
+# Looking up an enum member by value takes 0.5 µs, and every operation does it several times.
 BACKENDS = {backend.value: backend for backend in Backend}
 
 
 def register_backend(name: str) -> Backend:
-    """A backend that the package does not have, for rows that a program adds to tables; raises ValueError if taken."""
+    """Register a new backend, for rows that a program adds to tables; raise ValueError if the name is taken."""
     if name in BACKENDS:
-        raise ValueError(f"register_backend: {name} is registered already; choose another name")
+        raise ValueError(f"register_backend: {name} is already registered; choose another name")
     backend = str.__new__(Backend, name)
     backend._name_, backend._value_ = name.upper(), name
     BACKENDS[name] = backend
@@ -62,19 +62,19 @@ def register_backend(name: str) -> Backend:
 
 
 def get_backend(backend: Backend | str | None) -> Backend:
-    """The backend of that name, AUTO for None; raises ValueError for an unknown name."""
+    """Return the backend with this name, AUTO for None; raise ValueError for an unknown name."""
     if type(backend) is Backend:
         return backend
     if backend is None:
         return Backend.AUTO
     if backend not in BACKENDS:
         known = ", ".join(BACKENDS)
-        raise ValueError(f"no backend {backend!r}; the backends are {known}{did_you_mean(backend, BACKENDS)}")
+        raise ValueError(f"unknown backend {backend!r}; the backends are {known}{did_you_mean(backend, BACKENDS)}")
     return BACKENDS[backend]
 
 
 def casting_backend(backend: Backend | str | None) -> Backend:
-    """The backend that quantizes and transposes next to GEMMs on `backend`: most libraries only multiply."""
+    """Return the backend that quantizes and transposes for GEMMs on `backend`: most libraries have only GEMMs."""
     if type(backend) is not Backend:
         backend = get_backend(backend)
     return backend if backend is Backend.TRITON or backend is Backend.REFERENCE else Backend.AUTO
@@ -87,52 +87,53 @@ def interpreting() -> bool:
 
 @functools.cache
 def compute_capability(device: torch.device) -> tuple[int, int]:
-    """(major, minor) of a CUDA device, (0, 0) elsewhere."""
+    """Return (major, minor) of a CUDA device, (0, 0) for other devices."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
 
 
 def architecture(device: torch.device) -> str:
-    """The device in messages: its architecture, such as sm_90, or its type if it is not a CUDA device."""
+    """Return the architecture of a CUDA device, such as sm_90, or the type of another device, for messages."""
     return "sm_{}{}".format(*compute_capability(device)) if device.type == "cuda" else device.type
 
 
 def why_no_compiler() -> str | None:
-    """Why the installed Triton cannot build kernels, or None if it can."""
+    """Return why the installed Triton cannot build kernels, or None if it can."""
     return _compat.why_old_triton() if _compat.has_triton() else "triton is not installed (pip install triton)"
 
 
 def why_no_triton(device: torch.device, min_capability: tuple[int, int] = (8, 0)) -> str | None:
-    """Why Triton kernels cannot run on `device`, or None if they can."""
+    """Return why Triton kernels cannot run on `device`, or None if they can."""
     if not _compat.has_triton():
         return why_no_compiler()
     capability = compute_capability(device)
-    # The environment is asked last, and on a GPU that can never: reading it takes 0.6 µs.
+    # Read the environment last, and never on a capable GPU, because that takes 0.6 µs.
     if capability >= min_capability or interpreting():
         return _compat.why_old_triton()
     if device.type != "cuda":
-        return f"Triton kernels run on CUDA devices, got {device.type} (TRITON_INTERPRET=1 interprets them on a CPU)"
+        return f"Triton kernels need a CUDA device, got {device.type} (TRITON_INTERPRET=1 interprets them on a CPU)"
     return "the kernel needs sm_{}{} or newer, got {}".format(*min_capability, architecture(device))
 
 
 def may_have_kernels(device: torch.device) -> bool:
-    """False where `why_no_triton` has a reason that no GPU needs to be asked for: for code that may be traced."""
+    """Return False if `why_no_triton` has a reason that is known without querying a GPU; code may be traced."""
     return device.type != "cpu" or interpreting()
 
 
 def why_no_gluon(device: torch.device) -> str | None:
-    """Why the Gluon kernels of GEMMs cannot run on `device`, or None if they can, for GEMMs that they take."""
+    """Return why the Gluon kernels of GEMMs cannot run on `device`, or None if they can for supported GEMMs."""
     if compute_capability(device) != (9, 0):
         return f"the kernels are for Hopper GPUs (sm_90), got {architecture(device)}"
-    return "Triton's interpreter does not know Gluon" if interpreting() else why_no_compiler()
+    return "Triton's interpreter does not support Gluon" if interpreting() else why_no_compiler()
 
 
 class Implementation(NamedTuple):
     """A row of an operation's table of backends.
 
-    run: a function of the operation's arguments except `backend`, or "module:function", imported when it is first
-        chosen: kernels need Triton, which may not be there.
-    why_not: of the same arguments, why it cannot compute them, or None if it can; None: it always can.
-    on_cpu: whether AUTO asks it on a CPU, where Triton's interpreter is off.
+    run: a function of the operation's arguments except `backend`, or "module:function", which is imported when it is
+        first selected, because kernels need Triton, which may not be installed.
+    why_not: a function of the same arguments that returns why `run` cannot compute them, or None if it can. If it is
+        None, `run` always can.
+    on_cpu: whether AUTO considers it on a CPU without Triton's interpreter.
     """
 
     backend: Backend
@@ -141,7 +142,7 @@ class Implementation(NamedTuple):
     on_cpu: bool = True
 
     def reason(self, args: Sequence[Any]) -> str | None:
-        """Why it cannot compute these arguments, or None if it can."""
+        """Return why it cannot compute these arguments, or None if it can."""
         return None if self.why_not is None else self.why_not(*args)
 
     @property
@@ -155,7 +156,7 @@ class Implementation(NamedTuple):
 def kernels(
     backend: Backend, run: Callable[..., Any] | str, why_not: Callable[..., str | None] | None = None
 ) -> Implementation:
-    """A row of kernels for GPUs, by default of Triton kernels for all arguments."""
+    """Return a row of kernels for GPUs, by default of Triton kernels for all arguments."""
     return Implementation(backend, run, why_not or why_no_kernels, on_cpu=False)
 
 
@@ -175,13 +176,13 @@ def choose(
     args: Sequence[Any],
     preferred_backend: Choice | None = None,
 ) -> Implementation:
-    """The row of an operation's table that computes these arguments. A backend may have several rows.
+    """Return the row of an operation's table that computes these arguments. A backend may have several rows.
 
-    AUTO takes the first row that can, those of the backend `preferred_backend(*args)`, if it is not None, first.
-    Where that one, or else Triton on a GPU, cannot run, it warns with the reason, once for an operation: later reasons,
-    such as a token count that changes each step, are not repeated. On a CPU, where kernels are not interpreted, neither
-    `preferred_backend` nor kernels are asked.
-    Raises ValueError where a named backend cannot run.
+    AUTO selects the first row that can run, starting with those of `preferred_backend(*args)` unless that is None. If
+    the preferred backend (or Triton on a GPU) cannot run, it warns with the reason, once for each operation, so that a
+    token count that changes in each step does not cause repeated warnings. On a CPU without Triton's interpreter,
+    `preferred_backend` and kernels are not considered.
+    Raises ValueError if a named backend cannot run.
     """
     if backend is not Backend.AUTO:
         named = [row for row in table if row.backend is backend]
@@ -220,26 +221,26 @@ _warned: set[tuple[str, Backend, Backend | None]] = set()
 
 
 def ranked(table: Sequence[Implementation], preferred: Backend | None) -> Sequence[Implementation]:
-    """The rows in the order in which AUTO asks them: those of `preferred` first."""
+    """Return the rows in the order in which AUTO considers them: those of `preferred` first."""
     if preferred is None or table[0].backend is preferred:
         return table
     return sorted(table, key=lambda row: row.backend is not preferred)
 
 
 def why_no_kernels(*args: Any) -> str | None:
-    """Why Triton kernels cannot compute these arguments of an operation, or None if they can."""
+    """Return why Triton kernels cannot compute these arguments of an operation, or None if they can."""
     x = first_tensor(args)
     return "there is nothing to compute" if x is None else why_no_triton(x.device)
 
 
 def why_no_encoders(*args: Any) -> str | None:
-    """`why_no_kernels`, of those that round to e4m3: below sm_89 there is no hardware conversion to it."""
+    """`why_no_kernels` for kernels that round to e4m3, for which GPUs below sm_89 have no hardware conversion."""
     x = first_tensor(args)
     return "there is nothing to compute" if x is None else why_no_triton(x.device, min_capability=(8, 9))
 
 
 def first_tensor(x: Any) -> torch.Tensor | None:
-    """The first tensor of an operation's arguments, which begin with a tensor, an operand or a list of either."""
+    """Return the first tensor of an operation's arguments, which begin with a tensor, an operand or a list of these."""
     while isinstance(x, (tuple, list)):
         if not x:
             return None

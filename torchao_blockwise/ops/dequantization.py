@@ -1,4 +1,4 @@
-"""Dequantize: block-scaled payload back to high precision."""
+"""Dequantize a block-scaled payload to high precision."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from torchao_blockwise.ops.registry import Operation, operand
 
 
 def dequantize(x: Operand, *, dtype: torch.dtype = torch.float32, columns: int | None = None) -> torch.Tensor:
-    """x ≈ qdata · scale [· global_scale], computed in fp32 and rounded once to `dtype`.
+    """Return qdata · scale [· global_scale], computed in fp32 and rounded once to `dtype`.
 
     x: a result of `quantize`, qdata [.., M, packed(K)].
-    columns: K, where it is odd and elements are packed two a byte; default all that the payload holds.
+    columns: K, needed if it is odd and elements are packed two in a byte; by default all columns of the payload.
     Returns [.., M, K].
     Raises TypeError if `x` is not a quantized operand or `dtype` is not floating point, ValueError for `columns`.
     """
@@ -27,11 +27,11 @@ def dequantize(x: Operand, *, dtype: torch.dtype = torch.float32, columns: int |
     if x.global_scale is not None and x.global_scale.dim() and x.global_scale.shape != x.qdata.shape[:-2]:
         got = f"{list(x.global_scale.shape)} for payload of shape {list(x.qdata.shape)}"
         raise ValueError(
-            f"dequantize: global_scale must be a scalar or one for each matrix of x, got {got}; of tokens in groups "
-            "dequantize each group's rows with its own scale"
+            f"dequantize: global_scale must be a scalar or have one value for each matrix of x, got {got}; for tokens "
+            "in groups, dequantize the rows of each group with its own scale"
         )
     if x.format.element.packed(columns) != x.qdata.shape[-1]:
-        raise ValueError(f"dequantize: the payload holds {held} columns, got columns={columns}")
+        raise ValueError(f"dequantize: the payload has {held} columns, got columns={columns}")
     return dequantize_op(x, columns, dtype)
 
 
@@ -40,7 +40,7 @@ def reference(x: Operand, columns: int, dtype: torch.dtype) -> torch.Tensor:
     fmt, elements = x.format, x.format.element.decode(x.qdata, columns)
     grid = x.scale.float().mT if fmt.transposed_scales else x.scale.float()
     values = elements * expand_blocks(grid, fmt, *elements.shape[-2:])
-    # One of all, or of each matrix.
+    # One scale for all matrices, or one for each.
     return (values if x.global_scale is None else values * x.global_scale[..., None, None]).to(dtype)
 
 

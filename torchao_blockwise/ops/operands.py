@@ -1,4 +1,4 @@
-"""Operands and copies of them: checks, and what kernels and references make of a tensor that they have computed."""
+"""Checks of operands and options, and allocation of quantized copies for kernels and references."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from torchao_blockwise.ops.padding import padded_size, without_padding
 
 
 def without_grad(*tensors: torch.Tensor | None) -> list[torch.Tensor | None]:
-    """The tensors as values that no gradient is asked of: operations here lie below autograd."""
+    """Detach tensors, because operations are not differentiable."""
     if not torch.is_grad_enabled():
         return list(tensors)
     return [t.detach() if t is not None and t.requires_grad else t for t in tensors]
 
 
 def copies_of(tensors: Sequence[torch.Tensor], options: CastOptions, scale: torch.Tensor | None = None) -> Copies:
-    """The copies that an operation of these options returned as tensors. scale: the global scale that they share."""
+    """Return the copies that an operation with these options returned as tensors. scale: their global scale."""
     return Copies(
         Operand(tensors[0], tensors[1], scale, options.fmt.name) if options.rowwise else None,
         Operand(tensors[-2], tensors[-1], scale, options.columnwise_format.name) if options.columnwise else None,
@@ -44,44 +44,44 @@ def copies_of(tensors: Sequence[torch.Tensor], options: CastOptions, scale: torc
 
 
 def check_operand(op: str, name: str, x: object) -> BlockFormat:
-    """The format of `x`; raises TypeError unless it is an operand, ValueError for a format that is not registered."""
+    """Return the format of `x`; raise TypeError unless it is an operand, ValueError for an unregistered format."""
     if not isinstance(x, Operand):
         raise TypeError(f"{op}: {name} must be a result of quantize, got {type(x).__name__}; quantize it first")
     if x.format_name not in FORMATS:
-        raise ValueError(f"{op}: {name} has no format {x.format_name!r}; the formats are {', '.join(FORMATS)}")
+        raise ValueError(f"{op}: {name} has unknown format {x.format_name!r}; the formats are {', '.join(FORMATS)}")
     return FORMATS[x.format_name]
 
 
 def check_dtype(op: str, x: torch.Tensor, name: str = "x") -> None:
-    """Raise TypeError unless `x` is of high precision: of a dtype that can be quantized."""
+    """Raise TypeError unless `x` has a high-precision dtype that can be quantized."""
     if x.dtype not in HIGH_PRECISION_DTYPES:
         raise TypeError(f"{op}: {name} must be bfloat16, float16 or float32, got {x.dtype}; cast it first")
 
 
 def check_options(op: str, options: CastOptions) -> None:
-    """Raise ValueError unless these copies exist in their format."""
+    """Raise ValueError unless the format supports these options."""
     fmt, of_columns = options.fmt, options.columnwise_format
     if not (options.rowwise or options.columnwise):
-        raise ValueError(f"{op}: nothing to compute; ask for rowwise, columnwise or both")
+        raise ValueError(f"{op}: nothing to compute; set rowwise, columnwise or both")
     if options.power_of_2_scales and not fmt.has_power_of_2_scales:
         raise ValueError(f"{op}: {fmt.name} has no power_of_2_scales; its block scales are {fmt.scale_dtype}")
     if options.hadamard and fmt.name != NVFP4_1X16.name:
         raise ValueError(f"{op}: hadamard is for {NVFP4_1X16.name}, got {fmt.name}; leave it out")
     if options.scale_per_group and not fmt.has_global_scale:
-        raise ValueError(f"{op}: scale_per_group is for tensor scales, which {fmt.name} has not; leave it out")
+        raise ValueError(f"{op}: scale_per_group is for formats with tensor scales, got {fmt.name}; leave it out")
     if options.hadamard and not options.columnwise:
-        raise ValueError(f"{op}: hadamard transforms the columnwise copy, which is not asked for; leave it out")
+        raise ValueError(f"{op}: hadamard transforms the columnwise copy, which is not requested; leave it out")
     if of_columns is not fmt and (fmt, of_columns) != (FP8_1X128, FP8_128X128):
         raise ValueError(
-            f"{op}: only {FP8_1X128.name} has a columnwise copy of another format, {FP8_128X128.name}, got {fmt.name} "
-            f"and {of_columns.name}; call it once for each format"
+            f"{op}: only {FP8_1X128.name} supports another format, {FP8_128X128.name}, for the columnwise copy, got "
+            f"{fmt.name} and {of_columns.name}; call it once for each format"
         )
 
 
 def new_copies(x: torch.Tensor, shape: tuple[int, ...], options: CastOptions, groups: Groups | None = None) -> Copies:
-    """Uninitialized copies of a tensor [.., rows, columns] on the device of `x`, those that are asked for.
+    """Return the requested copies, uninitialized, of a tensor [.., rows, columns] on the device of `x`.
 
-    groups: of rows in groups, each of which the columnwise copy pads to whole blocks.
+    groups: groups of rows, each of which the columnwise copy pads to whole blocks.
     """
     fmt, of_columns, (*batch, rows, columns) = options.fmt, options.columnwise_format, shape
     if groups is not None:
@@ -99,38 +99,38 @@ def new_copies(x: torch.Tensor, shape: tuple[int, ...], options: CastOptions, gr
 def new_output(
     a: Operand, b: Operand, dtype: torch.dtype, groups: Groups | None = None, along: str = ""
 ) -> torch.Tensor:
-    """The uninitialized output of a GEMM: [M, N]; of groups along "k" [E, M, N]."""
+    """Return the uninitialized output of a GEMM: [M, N], or [E, M, N] for groups along "k"."""
     rows, columns = a.qdata.shape[0], b.qdata.shape[-2]
     shape = (groups.ends.shape[0], rows, columns) if groups is not None and along == "k" else (rows, columns)
     return a.qdata.new_empty(shape, dtype=dtype)
 
 
 def width_of(tokens: int, options: CastOptions) -> int:
-    """The width of the columnwise copy of this number of tokens, not padded: of a transform in whole chunks."""
+    """Return the unpadded width of the columnwise copy of this number of tokens; with a transform, whole chunks."""
     return -(-tokens // HADAMARD_SIZE) * HADAMARD_SIZE if options.hadamard else tokens
 
 
 def as_asked(copies: Copies, tokens: int, options: CastOptions, groups: Groups | None) -> Copies:
-    """Copies of this number of tokens from a kernel, which pads the columnwise one in any case, as the options ask."""
+    """Return the copies of a kernel, which always pads the columnwise one, unpadded if the options require it."""
     if options.padded or groups is not None or copies.columnwise is None:
         return copies
     return copies._replace(columnwise=without_padding(copies.columnwise, width_of(tokens, options)))
 
 
 def why_no_tiles(options: CastOptions, *inputs: torch.Tensor) -> str | None:
-    """Why kernels of gluon_tiles.py cannot make these copies from `inputs`, or None if they can."""
+    """Return why kernels of gluon_tiles.py cannot compute these copies of `inputs`, or None if they can."""
     if not options.columnwise:
-        return "the kernels make columnwise copies, with or without the rowwise one"
+        return "the kernels always compute the columnwise copy, but it is not requested"
     if options.fmt.name != FP8_1X128.name:
-        return f"the kernels make {FP8_1X128.name}, got {options.fmt.name}"
+        return f"the kernels support only {FP8_1X128.name}, got {options.fmt.name}"
     if compute_capability(inputs[0].device) == (0, 0):
-        return f"the kernels run on CUDA devices, got {inputs[0].device.type}"
+        return f"the kernels need a CUDA device, got {inputs[0].device.type}"
     return why_no_compiler() or _gluon_tiles().why_not(*inputs)
 
 
 @functools.cache
 def _gluon_tiles() -> ModuleType:
-    # An import statement in each choice takes 1 µs.
+    # An import statement in each call would take 1 µs.
     return importlib.import_module("torchao_blockwise.ops.device.gluon_tiles")
 
 

@@ -283,7 +283,7 @@ def make_copies(
 def why_not(*inputs: torch.Tensor) -> str | None:
     """Why kernels of such tiles cannot make copies from these, or None if they can."""
     if interpreting():
-        return "Triton's interpreter does not know Gluon"
+        return "Triton's interpreter does not support Gluon"
     capability = compute_capability(inputs[0].device)
     if capability < _MIN_CAPABILITY:
         return "the kernel needs sm_{}{} or newer, got sm_{}{}".format(*_MIN_CAPABILITY, *capability)
@@ -298,7 +298,7 @@ def why_not(*inputs: torch.Tensor) -> str | None:
 def why_not_this(x: torch.Tensor) -> str | None:
     """`why_not` of one input, whatever the GPU."""
     if x.dtype not in DTYPES:
-        return f"the kernel takes elements of 16 bits, got {x.dtype}"
+        return f"the kernel supports only 16-bit dtypes, got {x.dtype}"
     if x.dim() != 2:
         return f"the kernel takes one matrix, got shape {list(x.shape)}"
     if x.shape[1] % _RUN or x.stride(0) % _RUN or x.stride(1) != 1 or x.data_ptr() % _RUN_BYTES:

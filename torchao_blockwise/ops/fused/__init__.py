@@ -1,8 +1,8 @@
 """Norms and SwiGLU with quantization: one kernel computes an activation and quantizes it.
 
-So the activation never goes to memory in high precision. The bits are those of the two operations one after the other.
-Formats with a tensor scale (NVFP4) need all of a tensor before any block of it can be quantized, and rowwise copies in
-128×128 blocks have no kernel: with these formats they do run as two. None of these operations is differentiable.
+The activation is never stored in high precision. The result is bitwise identical to that of two separate operations.
+Two operations do run for formats with a tensor scale (NVFP4), which need the whole tensor before any block can be
+quantized, and for rowwise copies in 128×128 blocks, for which there is no kernel. Not differentiable.
 
 Source: DeepSeek-V3 report (arXiv 2412.19437), §3.3 and §5 (fusing the cast with the layer before).
 """
@@ -46,12 +46,12 @@ class Norm(NamedTuple):
 def norm_statistics(
     x: torch.Tensor, kind: str, eps: float, *, backend: Backend | str | None = None
 ) -> tuple[torch.Tensor | None, torch.Tensor]:
-    """(mean, rstd) of each row: rstd = 1 / √(mean((x - mean)²) + eps); "rms" has no mean, "layer" the row's.
+    """Return (mean, rstd) of each row: rstd = 1 / √(mean((x - mean)²) + eps); for "rms", without a mean.
 
     x: [M, K] bf16 | f16 | f32, any strides. kind: "rms" or "layer".
-    Returns fp32 [M] each, or None for no mean. Sums are fp32 in an order that is the backend's own: values agree to
-    some ulps. A row with NaN or Inf has rstd NaN or 0; K = 0 gives NaN.
-    Raises TypeError for a dtype, ValueError for a shape, kind or backend that does not exist.
+    Returns fp32 [M] each, or None for no mean. Sums are fp32, in an order that depends on the backend, so values may
+    differ by a few ulps. A row with NaN or Inf has rstd NaN or 0; K = 0 gives NaN.
+    Raises TypeError for a dtype, ValueError for an invalid shape, kind or backend.
     Source: RMSNorm (arXiv 1910.07467); LayerNorm (arXiv 1607.06450).
     """
     if kind not in ("rms", "layer"):
@@ -61,17 +61,17 @@ def norm_statistics(
 
 
 def normalize(norm: Norm, *, backend: Backend | str | None = None) -> torch.Tensor:
-    """y as `Norm` says, [M, K]. Bits do not depend on the backend.
+    """Return y of `norm`, [M, K]. Bits do not depend on the backend.
 
-    Raises TypeError for a dtype, ValueError for shapes or a backend that does not exist.
+    Raises TypeError for a dtype, ValueError for invalid shapes or backend.
     """
     return normalize_op(Norm._make((*without_grad(*norm[:-1]), norm.dtype)), backend)
 
 
 def norm_quantize(norm: Norm, options: CastOptions, *, backend: Backend | str | None = None) -> Copies:
-    """The copies that `quantize` gives of `normalize(norm)`, in one pass.
+    """Quantize `normalize(norm)` in one pass.
 
-    Raises TypeError for a dtype, ValueError for shapes or a format, option or backend that does not exist.
+    Raises TypeError for a dtype, ValueError for invalid shapes, format, options or backend.
     """
     if options.fmt is not FP8_1X128:
         return quantize_by(normalize(norm, backend=backend), options, backend=backend)
@@ -82,11 +82,11 @@ def norm_quantize(norm: Norm, options: CastOptions, *, backend: Backend | str | 
 def swiglu(gate: torch.Tensor, up: torch.Tensor, *, backend: Backend | str | None = None) -> torch.Tensor:
     """h = (gate · sigmoid(gate)) · up, each step rounded to fp32; the result to the dtype of `gate`.
 
-    gate, up: [M, H] bf16 | f16 | f32, both of one dtype, any strides: halves of one [M, 2H] will do.
-    Returns [M, H]. e^x is computed by operations that round alike everywhere (ops/fused/exponential.py), so bits do
-    not depend on the backend; the error of sigmoid is at most (3 + |gate|) · 2^-23 of it and, which shows below -70,
-    2^-125; from -87 on it is 0. -Inf gives NaN, as `F.silu` does.
-    Raises TypeError for a dtype, ValueError for shapes or a backend that does not exist.
+    gate, up: [M, H] bf16 | f16 | f32, both of the same dtype, any strides, such as the halves of [M, 2H].
+    Returns [M, H]. e^x is computed by operations that round equally on all devices (ops/fused/exponential.py), so bits
+    do not depend on the backend. The relative error of sigmoid is at most (3 + |gate|) · 2^-23, plus an absolute error
+    of 2^-125, which is noticeable only below -70; from -87 on, sigmoid is 0. -Inf gives NaN, as in `F.silu`.
+    Raises TypeError for a dtype, ValueError for invalid shapes or backend.
     Source: GLU Variants Improve Transformer (arXiv 2002.05202).
     """
     return swiglu_op(*without_grad(gate, up), backend)
@@ -100,9 +100,9 @@ def swiglu_quantize(
     groups: Groups | torch.Tensor | None = None,
     backend: Backend | str | None = None,
 ) -> Copies:
-    """The copies that `quantize`, of tokens in groups by these, gives of `swiglu(gate, up)`, in one pass.
+    """Quantize `swiglu(gate, up)`, with tokens in `groups` if given, in one pass.
 
-    Raises TypeError for a dtype, ValueError for shapes, ends or a format, option or backend that does not exist.
+    Raises TypeError for a dtype, ValueError for invalid shapes, ends, format, options or backend.
     """
     groups = as_groups(groups)
     if options.fmt is not FP8_1X128:
@@ -118,7 +118,7 @@ def swiglu_backward(
     dh: gradient of h [M, H], of any high-precision dtype and strides. gate, up: as in `swiglu`.
     Returns (dgate, dup), each [M, H] and contiguous, rounded once to the dtype of `gate`. Each step is rounded to fp32,
     so bits do not depend on the backend.
-    Raises TypeError for a dtype, ValueError for shapes or a backend that does not exist.
+    Raises TypeError for a dtype, ValueError for invalid shapes or backend.
     """
     return swiglu_backward_op(*without_grad(dh, gate, up), backend)
 
@@ -133,11 +133,11 @@ def swiglu_backward_quantize(
     rounding_bits: RoundingBits | None = None,
     backend: Backend | str | None = None,
 ) -> Copies:
-    """The copies that `swiglu_quantize` gives, of the merged gradient [M, 2H] = (dgate | dup), in one pass.
+    """Quantize the merged gradient [M, 2H] = (dgate | dup) of `swiglu` in one pass.
 
-    Where H is not a multiple of 128, one block holds parts of both. Where it is not one of 16 either, rows of the
-    second half start off 16 bytes, and this runs as two operations. rounding_bits: the random bits of copies in NVFP4.
-    Raises TypeError for a dtype, ValueError for shapes, ends or a format, option or backend that does not exist.
+    If H is not a multiple of 128, one block contains parts of both. If it is not a multiple of 16 either, rows of the
+    second half are not aligned to 16 bytes, and two operations run. rounding_bits: the random bits of copies in NVFP4.
+    Raises TypeError for a dtype, ValueError for invalid shapes, ends, format, options or backend.
     """
     groups = as_groups(groups)
     if options.fmt is not FP8_1X128 or gate.shape[1] % _ALIGNMENT:
@@ -191,7 +191,7 @@ normalize_op = Operation(
 
 def _why_no_norm_tiles(norm: Norm, options: CastOptions) -> str | None:
     if norm.dtype.itemsize != 2:
-        return f"the kernel makes elements of 16 bits, got {norm.dtype}"
+        return f"the kernel supports only 16-bit dtypes, got {norm.dtype}"
     return why_no_tiles(options, norm.x)
 
 
@@ -211,7 +211,7 @@ norm_quantize_op = Operation(
 
 
 def _check_swiglu(op: str, *tensors: torch.Tensor) -> None:
-    """tensors: gate and up, behind dh where there is one."""
+    """tensors: gate and up, in backward after dh."""
     *dh, gate, up = tensors
     for name, x in zip(("up", "gate", "dh"), (up, gate, *dh)):
         _check_matrix(op, x, name, "M, H")
@@ -222,7 +222,7 @@ def _check_swiglu(op: str, *tensors: torch.Tensor) -> None:
 
 
 def _with_quantization(plain: Operation, compute: Callable[..., torch.Tensor], width: int) -> Operation:
-    """`plain` and quantization in one. compute: the reference's [M, width · H], for the same tensors."""
+    """Return the operation that fuses `plain` with quantization. compute: returns [M, width · H] of the reference."""
     name, tensors = plain.name, plain.schema.partition("(")[2].partition(", str")[0]
 
     def by_reference(*args: Any) -> Copies:

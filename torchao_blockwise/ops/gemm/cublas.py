@@ -1,17 +1,17 @@
-"""Products through cuBLASLt: FP8 block scaling on Hopper (sm_90), NVFP4 on Blackwell (sm_100 and later).
+"""GEMMs with cuBLASLt: FP8 block scaling on Hopper (sm_90), NVFP4 on Blackwell (sm_100 and later).
 
-Both go through what is under `torch.nn.functional.scaled_mm`. Scales are re-laid here, where they are used:
+Both call the operation behind `torch.nn.functional.scaled_mm`. Scales are converted to its layouts in each call:
 
-    FP8     1×128 scales [K/128, M] are passed as [M, K/128] with strides (1, M), as they lie at rest;
+    FP8     1×128 scales [K/128, M] are passed as [M, K/128] with strides (1, M), without a copy;
             128×128 scales [N/128, K/128] with the K blocks padded to a multiple of 4;
             rows of a padded to a multiple of 4.
-    NVFP4   one e4m3 scale a row and 16 columns, swizzled (kernels_blackwell.py), and behind them the tensor scales.
+    NVFP4   e4m3 scales of 1×16 blocks, swizzled (kernels_blackwell.py), followed by the tensor scales.
 
-On GPUs without FP4 tensor cores NVFP4 is decoded to bf16 first (kernels_decode.py) and multiplied by cuBLAS.
+On GPUs without FP4 tensor cores, NVFP4 is decoded to bf16 first (kernels_decode.py) and multiplied by cuBLAS.
 
-Rows of both are padded to 16 bytes, by copies where K does not fill them: where it counts tokens, as a rule.
+Rows of both operands are padded to 16 bytes, with a copy if K does not fill them, usually because it counts tokens.
 
-The NVFP4 path has not run on Blackwell hardware yet. A test decodes what it hands over by the documented layout.
+The NVFP4 path has not run on Blackwell hardware yet. A test decodes its arguments according to the documented layout.
 Source: cuBLAS manual, "1D Block Scaling Factors Layout"; PyTorch, aten/src/ATen/native/cuda/ScaledBlas.cpp.
 """
 
@@ -38,7 +38,7 @@ def _decodes(a: Operand) -> bool:
 
 
 def why_not(a: Operand, b: Operand, out_dtype: torch.dtype, bias: torch.Tensor | None) -> str | None:
-    """Why cuBLASLt cannot compute this GEMM, or None if it can."""
+    """Return why cuBLASLt cannot compute this GEMM, or None if it can."""
     device, (m, k), n = a.qdata.device, a.qdata.shape, b.qdata.shape[0]
     decodes, a_fmt = _decodes(a), a.format
     if not decodes:
@@ -46,7 +46,7 @@ def why_not(a: Operand, b: Operand, out_dtype: torch.dtype, bias: torch.Tensor |
         if why is not None:
             return why
     if 0 in (m, n, k):
-        return f"it has no empty GEMMs, got M={m}, N={n}, K={k}"
+        return f"cuBLASLt does not support empty GEMMs, got M={m}, N={n}, K={k}"
     if n % _ALIGNMENT and not decodes:
         # M and K may be anything: rows are padded.
         return f"N must be a multiple of {_ALIGNMENT}, got N={n}"
@@ -63,9 +63,9 @@ def _why_never(
     b_fmt: BlockFormat,
     out_dtype: torch.dtype,
 ) -> str | None:
-    """Why it can compute no GEMM of these, whatever its shape; worked out once, not in every GEMM (3 µs)."""
+    """Return why it supports no GEMM of these formats, whatever the shape; cached, because it takes 3 µs."""
     if device != "cuda":
-        return f"it needs a CUDA device, got {device}"
+        return f"cuBLASLt needs a CUDA device, got {device}"
     is_fp4 = a_fmt.element is E2M1
     if capability < (10, 0) if is_fp4 else capability != (9, 0):
         wanted = "sm_100 or newer" if is_fp4 else "sm_90"
@@ -74,14 +74,14 @@ def _why_never(
     if cuda < (12, 9):
         return f"block scaling needs CUDA 12.9 or newer, got {version}"
     if (a_fmt.name, b_fmt.name) not in KERNEL_PAIRS:
-        return f"it has no GEMM of {a_fmt.name} · {b_fmt.name}"
+        return f"cuBLASLt does not support {a_fmt.name} · {b_fmt.name}"
     if out_dtype not in (torch.bfloat16, torch.float32):
         return f"out_dtype must be bfloat16 or float32, got {out_dtype}"
     return None
 
 
 def matmul(a: Operand, b: Operand, out_dtype: torch.dtype, bias: torch.Tensor | None) -> torch.Tensor:
-    """[M, N] result of the GEMM, within what `why_not` admits. Arguments as in the op."""
+    """Return the GEMM, [M, N], if `why_not` returns None. Arguments as in the op."""
     if _decodes(a):
         from torchao_blockwise.ops.gemm import kernels_decode
 

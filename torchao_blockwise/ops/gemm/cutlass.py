@@ -32,23 +32,23 @@ _MAX_GROUPS = 1024
 
 
 def why_not(a: Operand, b: Operand, groups: Groups, along: str, out_dtype: torch.dtype) -> str | None:
-    """Why these kernels cannot compute this GEMM, or None if they can. Arguments as in the op."""
+    """Return why these kernels cannot compute this GEMM, or None if they can. Arguments as in the op."""
     device = a.qdata.device
     if compute_capability(device)[0] != _BLACKWELL:
         return f"the kernels are for Blackwell GPUs (sm_100), got {architecture(device)}"
     if a.format.element is not E2M1:
-        return f"they multiply e2m1 elements, got {a.format_name} · {b.format_name}"
+        return f"the kernels support only e2m1 elements, got {a.format_name} · {b.format_name}"
     if along != "m":
-        return f'they take groups of rows, along "m", got along "{along}"'
+        return f'the kernels support only along "m", got along "{along}"'
     if out_dtype != torch.bfloat16:
         return f"out_dtype must be bfloat16, got {out_dtype}"
     (m, k), (experts, n, _) = a.qdata.shape, b.qdata.shape
     if 0 in (m, n, k):
-        return f"they have no empty GEMMs, got M={m}, N={n}, K={k}"
+        return f"the kernels do not support empty GEMMs, got M={m}, N={n}, K={k}"
     if n % _ALIGNMENT or k % _ALIGNMENT:
         return f"N and the bytes of packed K must be multiples of {_ALIGNMENT}, got N={n}, K={k}"
     if experts > _MAX_GROUPS:
-        return f"they take {_MAX_GROUPS} groups at most, got {experts}"
+        return f"the kernels support at most {_MAX_GROUPS} groups, got {experts}"
     return _why_not_built(device) or why_no_kernels(a)
 
 

@@ -18,7 +18,7 @@ from torchao_blockwise.ops.backend import architecture, compute_capability
 from torchao_blockwise.ops.padding import aligned_rows
 
 _PAIR = (FP8_1X128.name, FP8_128X128.name)
-# The copy engine's rows begin on 16 bytes: of fp8, and of bf16.
+# TMA needs rows aligned to 16 bytes, in fp8 and in bf16.
 _K_MULTIPLE, _N_MULTIPLE = 16, 8
 # AUTO takes it from this number of multiplications and these sides on. It is 4-10 % faster there, and holds the host
 # 0.1-0.4 ms longer: as long as a step of smaller layers takes. With 1024 rows or columns it can take three times as
@@ -27,24 +27,24 @@ _MIN_PRODUCTS, _MIN_SIDE = 2**38, 2048
 
 
 def why_not(a: Operand, b: Operand, out_dtype: torch.dtype, bias: torch.Tensor | None) -> str | None:
-    """Why DeepGEMM cannot compute this GEMM, or None if it can."""
+    """Return why DeepGEMM cannot compute this GEMM, or None if it can."""
     device = a.qdata.device
     if compute_capability(device) != (9, 0):
-        return f"it needs a Hopper GPU (sm_90), got {architecture(device)}"
+        return f"DeepGEMM needs a Hopper GPU (sm_90), got {architecture(device)}"
     if (a.format_name, b.format_name) != _PAIR:
-        return f"it multiplies {_PAIR[0]} by {_PAIR[1]}, got {a.format_name} · {b.format_name}"
+        return f"DeepGEMM supports {_PAIR[0]} · {_PAIR[1]}, got {a.format_name} · {b.format_name}"
     if out_dtype != torch.bfloat16 or bias is not None:
-        return f"it writes bfloat16 and adds no bias, got {out_dtype}{'' if bias is None else ' and a bias'}"
+        return f"DeepGEMM supports bfloat16 without bias, got {out_dtype}{'' if bias is None else ' and a bias'}"
     (m, k), n = a.qdata.shape, b.qdata.shape[0]
     if 0 in (m, n, k) or k % _K_MULTIPLE or n % _N_MULTIPLE:
-        wanted = f"K in multiples of {_K_MULTIPLE} and N of {_N_MULTIPLE}"
-        return f"it needs rows, {wanted}, got M={m}, N={n}, K={k}"
+        wanted = f"K must be a multiple of {_K_MULTIPLE} and N of {_N_MULTIPLE}"
+        return f"{wanted}, and none may be 0, got M={m}, N={n}, K={k}"
     product = deep_gemm_library.product_on(device.index)
     return product if isinstance(product, str) else None
 
 
 def pays(a: Operand, b: Operand, out_dtype: torch.dtype | None, bias: torch.Tensor | None) -> bool:
-    """Whether AUTO takes it before Gluon: it can, and the GEMM is so large that the host need not wait."""
+    """Whether AUTO prefers it to Gluon: it can run, and the GEMM is large enough to hide its host overhead."""
     (m, k), n = a.qdata.shape, b.qdata.shape[0]
     return (
         out_dtype == torch.bfloat16
@@ -56,10 +56,10 @@ def pays(a: Operand, b: Operand, out_dtype: torch.dtype | None, bias: torch.Tens
 
 
 def matmul(a: Operand, b: Operand, out_dtype: torch.dtype, bias: torch.Tensor | None) -> torch.Tensor:
-    """[M, N] result of the GEMM, within what `why_not` admits. Arguments as in the op."""
+    """Return the GEMM, [M, N], if `why_not` returns None. Arguments as in the op."""
     out = a.qdata.new_empty((a.qdata.shape[0], b.qdata.shape[0]), dtype=out_dtype)
     scale = aligned_rows(a.scale)
-    # In one view. Its strides are those of a lone row too, where a transpose's may be anything.
+    # One view with well-defined strides also for a single row, for which those of a transpose may be arbitrary.
     a_scale = scale.as_strided((len(out), len(scale)), (1, scale.shape[1]))
     product = deep_gemm_library.product_on(out.get_device())
     assert callable(product)

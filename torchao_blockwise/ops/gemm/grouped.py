@@ -1,6 +1,6 @@
 """Grouped matmul: a GEMM of two block-scaled operands for each expert, in one launch, accumulated in fp32.
 
-    along "m"   output, grad_input    rows of a belong to experts, each of which has a matrix in b
+    along "m"   output, grad_input    each row of a belongs to an expert, which has a matrix in b
 
                     a [M, K]    ·    b [E, N, K]ᵀ    =    out [M, N]         out[m] = a[m] @ b[g].T   for m in group g
 
@@ -8,7 +8,7 @@
 
                     a [N, P]    ·    b [K, P]ᵀ       =    out [E, N, K]      out[g] = a[:, group g] @ b[:, group g].T
 
-Only the device knows where groups end: shapes and launches depend on the number of tokens and of experts.
+Only the device knows where groups end: shapes and launches depend only on the numbers of tokens and experts.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from torchao_blockwise.ops.groups.tables.layout import check_groups
 from torchao_blockwise.ops.operands import new_output
 from torchao_blockwise.ops.registry import Operation, groups, operand
 
-# What Gluon multiplies along each: FP8, and NVFP4 that is decoded before.
+# The formats that Gluon multiplies along each: FP8, and NVFP4 that is decoded before.
 _GLUON_PAIRS = {
     "m": {(FP8_1X128.name, FP8_128X128.name)} | NVFP4_PAIRS,
     "k": FP8_PAIRS | NVFP4_PAIRS,
 }
-# In NVFP4 on Hopper AUTO decodes before the GEMM where each decoded element is multiplied so often: decoding moves 4
+# In NVFP4 on Hopper, AUTO decodes before the GEMM if each decoded element is used this often: decoding moves 4
 # bytes an element more, written and read again in bf16. On an H100, rows along "m": at 118 (128 tokens an expert) it
 # took 1.2 times as long as decoding in the kernel, above 200 (256 tokens) 0.7 times.
 _DECODED_WORK = 150
@@ -54,18 +54,18 @@ def grouped_matmul(
 ) -> torch.Tensor:
     """out[m] = a[m] @ b[g].T for the rows m of each group g (along "m"), or out[g] = a[:, g] @ b[:, g].T (along "k").
 
-    Sums and scales as in `matmul`, with one-row blocks in a.
+    The GEMM is computed as in `matmul`; a has one-row blocks.
     groups: a result of `make_groups` for M and the format of a, or only the ends, [E] int32, cumulative, on the
-        operands' device: group g is tokens [ends[g-1], ends[g]), and tokens after the last group belong to none. Any
-        sizes. On a CPU the values are checked; on a GPU they are never read by the host, and clamped to max over i <= g
-        of clamp(ends[i], 0, M). Along "k", M is the number of tokens before they were padded.
-    along "m": a is a result of `quantize`, qdata [M, K], and b of a [E, N, K], of the same
-        element and block length. Returns [M, N] `out_dtype`; rows after the last group are zeros, whatever a holds.
-    along "k": a and b are columnwise results of `quantize` with the same groups, of a [M, N] and a [M, K]:
-        qdata [N, P] and [K, P], where P tokens hold each group padded to whole blocks; b in one-row or square blocks.
-        Returns [E, N, K] `out_dtype`; that of an empty group is zeros.
-    out_dtype: bf16 | f16 | f32. backend: AUTO (default), or one by name.
-    NaN and Inf propagate inside their group. Not differentiable.
+        operands' device: group g is tokens [ends[g-1], ends[g]), and tokens after the last group belong to none. Sizes
+        are arbitrary. On a CPU, the values are checked. On a GPU, the host never reads them, and end g is the maximum
+        over i <= g of clamp(ends[i], 0, M). Along "k", M is the number of tokens before padding.
+    along "m": a is a result of `quantize` for a tensor [M, K], and b for a tensor [E, N, K], with the same element and
+        block length. Returns [M, N] in `out_dtype`; rows after the last group are zeros.
+    along "k": a and b are columnwise results of `quantize` with the same groups, for tensors [M, N] and [M, K]: qdata
+        [N, P] and [K, P], where each group is padded to whole blocks; b has one-row or square blocks. Returns [E, N, K]
+        in `out_dtype`, zeros for empty groups.
+    out_dtype: bf16 | f16 | f32. backend: AUTO (default), or the name of a backend.
+    NaN and Inf propagate within their group. Not differentiable.
 
     Raises TypeError for an operand or dtype, ValueError for shapes, devices, group ends or a backend that cannot run.
     Source: DeepSeek-V3 report (arXiv 2412.19437) §3.3.2 for the promotion of partial sums to fp32.
@@ -82,11 +82,11 @@ def add_grouped_matmul_(
     *,
     backend: Backend | str | None = None,
 ) -> torch.Tensor:
-    """out[g] += a[:, g] @ b[:, g].T, in fp32: experts' gradients added to what other microbatches left.
+    """out[g] += a[:, g] @ b[:, g].T, in fp32: add gradients of experts to those of other microbatches.
 
-    out: [E, N, K] f32, contiguous, changed in place and returned; that of an empty group is neither read nor written.
+    out: [E, N, K] f32, contiguous, changed in place and returned; empty groups are neither read nor written.
     a, b, groups: as in `grouped_matmul` along "k".
-    Gluon and Triton kernels read and write `out` once, where a tile ends; other backends compute the GEMM first.
+    Gluon and Triton kernels read and write `out` once, at the end of a tile; other backends compute the GEMM first.
     Raises TypeError and ValueError like `grouped_matmul`, and for another `out`.
     """
     _check("add_grouped_matmul_", a, b, "k", torch.float32)
@@ -104,8 +104,8 @@ def _check(op: str, a: Operand, b: Operand, along: str, out_dtype: torch.dtype) 
         raise ValueError(f'{op}: along must be "m" (groups of rows) or "k" (groups of the contraction), got {along!r}')
     if along == "m" and a.format.block[0] > 1:
         raise ValueError(
-            f'{op}: along "m" groups end anywhere, and would cut blocks of {a.format.block[0]} rows; quantize'
-            f" a in one-row blocks, got {a.format.name}"
+            f'{op}: along "m", a must have one-row blocks, because groups may end at any row, got {a.format.name}; '
+            "quantize a in a format with one-row blocks"
         )
     b_dims, b_shape = (3, "[E, N, K]") if along == "m" else (2, "[K, P]")
     for name, x, dims, shape in (("a", a, 2, "[M, K]" if along == "m" else "[N, P]"), ("b", b, b_dims, b_shape)):
@@ -123,7 +123,7 @@ def _check(op: str, a: Operand, b: Operand, along: str, out_dtype: torch.dtype) 
 
 
 def _check_groups(op: str, a: Operand, b: Operand, groups: Groups, along: str) -> None:
-    """In operations and their fakes: what has values is here, and what is traced is not."""
+    """Check groups in operations and their fakes, because traced groups have no values."""
     fmt = a.format
     # Along "k" the tokens are padded, and the number of columns is a bound of the ends.
     tokens = a.qdata.shape[0] if along == "m" else a.qdata.shape[1] * fmt.element.per_byte
@@ -141,11 +141,11 @@ def _check_groups(op: str, a: Operand, b: Operand, groups: Groups, along: str) -
 
 
 def _preferred(a: Operand, b: Operand, *_: object) -> Backend | None:
-    """The backend that AUTO asks before those above it in the table.
+    """Return the backend that AUTO prefers to those above it in the table.
 
-    In NVFP4 on Hopper Triton, which reads 4 bits an element, where decoded elements are multiplied too seldom: along
-    "m" with about as few tokens an expert as `_DECODED_WORK`, along "k" with as few features. How many tokens an expert
-    has, the host knows on average.
+    In NVFP4 on Hopper, this is Triton, which reads 4 bits an element, if each decoded element would be used in too few
+    multiplications: along "m" if experts have at most about `_DECODED_WORK` tokens on average (the host knows only the
+    average), along "k" if there are at most that many features.
     """
     if a.format.element is not E2M1 or compute_capability(a.qdata.device) != (9, 0):
         return None

@@ -35,12 +35,12 @@ def matmul(
 ) -> torch.Tensor:
     """a @ b.T = Σ over blocks k of (qa_k · qb_kᵀ) · scale_a · scale_b [· global scales] + bias, rounded once.
 
-    a: a result of `quantize`, qdata [M, K]; b: likewise, qdata [N, K]. Both hold the same element and the same block
-        length along K: FP8_1X128 · FP8_128X128 or · FP8_1X128, NVFP4_1X16 · NVFP4_16X16 or · NVFP4_1X16.
+    a, b: results of `quantize`, qdata [M, K] and [N, K], with the same element and the same block length along K:
+        FP8_1X128 with FP8_128X128 or FP8_1X128, NVFP4_1X16 with NVFP4_16X16 or NVFP4_1X16.
     out_dtype: bf16 | f16 | f32.
     bias: [N] bf16 | f16 | f32 or None, added in fp32.
-    backend: AUTO (default), or one by name.
-    Returns [M, N] `out_dtype`. Any M, N and K, 0 included. NaN and Inf propagate. Not differentiable.
+    backend: AUTO (default), or the name of a backend.
+    Returns [M, N] in `out_dtype`. Any M, N and K, including 0. NaN and Inf propagate. Not differentiable.
 
     Raises TypeError for an operand or dtype, ValueError for shapes, devices or a backend that cannot run.
     Source: DeepSeek-V3 report (arXiv 2412.19437) §3.3.2 for the promotion of partial sums to fp32.
@@ -50,10 +50,10 @@ def matmul(
 
 
 def add_matmul_(out: torch.Tensor, a: Operand, b: Operand, *, backend: Backend | str | None = None) -> torch.Tensor:
-    """out += a @ b.T, in fp32: a weight's gradient added to what other microbatches left.
+    """out += a @ b.T, in fp32: add a weight's gradient to that of other microbatches.
 
     out: [M, N] f32, contiguous, changed in place and returned. a, b: as in `matmul`.
-    Gluon and Triton kernels read and write `out` once, where a tile ends; other backends compute the GEMM first.
+    Gluon and Triton kernels read and write `out` once, at the end of a tile; other backends compute the GEMM first.
     Raises TypeError and ValueError like `matmul`, and for another `out`.
     """
     _check(a, b, torch.float32, None)
@@ -64,20 +64,20 @@ def add_matmul_(out: torch.Tensor, a: Operand, b: Operand, *, backend: Backend |
 
 
 def check_sum(op: str, out: torch.Tensor, wanted: list[int], device: torch.device) -> None:
-    """Raise ValueError unless results of this shape can be added to `out`."""
+    """Raise ValueError unless a result of this shape can be added to `out`."""
     if out.dtype != torch.float32 or list(out.shape) != wanted or not out.is_contiguous() or out.device != device:
         got = f"{out.dtype} of shape {list(out.shape)} on {out.device}" + ", not contiguous" * (not out.is_contiguous())
         raise ValueError(f"{op}: out must be a contiguous float32 tensor of shape {wanted} on {device}, got {got}")
 
 
 def count_change(out: torch.Tensor) -> None:
-    """Let autograd see that `out` was changed: below it, where operations run, nothing counts changes."""
+    """Increment the version counter of `out`, because operations run below autograd, where nothing does."""
     if not (torch.compiler.is_compiling() or out.is_inference()):
         torch.autograd.graph.increment_version(out)
 
 
 def check_operands(op: str, a: Operand, b: Operand, out_dtype: torch.dtype) -> None:
-    """Raise TypeError or ValueError unless the two can be multiplied, whatever their shapes are."""
+    """Raise TypeError or ValueError unless the operands can be multiplied, regardless of their shapes."""
     are_operands = isinstance(a, Operand) and isinstance(b, Operand)
     if not (are_operands and a.format_name in FORMATS and b.format_name in FORMATS):
         check_operand(op, "a", a)
@@ -114,19 +114,19 @@ def _check(a: Operand, b: Operand, out_dtype: torch.dtype, bias: torch.Tensor | 
 
 
 def why_no_gluon_gemm(a: Operand, b: Operand, pairs: set[tuple[str, str]]) -> str | None:
-    """Why the Gluon kernel cannot multiply these, or None if it can. pairs: of formats that it multiplies."""
+    """Return why the Gluon kernel cannot multiply these, or None if it can. pairs: the supported pairs of formats."""
     reason = why_no_gluon(a.qdata.device)
     if reason is None and (a.format_name, b.format_name) not in pairs:
         wanted = " or ".join(sorted(" · ".join(pair) for pair in pairs))
-        return f"the kernels multiply {wanted}, got {a.format_name} · {b.format_name}"
+        return f"the kernels support {wanted}, got {a.format_name} · {b.format_name}"
     if reason is None and 0 in (*a.qdata.shape, *b.qdata.shape):
         got = f"{list(a.qdata.shape)} and {list(b.qdata.shape)}"
-        return f"the copy engine has no empty tensors, got payloads of shape {got}"
+        return f"TMA does not support empty tensors, got payloads of shape {got}"
     return reason
 
 
 def why_no_triton_gemm(a: Operand, b: Operand, *_: object) -> str | None:
-    """Why the Triton kernels cannot multiply these, or None if they can."""
+    """Return why the Triton kernels cannot multiply these, or None if they can."""
     reason = why_no_kernels(a)
     if reason is None and (a.format_name, b.format_name) not in KERNEL_PAIRS:
         return f"{a.format_name} · {b.format_name} has no kernel"
@@ -136,15 +136,14 @@ def why_no_triton_gemm(a: Operand, b: Operand, *_: object) -> str | None:
 def _preferred(
     a: Operand, b: Operand, out_dtype: torch.dtype | None = None, bias: torch.Tensor | None = None
 ) -> Backend | None:
-    """The backend that AUTO asks before those above it in the table, and warns about where it cannot run.
+    """Return the backend that AUTO prefers to those above it in the table; it warns if this backend cannot run.
 
-    In NVFP4 without FP4 tensor cores Triton up to 64 rows: it reads 4 bits an element, and with so few rows that is
-    what counts. Else Gluon before cuBLASLt; GPUs other than Hopper have at most one of the two.
+    In NVFP4 without FP4 tensor cores, this is Triton up to 64 rows: it reads 4 bits an element, which matters most with
+    few rows. Otherwise Gluon is preferred to cuBLASLt; GPUs other than Hopper support at most one of the two.
 
-    Two rules for the two kinds of FP8 GEMMs: with square blocks in b (`output`, `grad_input`, and `grad_weight` with
-    them) Gluon, or DeepGEMM where it is installed and pays; with one-row blocks (`grad_weight`, where K counts tokens)
-    Gluon up to 256 tokens.
-    docs/design.md says what they cost.
+    FP8 GEMMs have two rules. If b has square blocks (`output`, `grad_input`, and `grad_weight` with such blocks), Gluon
+    is preferred, or DeepGEMM if it is installed and faster. If b has one-row blocks (`grad_weight`, where K is the
+    number of tokens), Gluon is preferred up to 256 tokens. docs/performance_diary.md has the cost of these rules.
     """
     capability = compute_capability(a.qdata.device)
     if capability == (0, 0):
@@ -159,15 +158,16 @@ def _preferred(
 
 
 def count_flops(a: Operand, b: Operand, *_: object) -> int:
-    """Of a @ b.T: 2 · M · N · K, with the zeros that K was padded with, which GEMMs multiply as well."""
+    """Return the FLOPs of a @ b.T: 2 · M · N · K, including the zeros with which K was padded."""
     m, n, k = a.qdata.shape[0], b.qdata.shape[-2], a.qdata.shape[1] * a.format.element.per_byte
     return 2 * m * n * k
 
 
 def adding_rows(table: Sequence[Implementation], *last: object) -> list[Implementation]:
-    """The table of an operation (out, *operands) -> out += product, from the table of (*operands, *last) -> product.
+    """Return the table of an operation (out, *operands) that adds a GEMM to `out`, given the table of the GEMM.
 
-    A row named "module:function" has a kernel that adds, "module:add_matmul"; of another row what it gives is added.
+    last: the GEMM's arguments after the operands. For a row named "module:function", "module:add_matmul" is a kernel
+    that adds; the results of other rows are added.
     """
 
     def adding(row: Implementation) -> Implementation:
@@ -187,7 +187,7 @@ _TABLE = [
     kernels(Backend.CUBLAS, f"{__package__}.cublas:matmul", cublas.why_not),
     kernels(Backend.GLUON, f"{__package__}.kernels_gluon:matmul", lambda a, b, *_: why_no_gluon_gemm(a, b, FP8_PAIRS)),
     kernels(Backend.TRITON, f"{__package__}.kernels_triton:matmul", why_no_triton_gemm),
-    # Only where `_preferred` takes it.
+    # Only if `_preferred` returns it.
     kernels(Backend.DEEP_GEMM, deepgemm.matmul, deepgemm.why_not),
     Implementation(Backend.REFERENCE, reference.matmul),
 ]

@@ -61,7 +61,7 @@ def check_row_blocks(op: str, fmt: BlockFormat) -> None:
     """Raise ValueError where a block of `fmt` holds several rows, which may be tokens of two groups."""
     if fmt.block[0] != 1:
         raise ValueError(
-            f"{op}: tokens in groups need blocks of one row, got {fmt.name}; take fp8_1x128 or nvfp4_1x16,"
+            f"{op}: tokens in groups need a format with one-row blocks, got {fmt.name}; use fp8_1x128 or nvfp4_1x16,"
             " the formats of activations"
         )
 

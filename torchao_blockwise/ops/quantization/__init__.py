@@ -6,8 +6,8 @@
       ── a launch ──▶ rowwise copy        of x,            rounded with random bits of its stream
       ── a launch ──▶ columnwise copy     of the transform, rounded with those of the next stream
 
-Copies that are transformed or rounded stochastically are made one by one, because each has its tensor scale and its
-random bits.
+Copies that are transformed or rounded stochastically are computed one by one, because each has a separate tensor scale
+and separate random bits.
 """
 
 from __future__ import annotations
@@ -68,31 +68,31 @@ def quantize(
         that is the exact transpose of the rowwise result. FP8_128X128 with `fmt` FP8_1X128: this copy in square blocks,
         with scales [.., ⌈K/128⌉, ⌈M/128⌉].
     power_of_2_scales: FP8 only; rounds the encode factor down to a power of two.
-    hadamard: NVFP4_1X16 only; the columnwise copy is that of the random Hadamard transform along M, in chunks of 16
-        rows, the last one filled with zeros: qdata [K, ⌈M/16⌉ · 16 / 2], with a separate tensor scale. True for
-        `formats.DEFAULT_SIGNS`, or 16 signs. A GEMM of two such copies is that of the tensors themselves.
-    stochastic: NVFP4_1X16 only; round up or down by random bits, to the neighbor that is nearer the more often; see
-        `StochasticRounding`. Both are for x [M, K].
-    scale_per_group: NVFP4 only; each matrix [M, K] of `x`, or each group, has its own tensor scale: global_scale f32
-        [..] or [E], 1 for an empty group.
-    tensor_amax: NVFP4 only; the amax to derive the tensor scale from, where `x` is a part of the tensor. f32 scalar;
-        with `scale_per_group` f32 [..] or [E]; with `hadamard` two, that of the tensor and that of its transform.
-    padded: the columnwise copy is that of `x` with zero rows behind, up to a multiple of 32: for GEMMs of two such
-        copies, to which they add nothing. Without it, any other M costs a copy.
-    groups: of tokens x [M, K] in formats of one-row blocks: a result of `make_groups` for M and `fmt`, or only
-        the ends, int32 [E], cumulative, on x's device: group g is rows [ends[g-1], ends[g]). No block along the tokens
-        reaches from one group into the next, and each group has the bits that it has by itself. The columnwise copy
-        pads each group with zero rows to whole blocks of B: qdata [K, P], P = padded_tokens(M, E, B), scales FP8
-        [P/B, K], NVFP4 [K, P/B], square blocks [⌈K/B⌉, P/B]. Rows after the last group count as zeros, whatever they
-        hold, NaN as well. Shapes and launches follow from M and E, so the host reads nothing back. A CPU's ends are
-        checked; a GPU takes end g for the largest of ends 0 to g, each clamped to [0, M].
-    backend: AUTO (default), or one by name.
-    Returns `Copies(rowwise, columnwise)` of operands, None for a copy that is not asked for, from one read of `x`;
-        from one each with `hadamard` or `stochastic`.
-    A zero block decodes to zeros. A block with NaN decodes to NaN, one with Inf to no finite number; in NVFP4 either
-    makes the whole tensor NaN. Bits do not depend on the backend. Not differentiable.
+    hadamard: NVFP4_1X16 only; apply the random Hadamard transform along M before the columnwise copy is quantized, in
+        chunks of 16 rows, the last one padded with zeros: qdata [K, ⌈M/16⌉ · 16 / 2], with a separate tensor scale.
+        True uses `formats.DEFAULT_SIGNS`; or pass 16 signs. The transform cancels in a GEMM of two such copies.
+    stochastic: NVFP4_1X16 only; round up or down at random, more often to the nearer neighbor; see
+        `StochasticRounding`. `hadamard` and `stochastic` need x [M, K].
+    scale_per_group: NVFP4 only; compute a tensor scale for each matrix [M, K] of `x`, or for each group: global_scale
+        f32 [..] or [E], 1 for an empty group.
+    tensor_amax: NVFP4 only; the amax of the whole tensor if `x` is a part of it. f32 scalar; with `scale_per_group`
+        f32 [..] or [E]; with `hadamard` two amaxes, of the tensor and of its transform.
+    padded: append zero rows to `x`, up to a multiple of 32, before the columnwise copy is quantized. GEMMs of two such
+        copies have the same result, and need no copy if M is not a multiple of 32.
+    groups: for tokens x [M, K] in formats with one-row blocks: a result of `make_groups` for M and `fmt`, or only the
+        ends, int32 [E], cumulative, on x's device: group g is rows [ends[g-1], ends[g]). No block along the tokens
+        extends over two groups, and each group is bitwise identical to the group quantized by itself. The columnwise
+        copy pads each group with zero rows to whole blocks of B: qdata [K, P], P = padded_tokens(M, E, B), scales FP8
+        [P/B, K], NVFP4 [K, P/B], square blocks [⌈K/B⌉, P/B]. Rows after the last group count as zeros, even if they
+        are NaN. Shapes and launches depend only on M and E, so the host reads nothing back. On a CPU, the ends are
+        checked. On a GPU, end g is the largest of ends 0 to g, each clamped to [0, M].
+    backend: AUTO (default), or the name of a backend.
+    Returns `Copies(rowwise, columnwise)` of operands, None for a copy that is not requested, from one read of `x`, or
+        one for each copy with `hadamard` or `stochastic`.
+    A zero block decodes to zeros, a block with NaN to NaN, and a block with Inf to no finite number. In NVFP4, NaN and
+    Inf make the whole tensor NaN. Bits do not depend on the backend. Not differentiable.
 
-    Raises TypeError for a dtype, ValueError for a shape, format, option or backend that does not exist.
+    Raises TypeError for a dtype, ValueError for an invalid shape, format, option or backend.
     Source: DeepSeek-V3 report (arXiv 2412.19437) §3.3; NVFP4 pretraining (arXiv 2509.25149).
     """
     options = CastOptions(
@@ -118,7 +118,7 @@ def quantize_by(
     rounding_bits: RoundingBits | StochasticRounding | None = None,
     backend: Backend | str | None = None,
 ) -> Copies:
-    """`quantize` of `x` by options that travel whole."""
+    """`quantize` with all options in one value."""
     fmt = options.fmt
     if x.dtype not in HIGH_PRECISION_DTYPES:
         check_dtype("quantize", x)
@@ -129,7 +129,7 @@ def quantize_by(
     if groups is not None:
         check_row_blocks("quantize", fmt)
         if not options.padded:
-            # Each group is padded anyway.
+            # Each group is padded in any case.
             options = options._replace(padded=True)
     if (one_by_one or groups is not None) and x.dim() != 2:
         raise ValueError(f"quantize: x must be [M, K], got shape {list(x.shape)}; flatten its leading dims")
@@ -140,12 +140,12 @@ def quantize_by(
     if type(backend) is not Backend:
         backend = get_backend(backend)
     if x.requires_grad and torch.is_grad_enabled():
-        # Operations lie below autograd.
+        # Operations are not differentiable.
         x = x.detach()
     cast = quantize_both_op if options.rowwise and options.columnwise else quantize_op
     if not fmt.has_global_scale:
         return copies_of(cast(x, None, options, groups, None, _ALL, backend), options)
-    # Amaxes and scales of the oracle are its own. Of the other backends not all have kernels for these.
+    # The reference computes its own amaxes and scales. Not all other backends have kernels for them.
     scaled_by = Backend.REFERENCE if backend is Backend.REFERENCE else Backend.AUTO
     amaxes = _amax_bits(x, options, groups, tensor_amax, scaled_by)
     if not one_by_one:
@@ -156,7 +156,7 @@ def quantize_by(
     for columnwise in (0, 1):
         if not (options.columnwise if columnwise else options.rowwise):
             continue
-        # Not by `_replace`: compilers of PyTorch 2.11 cannot return what it makes.
+        # `torch.compile` of PyTorch 2.11 cannot return the result of `_replace`.
         one = CastOptions(
             fmt,
             not columnwise,
@@ -171,19 +171,19 @@ def quantize_by(
     return Copies(*copies)
 
 
-# All blocks, of which none is rounded by random bits.
+# The place of a copy that is not a part of another one.
 _ALL = Place()
 
 
 def _rounding_bits_of(options: CastOptions, rounding: StochasticRounding, device: torch.device) -> RoundingBits:
-    """The random bits of both copies, for operations on `device`; ValueError unless they can be rounded so."""
+    """Return the random bits of both copies, for operations on `device`; raise ValueError for invalid options."""
     if options.fmt is not NVFP4_1X16:
         raise ValueError(f"quantize: stochastic is for {NVFP4_1X16.name}, got {options.fmt.name}; leave it out")
     is_part = rounding.start != (0, 0) or rounding.grid is not None
     if is_part and options.rowwise and options.columnwise:
         raise ValueError(
-            "quantize: start and grid of stochastic are those of one copy's blocks, and both are asked for; "
-            "ask for one after the other, the columnwise one with stream + 1"
+            "quantize: start and grid of stochastic refer to the blocks of one copy, but both copies are requested; "
+            "request them in separate calls, the columnwise one with stream + 1"
         )
     place = Place(0, *rounding.start, -1 if rounding.grid is None else rounding.grid)
     return RoundingBits(key_of(rounding, device), place, place._replace(operand=1))
@@ -195,12 +195,12 @@ def _check_amax(
     groups: Groups | None,
     tensor_amax: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
 ) -> None:
-    """Raise ValueError unless copies by these options are scaled by these amaxes."""
+    """Raise ValueError unless these are the amaxes for copies with these options."""
     if not options.fmt.has_global_scale:
         raise ValueError(f"quantize: {options.fmt.name} has no tensor scale; leave tensor_amax out")
     if isinstance(tensor_amax, tuple) != bool(options.hadamard):
         raise ValueError(
-            "quantize: tensor_amax must be two, of the tensor and of its transform, with hadamard, and one without it"
+            "quantize: tensor_amax must be a tensor, or with hadamard a tuple: the tensor's amax, the transform's amax"
         )
     of_scales: list[int] = []
     if options.scale_per_group:
@@ -218,7 +218,7 @@ def _amax_bits(
     tensor_amax: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None,
     backend: Backend,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Bits of the amaxes that the rowwise and the columnwise copy of `x` are scaled by: the first twice, or two."""
+    """Return the bits of the amaxes for the rowwise and the columnwise copy of `x`, which may be the same tensor."""
     if isinstance(tensor_amax, tuple):
         return tensor_amax[0].view(torch.int32), tensor_amax[1].view(torch.int32)
     if tensor_amax is not None:
@@ -234,10 +234,10 @@ def _amax_bits(
 def next_rounding_bits(
     key: torch.Tensor | None, gradient: torch.Tensor, places: tuple[Place, Place] | None = None
 ) -> RoundingBits | None:
-    """Random bits for both copies of a `gradient`, by a key (seed, stream, use, first expert), whose `use` advances.
+    """Return the random bits for both copies of a `gradient`, and increment `use` in the key.
 
-    key: int64 [4] on the gradient's device; None for no random bits, which are None then.
-    places: of the rowwise and the columnwise copy in those of the whole; None for all of them.
+    key: int64 [4] (seed, stream, use, first expert) on the gradient's device; if None, returns None.
+    places: the places of the rowwise and the columnwise copy in the whole ones; None for whole copies.
     """
     if key is None:
         return None

@@ -1,4 +1,4 @@
-"""Transpose: the columnwise copy of a square-blocked tensor, built from its rowwise one, exactly."""
+"""Transpose a tensor with square blocks: compute its exact columnwise copy from its rowwise one."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from torchao_blockwise.ops.registry import Operation, operand
 
 
 def transpose(x: Operand, *, columns: int | None = None, backend: Backend | str | None = None) -> Operand:
-    """Columnwise copy of `x`: payload and scale grid transposed and contiguous. Exact: blocks are square.
+    """Return the columnwise copy of `x`: payload and scales transposed and contiguous, exact because blocks are square.
 
     x: a result of `quantize` in a format with square blocks, qdata [.., M, packed(K)].
-    columns: K, where it is odd and elements are packed two a byte; default all that the payload holds.
+    columns: K, needed if it is odd and elements are packed two in a byte; by default all columns of the payload.
     Returns an operand of the same format, qdata [.., K, packed(M)], scale [.., K blocks, M blocks], same global scale.
     Raises TypeError if `x` is not a quantized operand, ValueError for blocks that are not square.
     """
     fmt = check_operand("transpose", "x", x)
     if not fmt.is_square:
         raise ValueError(
-            f"transpose: x in {fmt.name} has blocks of {fmt.block[0]}x{fmt.block[1]}, a transpose would need other "
-            "scales; quantize the high-precision tensor with columnwise=True"
+            f"transpose: blocks must be square, got {fmt.block[0]}x{fmt.block[1]} ({fmt.name}), whose transpose needs "
+            "other scales; quantize the high-precision tensor with columnwise=True"
         )
     columns = x.qdata.shape[-1] * fmt.element.per_byte if columns is None else columns
     if fmt.element.packed(columns) != x.qdata.shape[-1]:
-        raise ValueError(f"transpose: x with a payload of shape {list(x.qdata.shape)} does not hold columns={columns}")
+        raise ValueError(f"transpose: columns={columns} does not match a payload of shape {list(x.qdata.shape)}")
     qdata, scale = transpose_op(x, columns, backend)
     return x._replace(qdata=qdata, scale=scale)
 

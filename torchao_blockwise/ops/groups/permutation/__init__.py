@@ -6,8 +6,8 @@
                group_ends     2        4       6
     unpermute  Σ over a token's assignments of weight · y
 
-Groups have any size: nothing is padded, because the grouped GEMMs here take groups as they are. None of these
-operations is differentiable: `nn.permute` and `nn.unpermute` are.
+Groups have any size, without padding, because the grouped GEMMs do not need it. These operations are not
+differentiable; use `nn.permute` and `nn.unpermute`.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ MAX_EXPERTS, MAX_ASSIGNMENTS = 512, 2**31 - 1024
 def permute(
     x: torch.Tensor, expert_ids: torch.Tensor, experts: int, *, backend: Backend | str | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Rows of `x` sorted by expert: tokens[i] = x[source[i] // top_k], in the order of `expert_ids` within an expert.
+    """Sort rows of `x` by expert: tokens[i] = x[source[i] // top_k], in the order of `expert_ids` within an expert.
 
-    x: [T, H] bf16 | f16 | f32. experts: how many there are, E.
-    expert_ids: [T, top_k] int32 | int64; an id outside [0, experts) is of no expert, and comes after the last group.
+    x: [T, H] bf16 | f16 | f32. experts: the number of experts, E.
+    expert_ids: [T, top_k] int32 | int64; rows with an id outside [0, experts) come after the last group.
     Returns tokens [T · top_k, H], source int32 [T · top_k] and group_ends int32 [E], cumulative, all on x's device.
-    Stable, deterministic, without padding and without a look at the values by the host.
+    The order is stable and deterministic, without padding. Does not synchronize with the host.
     Raises TypeError for a dtype, ValueError for shapes, devices, `experts` or a backend.
     """
     return permute_op(*without_grad(x), expert_ids, experts, backend)
@@ -46,13 +46,13 @@ def unpermute(
     *,
     backend: Backend | str | None = None,
 ) -> torch.Tensor:
-    """out[t] = Σ over k of weights[t, k] · y[i] with source[i] = t · top_k + k: what `permute` sorted, summed by token.
+    """Invert `permute`, summing by token: out[t] = Σ over k of weights[t, k] · y[i] with source[i] = t · top_k + k.
 
     y: [T · top_k, H] bf16 | f16 | f32. source: int32 [T · top_k], as `permute` returns it. weights: [T, top_k] in high
     precision; None counts as ones. Returns [T, H] of y's dtype.
-    Products and sums, k ascending, are fp32, each rounded, and rounded once more to y's dtype: the same bits on every
-    backend. Rows after the last group take part like all others; the grouped GEMMs give zeros there.
-    The host does not look at `source`: where it is not a permutation, values are undefined, and kernels touch no memory
+    Products and sums, with k ascending, are rounded to fp32, and the result to y's dtype, so all backends are bitwise
+    identical. Rows after the last group are included; the grouped GEMMs return zeros there.
+    The host does not read `source`. If it is not a permutation, values are undefined, but kernels do not access memory
     outside of the tensors.
     Raises TypeError for a dtype, ValueError for shapes, devices, `source` or a backend.
     """
@@ -72,11 +72,11 @@ def unpermute_backward(
     """grad_y[i] = weights.flat[source[i]] · grad_output[source[i] // top_k], and grad_weights = ⟨y, grad_output⟩.
 
     grad_output: [T, H] bf16 | f16 | f32. source, top_k, weights: as in `unpermute`.
-    y: [T · top_k, H] of grad_output's dtype, where the gradient of `weights` is wanted, or None.
+    y: [T · top_k, H] of grad_output's dtype if the gradient of `weights` is needed, or None.
     Returns grad_y [T · top_k, H] of grad_output's dtype, rounded once, and grad_weights [T, top_k] f32, or None: for
-    each assignment the dot product of its row of y and its token's grad_output, in fp32, in the backend's order.
-    Both come of one pass. Without y and weights this is `permute` by a `source` that is known.
-    Raises as `unpermute` does.
+    each assignment the dot product of its row of y and its token's grad_output, summed in fp32, in an order that
+    depends on the backend. One pass computes both. Without y and weights, this is `permute` with a known `source`.
+    Raises like `unpermute`.
     """
     grad_output, y, weights = without_grad(grad_output, y, weights)  # type: ignore[assignment]
     grad_y, *grad_weights = unpermute_backward_op(grad_output, y, source, top_k, weights, backend)

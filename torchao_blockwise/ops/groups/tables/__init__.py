@@ -42,14 +42,14 @@ from torchao_blockwise.ops.registry import Operation
 def make_groups(
     ends: torch.Tensor, tokens: int, fmt: BlockFormat | str, *, backend: Backend | str | None = None
 ) -> Groups:
-    """Groups of `tokens` tokens, with tables of where they lie, made once for all operations on them.
+    """Return groups of `tokens` tokens, with tables of their positions, for all operations on these tokens.
 
-    Given only the ends, each of these operations makes what it needs of them itself, in another launch.
+    With only the ends, each operation computes the tables that it needs, in another launch.
     ends: int32 [E], cumulative, on the tokens' device, as in `quantize`.
-    fmt: what the tokens are quantized to, of one-row blocks, fp8_1x128 | nvfp4_1x16.
-    Tables are int32 [entries, 4] on that device, which only kernels read; how many entries there are depends on
-    `tokens` and E. They belong to these values of the ends: make them again where those change.
-    Raises TypeError for a dtype, ValueError for shapes, ends, a format or backend that does not exist.
+    fmt: the format of the tokens, fp8_1x128 or nvfp4_1x16.
+    Tables are int32 [entries, 4] on that device, which only kernels read. The number of entries depends on `tokens` and
+    E. If the values of the ends change, the tables must be computed again.
+    Raises TypeError for a dtype, ValueError for invalid shapes, ends, format or backend.
     """
     fmt = get_format(fmt)
     check_row_blocks("make_groups", fmt)
