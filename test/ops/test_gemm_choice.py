@@ -165,10 +165,10 @@ REASONS = {
             ({"capability": (10, 0)}, "e4m3 block scaling needs sm_90, got sm_100"),
             ({"cuda": "12.8"}, "block scaling needs CUDA 12.9 or newer, got 12.8"),
             ({"cuda": None}, "block scaling needs CUDA 12.9 or newer, got None"),
-            ({"pair": SQUARE[::-1]}, "it has no GEMM of fp8_128x128 · fp8_1x128"),
-            ({"pair": (FP8_1X64, FP8_1X64)}, "it has no GEMM of fp8_1x64 · fp8_1x64"),
+            ({"pair": SQUARE[::-1]}, "cuBLASLt does not support fp8_128x128 · fp8_1x128"),
+            ({"pair": (FP8_1X64, FP8_1X64)}, "cuBLASLt does not support fp8_1x64 · fp8_1x64"),
             ({"out_dtype": torch.float16}, "out_dtype must be bfloat16 or float32, got torch.float16"),
-            ({"shapes": ((0, 16), (16, 16))}, "it has no empty GEMMs, got M=0, N=16, K=16"),
+            ({"shapes": ((0, 16), (16, 16))}, "cuBLASLt does not support empty GEMMs, got M=0, N=16, K=16"),
             ({"shapes": ((16, 16), (8, 16))}, "N must be a multiple of 16, got N=8"),
         ],
     ),
@@ -176,15 +176,15 @@ REASONS = {
         {"pair": SQUARE, "shapes": ((8, 128), (64, 128))},
         [
             ({}, None),
-            ({"capability": (10, 0)}, "it needs a Hopper GPU (sm_90), got sm_100"),
-            ({"pair": ONE_ROW}, "it multiplies fp8_1x128 by fp8_128x128, got fp8_1x128 · fp8_1x128"),
-            ({"pair": NVFP4}, "it multiplies fp8_1x128 by fp8_128x128, got nvfp4_1x16 · nvfp4_16x16"),
-            ({"out_dtype": torch.float32}, "it writes bfloat16 and adds no bias, got torch.float32"),
-            ({"bias": torch.zeros(64)}, "it writes bfloat16 and adds no bias, got torch.bfloat16 and a bias"),
+            ({"capability": (10, 0)}, "DeepGEMM needs a Hopper GPU (sm_90), got sm_100"),
+            ({"pair": ONE_ROW}, "DeepGEMM supports fp8_1x128 · fp8_128x128, got fp8_1x128 · fp8_1x128"),
+            ({"pair": NVFP4}, "DeepGEMM supports fp8_1x128 · fp8_128x128, got nvfp4_1x16 · nvfp4_16x16"),
+            ({"out_dtype": torch.float32}, "DeepGEMM supports bfloat16 without bias, got torch.float32"),
+            ({"bias": torch.zeros(64)}, "DeepGEMM supports bfloat16 without bias, got torch.bfloat16 and a bias"),
             *(
                 (
                     {"shapes": ((m, k), (n, k))},
-                    f"it needs rows, K in multiples of 16 and N of 8, got M={m}, N={n}, K={k}",
+                    f"K must be a multiple of 16 and N of 8, and none may be 0, got M={m}, N={n}, K={k}",
                 )
                 for m, n, k in ((0, 64, 128), (8, 0, 128), (8, 64, 0), (8, 64, 24), (8, 12, 128))
             ),
@@ -198,10 +198,10 @@ REASONS = {
             ({"device": "cpu"}, "the kernels are for Blackwell GPUs (sm_100), got cpu"),
             ({"capability": (9, 0)}, "the kernels are for Blackwell GPUs (sm_100), got sm_90"),
             ({"capability": (12, 0)}, "the kernels are for Blackwell GPUs (sm_100), got sm_120"),
-            ({"pair": SQUARE}, "they multiply e2m1 elements, got fp8_1x128 · fp8_128x128"),
-            ({"along": "k"}, 'they take groups of rows, along "m", got along "k"'),
+            ({"pair": SQUARE}, "the kernels support only e2m1 elements, got fp8_1x128 · fp8_128x128"),
+            ({"along": "k"}, 'the kernels support only along "m", got along "k"'),
             ({"out_dtype": torch.float32}, "out_dtype must be bfloat16, got torch.float32"),
-            ({"shapes": ((0, 16), (2, 16, 16))}, "they have no empty GEMMs, got M=0, N=16, K=16"),
+            ({"shapes": ((0, 16), (2, 16, 16))}, "the kernels do not support empty GEMMs, got M=0, N=16, K=16"),
             *(
                 (
                     {"shapes": ((4, k), (2, n, k))},
@@ -209,7 +209,7 @@ REASONS = {
                 )
                 for n, k in ((24, 16), (32, 8))
             ),
-            ({"shapes": ((4, 16), (1025, 16, 16))}, "they take 1024 groups at most, got 1025"),
+            ({"shapes": ((4, 16), (1025, 16, 16))}, "the kernels support at most 1024 groups, got 1025"),
             ({"kernels": "PyTorch has none"}, "PyTorch has none"),
             ({"triton": False}, "triton is not installed (pip install triton)"),
         ],
@@ -222,17 +222,17 @@ REASONS = {
             *(({"pair": pair, "along": "k", "shapes": PAYLOADS}, None) for pair in (SQUARE, ONE_ROW, NVFP4_ROWS)),
             (
                 {"pair": ONE_ROW},
-                "the kernels multiply fp8_1x128 · fp8_128x128 or nvfp4_1x16 · nvfp4_16x16 or nvfp4_1x16 · nvfp4_1x16,"
+                "the kernels support fp8_1x128 · fp8_128x128 or nvfp4_1x16 · nvfp4_16x16 or nvfp4_1x16 · nvfp4_1x16,"
                 " got fp8_1x128 · fp8_1x128",
             ),
             *(
                 (
                     {"shapes": shapes},
-                    "the copy engine has no empty tensors, got payloads of shape {} and {}".format(*map(list, shapes)),
+                    "TMA does not support empty tensors, got payloads of shape {} and {}".format(*map(list, shapes)),
                 )
                 for shapes in (((0, 128), (8, 256, 128)), ((64, 128), (8, 0, 128)))
             ),
-            ({"interprets": True}, "Triton's interpreter does not know Gluon"),
+            ({"interprets": True}, "Triton's interpreter does not support Gluon"),
             ({"triton": False}, "triton is not installed (pip install triton)"),
         ],
     ),

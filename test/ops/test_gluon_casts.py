@@ -154,7 +154,7 @@ def test_is_not_taken_for_others(op, change, options, taken, device):
 
 
 REASONS = {
-    "the kernel takes elements of 16 bits, got torch.float32": (torch.zeros(16, 16),),
+    "the kernel supports only 16-bit dtypes, got torch.float32": (torch.zeros(16, 16),),
     "the kernel takes one matrix, got shape [2, 16, 16]": (torch.zeros(2, 16, 16).half(),),
     "got shape [16, 24]": (torch.zeros(16, 24).half(),),
     "the kernel takes inputs of one dtype, got torch.float16 and torch.bfloat16": (
@@ -167,12 +167,14 @@ def test_reasons(machine):
     machine.runs_gluon((9, 0))
     for reason, inputs in REASONS.items():
         assert reason in gluon_tiles.why_not(*inputs)
-    with pytest.raises(ValueError, match="gluon cannot run: the kernels make columnwise copies, with or without"):
+    with pytest.raises(
+        ValueError, match="gluon cannot run: the kernels always compute the columnwise copy, but it is not requested"
+    ):
         call("quantize", *inputs_of(16, 32), columnwise=False, backend="gluon")
     machine.runs_gluon((8, 9))
     assert gluon_tiles.why_not(torch.zeros(16, 16)) == "the kernel needs sm_90 or newer, got sm_89"
     machine.runs_gluon((9, 0), interprets=True)
-    assert gluon_tiles.why_not(torch.zeros(16, 16)) == "Triton's interpreter does not know Gluon"
+    assert gluon_tiles.why_not(torch.zeros(16, 16)) == "Triton's interpreter does not support Gluon"
 
 
 # --- on a GPU ---------------------------------------------------------------------------------------------------------

@@ -83,33 +83,33 @@ TypeError quantize: x must be bfloat16, float16 or float32, got torch.int32; cas
 TypeError quantize: x must be bfloat16, float16 or float32, got torch.float64; cast it first
 TypeError quantize: x must be bfloat16, float16 or float32, got torch.float8_e4m3fn; cast it first
 ValueError quantize: x must have at least 2 dims [.., M, K], got shape [32]; reshape it
-ValueError no block format 'fp8'; the formats are fp8_1x128, fp8_128x128, nvfp4_1x16, nvfp4_16x16
-ValueError quantize: nothing to compute; ask for rowwise, columnwise or both
+ValueError unknown block format 'fp8'; the formats are fp8_1x128, fp8_128x128, nvfp4_1x16, nvfp4_16x16
+ValueError quantize: nothing to compute; set rowwise, columnwise or both
 ValueError quantize: nvfp4_1x16 has no power_of_2_scales; its block scales are torch.float8_e4m3fn
-ValueError quantize: scale_per_group is for tensor scales, which fp8_1x128 has not; leave it out
-ValueError quantize: only fp8_1x128 has a columnwise copy of another format, fp8_128x128, got fp8_128x128 and fp8_1x128; call it once for each format
+ValueError quantize: scale_per_group is for formats with tensor scales, got fp8_1x128; leave it out
+ValueError quantize: only fp8_1x128 supports another format, fp8_128x128, for the columnwise copy, got fp8_128x128 and fp8_1x128; call it once for each format
 ValueError quantize: fp8_1x128 has no tensor scale; leave tensor_amax out
 ValueError quantize: tensor_amax must be a float32 scalar, got torch.float32 of shape [2]
 ValueError quantize: tensor_amax must be a float32 scalar, got torch.bfloat16 of shape []
 ValueError quantize: tensor_amax must be [2] float32, one for each group, got torch.float32 of shape []
-ValueError quantize: tensor_amax must be two, of the tensor and of its transform, with hadamard, and one without it
-ValueError quantize: tensor_amax must be two, of the tensor and of its transform, with hadamard, and one without it
+ValueError quantize: tensor_amax must be a tensor, or with hadamard a tuple: the tensor's amax, the transform's amax
+ValueError quantize: tensor_amax must be a tensor, or with hadamard a tuple: the tensor's amax, the transform's amax
 ValueError quantize: hadamard is for nvfp4_1x16, got fp8_1x128; leave it out
-ValueError quantize: hadamard transforms the columnwise copy, which is not asked for; leave it out
+ValueError quantize: hadamard transforms the columnwise copy, which is not requested; leave it out
 ValueError quantize: stochastic is for nvfp4_1x16, got fp8_1x128; leave it out
 ValueError quantize: stochastic is for nvfp4_1x16, got nvfp4_16x16; leave it out
 ValueError quantize: x must be [M, K], got shape [1, 4, 32]; flatten its leading dims
-ValueError quantize: start and grid of stochastic are those of one copy's blocks, and both are asked for; ask for one after the other, the columnwise one with stream + 1
+ValueError quantize: start and grid of stochastic refer to the blocks of one copy, but both copies are requested; request them in separate calls, the columnwise one with stream + 1
 ValueError stochastic: seed must be from 0 to 2^64 - 1, got -1
-ValueError quantize: tokens in groups need blocks of one row, got fp8_128x128; take fp8_1x128 or nvfp4_1x16, the formats of activations
+ValueError quantize: tokens in groups need a format with one-row blocks, got fp8_128x128; use fp8_1x128 or nvfp4_1x16, the formats of activations
 ValueError quantize: x must be [M, K], got shape [1, 4, 32]; flatten its leading dims
 ValueError quantize: group_ends must not decrease and must lie in [0, 4], the number of tokens, got group_ends[1] = 2 after 3; pass the cumulative sum of the groups' sizes
 ValueError quantize: group_ends must not decrease and must lie in [0, 4], the number of tokens, got group_ends[1] = 5 after 3; pass the cumulative sum of the groups' sizes
 TypeError quantize: group_ends must be int32, got torch.int64; use group_ends.int()
 ValueError quantize: group_ends must be on the tokens' device cpu, got meta; move it
-ValueError no backend 'cuda'; the backends are auto, reference, triton, cublas, gluon, deep_gemm, cutlass; did you mean 'cublas'?
+ValueError unknown backend 'cuda'; the backends are auto, reference, triton, cublas, gluon, deep_gemm, cutlass; did you mean 'cublas'?
 ValueError quantize: backend cublas has no implementation; choose one of gluon, triton, reference, or auto
-ValueError quantize: backend triton cannot run: Triton kernels run on CUDA devices, got cpu (TRITON_INTERPRET=1 interprets them on a CPU); choose another, or auto
+ValueError quantize: backend triton cannot run: Triton kernels need a CUDA device, got cpu (TRITON_INTERPRET=1 interprets them on a CPU); choose another, or auto
 """,  # noqa: E501
     )
 
@@ -151,13 +151,13 @@ TypeError transpose: x must be a result of quantize, got Tensor; quantize it fir
 TypeError transpose: x must be a result of quantize, got tuple; quantize it first
 TypeError dequantize: dtype must be bfloat16, float16, float32 or float64, got torch.int32
 TypeError dequantize: dtype must be bfloat16, float16, float32 or float64, got torch.float8_e4m3fn
-ValueError dequantize: the payload holds 32 columns, got columns=31
-ValueError dequantize: the payload holds 32 columns, got columns=30
-ValueError dequantize: global_scale must be a scalar or one for each matrix of x, got [2] for payload of shape [4, 16]; of tokens in groups dequantize each group's rows with its own scale
-ValueError transpose: x with a payload of shape [4, 16] does not hold columns=30
+ValueError dequantize: the payload has 32 columns, got columns=31
+ValueError dequantize: the payload has 32 columns, got columns=30
+ValueError dequantize: global_scale must be a scalar or have one value for each matrix of x, got [2] for payload of shape [4, 16]; for tokens in groups, dequantize the rows of each group with its own scale
+ValueError transpose: columns=30 does not match a payload of shape [4, 16]
 ValueError transpose: backend cublas has no implementation; choose one of triton, reference, or auto
-ValueError transpose: x in fp8_1x128 has blocks of 1x128, a transpose would need other scales; quantize the high-precision tensor with columnwise=True
-ValueError transpose: x in nvfp4_1x16 has blocks of 1x16, a transpose would need other scales; quantize the high-precision tensor with columnwise=True
+ValueError transpose: blocks must be square, got 1x128 (fp8_1x128), whose transpose needs other scales; quantize the high-precision tensor with columnwise=True
+ValueError transpose: blocks must be square, got 1x16 (nvfp4_1x16), whose transpose needs other scales; quantize the high-precision tensor with columnwise=True
 """,  # noqa: E501
     )
 
@@ -224,13 +224,13 @@ ValueError matmul: global_scale of a must be a scalar, got shape [2]; use groupe
 TypeError matmul: out_dtype must be bfloat16, float16 or float32, got torch.float64
 ValueError matmul: bias must be a float vector of 8 elements, got torch.float32 of shape [1, 8]
 ValueError matmul: bias must be a float vector of 8 elements, got torch.int32 of shape [8]
-ValueError matmul: backend cublas cannot run: it needs a CUDA device, got cpu; choose another, or auto
+ValueError matmul: backend cublas cannot run: cuBLASLt needs a CUDA device, got cpu; choose another, or auto
 TypeError grouped_matmul: out_dtype must be bfloat16, float16 or float32, got torch.int32
 ValueError grouped_matmul: backend cublas has no implementation; choose one of gluon, cutlass, triton, reference, or auto
 ValueError grouped_matmul: backend gluon cannot run: the kernels are for Hopper GPUs (sm_90), got cpu; choose another, or auto
 ValueError grouped_matmul: along must be "m" (groups of rows) or "k" (groups of the contraction), got 'n'
 ValueError grouped_matmul: fp8_1x128 · nvfp4_16x16 differ in element or block length along the contraction
-ValueError grouped_matmul: along "m" groups end anywhere, and would cut blocks of 128 rows; quantize a in one-row blocks, got fp8_128x128
+ValueError grouped_matmul: along "m", a must have one-row blocks, because groups may end at any row, got fp8_128x128; quantize a in a format with one-row blocks
 ValueError grouped_matmul: along "m" a must be [M, K], got payload of shape [2, 4, 32]
 ValueError grouped_matmul: along "m" b must be [E, N, K], got payload of shape [8, 32]
 ValueError grouped_matmul: along "k" b must be [K, P], got payload of shape [3, 16, 256]
@@ -311,7 +311,7 @@ def test_groups():
     assert_expected_inline(
         messages(calls),
         """\
-ValueError make_groups: tokens in groups need blocks of one row, got fp8_128x128; take fp8_1x128 or nvfp4_1x16, the formats of activations
+ValueError make_groups: tokens in groups need a format with one-row blocks, got fp8_128x128; use fp8_1x128 or nvfp4_1x16, the formats of activations
 ValueError make_groups: group_ends must not decrease and must lie in [0, 5], the number of tokens, got group_ends[0] = 6 after 0; pass the cumulative sum of the groups' sizes
 TypeError op: group_ends must be int32, got torch.int64; use group_ends.int()
 ValueError op: group_ends must be [E] with at least one group, got shape [1, 2]
