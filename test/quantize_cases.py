@@ -83,7 +83,7 @@ def assert_same(got, expected) -> None:
 
 
 def check_against_reference(x: torch.Tensor, way: str, backend: str) -> None:
-    """Rowwise, columnwise and both together give the bits of the reference's rowwise on `x` and its transpose.
+    """Rowwise, columnwise and both together are bitwise identical to the reference's rowwise of `x` and its transpose.
 
     Of a transform or random bits those of the reference's copies, padded or not: a transpose would have others.
     """

@@ -98,11 +98,12 @@ def test_runs_come_draw_by_draw_each_seed_behind_its_start(command, tmp_path):
 def test_runs_that_fail_or_are_cut_off_are_named_and_added_later(command, tmp_path):
     code, out = command("--minutes", "0.05", slow=("fp8",))
     assert code == 1 and "cut off; it goes on from its last checkpoint" in out and "Missing: fp8-0-0" in out
-    code, out = command(bad=("fp8",))
+    code, out = command(bad=("fp8",), out="failing")
     assert code == 1 and "Failed: fp8-0-0, fp8-0-1, fp8-1-0, fp8-1-1; see the logs" in out
-    assert "bf16-1-2" in trained(tmp_path), "what comes behind a failed run"
-    of_bf16 = [run for run in trained(tmp_path) if run.startswith("bf16")]
-    assert command()[0] == 0 and len(of_bf16) == len(set(of_bf16)), "what is done is not done again"
+    assert "bf16-1-2" in trained(tmp_path, "failing"), "what comes behind a failed run"
+    code, _ = command(out="failing")
+    of_bf16 = [run for run in trained(tmp_path, "failing") if run.startswith("bf16")]
+    assert code == 0 and len(of_bf16) == len(set(of_bf16)), "what is done is not done again"
 
 
 def test_another_machine_continues_with_a_start_of_its_own(command, tmp_path, study_file):

@@ -58,7 +58,7 @@ def operand(fmt, *shape: int):
 
 
 def _dumped(cubin: bytes, what: str) -> str:
-    """What cuobjdump, which Triton carries, says of a kernel."""
+    """The output of cuobjdump, which Triton carries, for a kernel."""
     import triton
 
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -69,7 +69,7 @@ def _dumped(cubin: bytes, what: str) -> str:
 
 
 def _resources(cubin: bytes) -> dict[str, int]:
-    """What ptxas gave a kernel: REG, STACK, .. ; a spilled register lies on the stack."""
+    """The resources that ptxas gave a kernel: REG, STACK, .. ; a spilled register lies on the stack."""
     output = _dumped(cubin, "--dump-resource-usage")
     return {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", output)}
 
@@ -92,7 +92,7 @@ INSTRUCTIONS = re.compile(
 
 
 def _half_defined_words(ptx: str) -> list[str]:
-    """Words of which one half was never written. ptxas 12.8 lost other bytes beside such halves of e4m3 pairs."""
+    """Words of which one half was never written. ptxas 12.8 lost other bytes next to such halves of e4m3 pairs."""
     defined = set()
     for line in ptx.splitlines():
         operands = re.match(r"\s*(?:@!?%p\d+ )?(?!st)[a-z][\w.:]*\s+(\{[^}]*\}|[^,;{]+)", line)
@@ -122,7 +122,7 @@ def _loads_in_loops(ttgir: str) -> list[int]:
 
 
 def _rows(modules, target: int, once: bool) -> list[dict]:
-    """What each build for `target` is like."""
+    """Describe each build for `target`."""
     builds = _record_builds(target, once)
     rows, resources = [], {}
     for module in modules:
@@ -147,7 +147,7 @@ def _rows(modules, target: int, once: bool) -> list[dict]:
 
 
 def built_for(modules, target: int, once: bool = False) -> list[dict]:
-    """What the builds of all `cases(target)` of these modules are like; once: of each kernel the first."""
+    """Describe the builds of all `cases(target)` of these modules; once: of each kernel only the first."""
     environment = os.environ | {"TRITON_INTERPRET": "0", "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, __file__, str(target), "once" if once else "all", *modules]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1200)

@@ -123,7 +123,7 @@ SHARED_BUILDS = {
         ),
     ],
 }  # fmt: skip
-# Other options than the tokens. Decoding is told by its operand's size.
+# Other options than the tokens. Decoding depends on its operand's size.
 _OPTIONS = re.compile("dtype|bias|scaled|power_of_2|groups300|codes|_decode_kernel")
 
 

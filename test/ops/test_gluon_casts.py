@@ -64,8 +64,8 @@ def taken(machine, monkeypatch, op):
     return machine.launches_of(gluon_tiles, happen=False)
 
 
-def beside(x, first, columns=48):
-    """`x` in memory that begins `first` elements behind a multiple of 16 bytes, rows so many elements apart."""
+def set_off(x, first, columns=48):
+    """`x` in memory that begins `first` elements behind a multiple of 16 bytes, rows `columns + 16` elements apart."""
     wide = x.new_zeros(x.shape[0], columns + 16)
     wide[:, first : first + x.shape[1]] = x
     return wide[:, first : first + x.shape[1]]
@@ -95,7 +95,7 @@ TAKEN = {
     "columnwise only": (OPS, every(lambda x: x), {"rowwise": False}),
     "f16, powers of 2": (OPS, every(lambda x: x.half()), {"power_of_2_scales": True}),
     "square blocks": (OPS, every(lambda x: x), SQUARES),
-    "rows apart": (OPS[:2], first(lambda x: beside(x, 16, columns=64)), {}),
+    "rows apart": (OPS[:2], first(lambda x: set_off(x, 16, columns=64)), {}),
     "a norm to f16": (OPS[1:2], every(lambda x: x), {"dtype": torch.float16}),
     "groups": (("quantize", *SWIGLU), every(lambda x: x), {"groups": (5, 15)}),
     "by name": (OPS[:1], every(lambda x: x), {"backend": "gluon"}),
@@ -132,8 +132,8 @@ def test_is_taken(op, change, options, taken, device):
 NOT_TAKEN = {
     "f32": (OPS, every(lambda x: x.float()), {}),
     "ragged width": (OPS, every(lambda x: x[:, :40].contiguous()), {}),
-    "off 16 bytes": (OPS, every(lambda x: beside(x, 4)), {}),
-    "rows off 16 bytes": (OPS, every(lambda x: beside(x, 0, columns=52)), {}),
+    "off 16 bytes": (OPS, every(lambda x: set_off(x, 4)), {}),
+    "rows off 16 bytes": (OPS, every(lambda x: set_off(x, 0, columns=52)), {}),
     "transposed": (OPS, every(lambda x: x.mT.contiguous().mT), {}),
     "no tokens": (OPS, every(lambda x: x[:0]), {}),
     "no width": (OPS, every(lambda x: x[:, :0]), {}),

@@ -54,7 +54,7 @@ class Launches:
         triton.runtime.driver.set_active(self)
 
     def both_ways(self, call) -> dict:
-        """What a first and a later launch give the driver, and what one by Triton alone does."""
+        """The driver's input from a first and a later launch, and from one by Triton only."""
         from torchao_blockwise.ops import launch
 
         known = launch.triton_launcher.launching
@@ -103,7 +103,7 @@ class Launches:
         self.made.append(row | {"flags": flags, "scratch": [scratch, profile_scratch]})
 
     def of(self, call) -> dict:
-        """What `call` launched, and how many of the launches went through Triton."""
+        """The launches of `call`, and how many of the launches went through Triton."""
         self.made.clear()
         self.by_triton = 0
         call()
@@ -321,7 +321,7 @@ def results():
 
 
 def without_results(record: dict) -> list:
-    """Launches without the addresses of results, which are made anew by every call."""
+    """Launches without the addresses of results, which are made again by every call."""
     return [
         {**row, "args": {k: v for k, v in row["args"].items() if k not in row["pointers"]}}
         for row in record["launches"]

@@ -28,6 +28,7 @@ from torchao_blockwise.formats import (
 )
 from torchao_blockwise.ops.backend import Backend, Implementation
 from torchao_blockwise.ops.fused import NORM, Norm
+from torchao_blockwise.ops.operands import without_grad
 from torchao_blockwise.ops.registry import OPTIONS, PLACE, groups, operand
 from torchao_blockwise.ops.shards import SHARDS
 from torchao_blockwise.ops.shards.flat import Shards
@@ -221,6 +222,15 @@ def double(define):
         return x * times + (0 if y is None else y)
 
     return define("Tensor x, Tensor? y, int times", "Tensor", run, fake=lambda x, y, times: torch.empty_like(x))
+
+
+def test_no_gradient_is_asked_of_operations():
+    leaf = torch.ones(2, 3, requires_grad=True)
+    values = without_grad(leaf, None, X)
+    assert not values[0].requires_grad and values[1] is None and values[2] is X
+    assert values[0].data_ptr() == leaf.data_ptr()
+    with torch.no_grad():
+        assert without_grad(leaf)[0] is leaf
 
 
 SEEN: list = []
