@@ -336,7 +336,7 @@ REFUSALS = {
         "different number of parameter groups",
     ),
     "DDP flattens": (lambda m: m.up.weight.view(-1), ValueError, r"\(DistributedDataParallel: init_sync=False;"),
-    "blocks": (_step_rows, ValueError, "weight has blocks of 1x16; make it with square blocks"),
+    "blocks": (_step_rows, ValueError, "weight has blocks of 1x16; create it with square blocks"),
 }
 
 

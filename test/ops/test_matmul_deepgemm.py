@@ -133,7 +133,7 @@ def test_what_it_refuses(installed, monkeypatch):
     for shape, options, reason in REFUSED:
         refused(reason, *shape, **options)
     for formats in ((FP8_1X128, FP8_1X128), (NVFP4_1X16, NVFP4_16X16)):
-        refused(f"multiplies fp8_1x128 by fp8_128x128, got {formats[0].name}", 8, 64, 128, formats=formats)
+        refused(f"supports fp8_1x128 · fp8_128x128, got {formats[0].name}", 8, 64, 128, formats=formats)
     monkeypatch.setattr(deepgemm, "compute_capability", lambda device: (0, 0))
     refused(r"DeepGEMM needs a Hopper GPU \(sm_90\), got cpu", 8, 64, 128)
 
