@@ -76,7 +76,7 @@ def test_a_receiver_and_files_have_those_of_the_sender(format, tmp_path, capsys)
     (tmp_path / "sums.json").write_text(json.dumps(sums))
     command = ["verify", str(tmp_path / "out"), str(tmp_path / "sums.json")]
     assert main(command) == 0
-    assert f"{len(sums)} tensors the same, 0 with other bytes" in capsys.readouterr().out
+    assert f"{len(sums)} tensors are the same, 0 have different bytes" in capsys.readouterr().out
     found = tensors_in(tmp_path / "out")
     found["2.bias"][3] += 1
     found["more"] = found.pop("0.bias")
@@ -84,7 +84,7 @@ def test_a_receiver_and_files_have_those_of_the_sender(format, tmp_path, capsys)
     assert main(command) == 1
     out = capsys.readouterr().out
     assert "2.bias: checksum " in out and "out has no 0.bias" in out and "sums.json has no more" in out
-    for text, said in (("[]", "must hold {name: checksum}, got a list; write it again"), ("{", "is not JSON")):
+    for text, said in (("[]", "must contain {name: checksum}, got a list; write it again"), ("{", "is not JSON")):
         (tmp_path / "sums.json").write_text(text)
         assert main(command) == 2
         assert said in capsys.readouterr().err

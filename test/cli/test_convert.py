@@ -218,7 +218,7 @@ WRONG = {
     "there": (["convert", "plain", "plain"], "exists and is not empty"),
     "scales": (
         ["convert", "plain", "again", "--to", "nvfp4_modelopt", "--power-of-2-scales"],
-        "--power-of-2-scales is for fp8_block; leave it out",
+        "--power-of-2-scales is only for fp8_block; leave it out",
     ),
     "bytes of scales": (
         ["convert", "plain", "again", "--to", "fp8_block_ue8m0"],

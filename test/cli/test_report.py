@@ -124,15 +124,15 @@ def test_the_exit_code_says_what_cannot_be_converted(report, monkeypatch):
 
 WRONG = {
     "file": (["nowhere/config.json"], "nowhere/config.json does not exist; give a config.json, a folder"),
-    "folder": (["."], ". holds no config.json; give a folder that does, or the file"),
-    "id": (["nobody/nothing"], "no configuration of 'nobody/nothing' is in the Hugging Face cache; download it (hf "),
+    "folder": (["."], ". contains no config.json; give a folder that does, or the file"),
+    "id": (["nobody/nothing"], "the Hugging Face cache has no configuration of 'nobody/nothing'; download it (hf "),
     "broken": (["broken"], "transformers cannot read the configuration in broken: "),
     "filter": (["dense", "--filter", "skip_lmhead"], "got skip_lmhead; did you mean 'skip_lm_head'?"),
-    "no value": (["dense", "--filter", "min_features"], "is written min_features=VALUE, got min_features"),
-    "a value": (["dense", "--filter", "experts=3"], "--filter experts is written experts, got experts=3"),
+    "no value": (["dense", "--filter", "min_features"], "must be min_features=VALUE, got min_features"),
+    "a value": (["dense", "--filter", "experts=3"], "--filter experts must be experts, got experts=3"),
     "number": (["dense", "--filter", "min_features=x"], "--filter min_features=x: invalid literal for int()"),
     "blocks": (["dense", "--filter", "keep_last_blocks=9"], "has 2 blocks, got count=9"),
-    "nothing": (["dense", "--no-recommended"], "--no-recommended leaves no filter; give one by --filter, as"),
+    "nothing": (["dense", "--no-recommended"], "--no-recommended needs a --filter, such as --filter"),
     "tokens": (["dense", "--tokens", "0"], "--tokens must be 1 or more, got 0"),
 }
 

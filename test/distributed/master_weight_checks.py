@@ -199,7 +199,7 @@ def check_mismatch(group, rank, ranks, what: str) -> None:
     theirs = f"weight 1 ({name}, shape {list(shape)})" if make else "nothing more"
     message = (
         "cast_master_weights: ranks differ; rank 0 has weight 1 (fp8_128x128 of torch.float32, shape [8, 16]), rank 1 "
-        f"has {theirs}; make the same model on all ranks"
+        f"has {theirs}; create the same model on all ranks"
     )
     with raises(ValueError, message):
         cast_master_weights(model, nothing, nothing, group)
@@ -219,10 +219,10 @@ def store_timeout(seconds: int):
 def check_missing(group, rank, ranks) -> None:
     """A rank that fails before the others meet it is named, in time."""
     master = zeros(500 if rank == 1 else 192)
-    kind, message = RuntimeError, r"no word from rank 1.*weight 0 \(fp8_128x128 of torch.float32, shape \[8, 24\]\)"
+    kind, message = RuntimeError, r"no answer from rank 1.*weight 0 \(fp8_128x128 of torch.float32, shape \[8, 24\]\)"
     if rank == 1:
         kind = ValueError
-        message = r"weight 0 \(BlockwiseFP8Tensor, shape \[8, 24\]\) has 192 elements, its master claims \[0, 500\)"
+        message = r"weight 0 \(BlockwiseFP8Tensor, shape \[8, 24\]\) has 192 elements, but its master is for \[0, 500\)"
     with store_timeout(3), pytest.raises(kind, match=f"cast_master_weights_to_fp8: {message}"):
         cast_master_weights_to_fp8([fp8(zeros(8, 24))], [master], [0], group)
 
@@ -233,7 +233,7 @@ def check_stale_rank(group, rank, ranks) -> None:
     cast_master_weights_to_fp8(model, [None], [None], group)
     again = [*model, fp8(zeros(8, 8))] if rank == 1 else model
     nothing = [None] * len(again)
-    with store_timeout(1), pytest.raises(RuntimeError, match="no word from rank 0" if rank == 1 else ""):
+    with store_timeout(1), pytest.raises(RuntimeError, match="no answer from rank 0" if rank == 1 else ""):
         cast_master_weights_to_fp8(again, nothing, nothing, group)
 
 

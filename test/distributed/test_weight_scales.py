@@ -150,8 +150,8 @@ def test_weights_are_flattened_where_no_layer_uses_the_result():
 # --- ranks that disagree ----------------------------------------------------------------------------------------------
 
 TIMEOUT = 6.0
-_DIFFER = r"ValueError: sync_weight_scales: ranks differ; rank 0 has {}.*, rank 1 has {}.*; make the same model"
-_NO_WORD = rf"RuntimeError: sync_weight_scales: no word from rank 1 in {TIMEOUT:.0f} s; it failed, or its model"
+_DIFFER = r"ValueError: sync_weight_scales: ranks differ; rank 0 has {}.*, rank 1 has {}.*; create the same model"
+_NO_WORD = rf"RuntimeError: sync_weight_scales: no answer from rank 1 in {TIMEOUT:.0f} s; it failed, or its model"
 _ZERO = r"ValueError: MasterWeightOptimizer: ranks differ; rank 0 has {}"
 # What each rank says.
 WRONG = {
@@ -161,7 +161,7 @@ WRONG = {
     "fails_early": [_NO_WORD + " has none of these: 0.up.weight", "FloatingPointError"],
     "fails_later": [
         "RuntimeError: sync_weight_scales: rank 0 could not reduce the amaxes of 4 weights, 0.up.weight the first, "
-        r"with ranks \[0, 1\]; no word from rank 1 in 6 s: failed before, or busy with another collective",
+        r"with ranks \[0, 1\]; no answer from rank 1 in 6 s: failed before, or busy with another collective",
         "FloatingPointError",
     ],
     "no_weights": [_NO_WORD, "Error"],
@@ -170,7 +170,7 @@ WRONG = {
     "zero_other_lr": [_ZERO.format("AdamW, shard zero1, .*lr=0.01, rank 1 has AdamW, shard zero1, .*lr=0.02")] * 2,
     "zero_other_frozen": [_ZERO.format(r"mid.weight \(fp8_128x128, ")] * 2,
     "zero_fails": [
-        "RuntimeError: MasterWeightOptimizer: no word from rank 1 in 6 s",
+        "RuntimeError: MasterWeightOptimizer: no answer from rank 1 in 6 s",
         "FloatingPointError: rank 1 gives up",
     ],
 }
@@ -196,7 +196,7 @@ def test_a_rank_that_comes_late_is_named_while_others_wait(tmp_path):
     for rank, logged in enumerate(others):
         assert logged == [
             f"sync_weight_scales: rank {rank} waits to reduce the amaxes of 4 weights, 0.up.weight the first, with "
-            "ranks [0, 1, 2]; after 3 s there is no word from rank 2: failed before, or busy with another collective"
+            "ranks [0, 1, 2]; after 3 s there is no answer from rank 2: failed before, or busy with another collective"
         ]
 
 
@@ -212,5 +212,5 @@ def test_a_rank_that_ends_is_named_by_all_others(tmp_path):
     for rank, message in enumerate(others):
         assert message == (
             f"sync_weight_scales: rank {rank} could not reduce the amaxes of 4 weights, 0.up.weight the first, with "
-            f"ranks [0, 1, 2]; no word from rank 2 in {TIMEOUT:.0f} s: failed before, or busy with another collective"
+            f"ranks [0, 1, 2]; no answer from rank 2 in {TIMEOUT:.0f} s: failed before, or busy with another collective"
         )

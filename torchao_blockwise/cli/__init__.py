@@ -1,7 +1,7 @@
 """Commands: `python -m torchao_blockwise COMMAND`. Each is a module with HELP, `add_arguments(parser)` and `run(args)`.
 
-`run` returns the exit code: 0, or 1 if it found a problem. Invalid input raises `UsageError`, whose message is printed,
-with exit code 2.
+`run` returns the exit code: 0, or 1 if it found a problem. Invalid input raises `UsageError`, which prints its message
+and exits with code 2.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Quantize a checkpoint of a Hugging Face model on disk, tensor by tensor, for inference engines.
 
-IN is a folder with config.json and safetensors files, plain or quantized; OUT is a new folder. The
-`recommended_layers` are quantized (in NVFP4 also those in the last blocks); --skip leaves out more by name. Quantized
-weights in IN are decoded first; with --to plain they are written in bfloat16. Scales in IN for activations and for an
-engine's cache (input_scale, k_scale) are left out. One tensor is quantized at a time, and files of 5 GB are written.
-NVFP4 reads each tensor twice, since layers that engines fuse share a tensor scale. OUT appears when it is complete.
-Until then finished files are in a hidden folder next to it; if the command is interrupted, run it again to continue.
+IN is a folder with config.json and safetensors files, plain or quantized. OUT is a new folder. The command quantizes
+the `recommended_layers` (in NVFP4 also those in the last blocks); --skip excludes more layers by name. Quantized
+weights in IN are decoded first; with --to plain, they are written in bfloat16. Scales in IN for activations and for an
+engine's cache (input_scale, k_scale) are not written. One tensor is quantized at a time, and files of 5 GB are written.
+NVFP4 reads each tensor twice, because layers that engines fuse share a tensor scale. OUT appears when it is complete.
+Until then, finished files are in a hidden folder next to it. If the command is interrupted, run it again to continue.
 
 exit code: 0 success, 2 invalid arguments or files
 """
@@ -47,8 +47,8 @@ PLAIN = "plain"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("input", metavar="IN", type=Path)
     parser.add_argument("output", metavar="OUT", type=Path)
-    parser.add_argument("--to", choices=(*LAYOUTS, PLAIN), default=FP8.name, help="default: %(default)s")
-    parser.add_argument("--skip", action="append", default=[], metavar="PATTERN", help='names to leave out: "*.wo"')
+    parser.add_argument("--to", choices=(*LAYOUTS, PLAIN), default=FP8.name, help="format; default: %(default)s")
+    parser.add_argument("--skip", action="append", default=[], metavar="PATTERN", help='layers to exclude: "*.wo"')
     parser.add_argument("--shard-gb", type=float, default=SHARD_BYTES / 2**30, help="file size; default: %(default)g")
     parser.add_argument("--power-of-2-scales", action="store_true", help="use scales that are powers of two (FP8)")
 
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     model, layout = meta_model(str(args.input)), LAYOUTS.get(args.to)
     if layout is not None:
         if layout.format.has_global_scale and args.power_of_2_scales:
-            raise UsageError(f"--power-of-2-scales is for {FP8.name}; leave it out")
+            raise UsageError(f"--power-of-2-scales is only for {FP8.name}; leave it out")
         args.power_of_2_scales |= layout.power_of_2_scales
         recipes = (conversion.BlockwiseFP8TrainingConfig, conversion.NVFP4TrainingConfig)
         chosen = conversion.recommended_layers(model)
@@ -98,7 +98,7 @@ def _convert(args: argparse.Namespace, model: nn.Module, weights: StoredWeights)
     }
     with Folder(args.output, int(args.shard_gb * 2**30), resume=plan) as folder:
         if done := folder.done:
-            print(f"continues after {len(done)} tensors that an interrupted run has written")
+            print(f"continuing after {len(done)} tensors that an interrupted run has written")
         for x in _with_progress(outputs):
             target = layout if x.is_quantized else None
             if done.issuperset([x.name] if target is None else target.names(x.name)):

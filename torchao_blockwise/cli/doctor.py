@@ -1,8 +1,8 @@
 """Show installed versions, the backend of each operation and why others cannot run, and test all backends.
 
-Every operation runs on small inputs with every backend that can run it, and is compared with the reference, eager
+Each operation runs on small inputs with every backend that supports it, and is compared with the reference in eager
 PyTorch. The first run on a GPU builds kernels, which takes a minute or two. On a CPU, TRITON_INTERPRET=1 also tests
-the kernels in Triton's interpreter, in about a minute.
+the kernels in Triton's interpreter, which takes about a minute.
 
 exit code: 0 healthy, 1 a problem or a wrong result, 2 invalid arguments
 """
@@ -20,7 +20,7 @@ HELP = "versions, backends of each operation, and a self-test"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--device", help="cpu, cuda or cuda:1; default the GPU, or the CPU if there is none")
+    parser.add_argument("--device", help="cpu, cuda or cuda:1; default: the GPU, or the CPU if there is none")
     parser.add_argument("--no-run", action="store_true", help="list the backends without running kernels")
     parser.add_argument("--json", action="store_true", help="print JSON")
 

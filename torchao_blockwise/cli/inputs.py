@@ -13,7 +13,7 @@ from torchao_blockwise._compat.hugging_face import model_on_meta
 
 
 class UsageError(Exception):
-    """Invalid input. The message has the expected input, the given input and the remedy."""
+    """Invalid input. The message has the expected input, the given input and the fix."""
 
 
 def show(report: object, data: dict[str, Any] | None) -> None:
@@ -24,8 +24,8 @@ def show(report: object, data: dict[str, Any] | None) -> None:
 def meta_model(name: str) -> nn.Module:
     """Build a model in bfloat16 on the meta device; nothing is downloaded.
 
-    name: a config.json, a folder that holds one, or a Hugging Face id in the cache. The class of the model is the first
-        known architecture in the configuration, else the one that `AutoModelForCausalLM` or `AutoModel` chooses.
+    name: a config.json, a folder that contains one, or a Hugging Face id in the cache. The class of the model is the
+        first known architecture in the configuration, or else the choice of `AutoModelForCausalLM` or `AutoModel`.
     Raises UsageError if the configuration or its class is missing.
     """
     try:
@@ -42,9 +42,9 @@ def meta_model(name: str) -> nn.Module:
 def _config(name: str, transformers: Any) -> Any:
     path = Path(name)
     if path.is_dir() and not (path / "config.json").exists():
-        raise UsageError(f"{name} holds no config.json; give a folder that does, or the file")
+        raise UsageError(f"{name} contains no config.json; give a folder that does, or the file")
     if not path.exists() and (path.suffix == ".json" or name.startswith((".", "/"))):
-        raise UsageError(f"{name} does not exist; give a config.json, a folder that holds one, or a model id")
+        raise UsageError(f"{name} does not exist; give a config.json, a folder that contains one, or a model id")
     try:
         return transformers.AutoConfig.from_pretrained(name, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
@@ -52,4 +52,4 @@ def _config(name: str, transformers: Any) -> Any:
             why = (str(error).splitlines() or [type(error).__name__])[0]
             raise UsageError(f"transformers cannot read the configuration in {name}: {why}") from None
         remedy = f"download it (hf download {name} config.json), or give the path of a config.json"
-        raise UsageError(f"no configuration of {name!r} is in the Hugging Face cache; {remedy}") from None
+        raise UsageError(f"the Hugging Face cache has no configuration of {name!r}; {remedy}") from None

@@ -1,17 +1,17 @@
-"""Show what quantize_ does to a Hugging Face model: which layers it converts, why not others, and the memory of a step.
+"""Show which layers of a Hugging Face model quantize_ converts, why it skips others, and the memory of a step.
 
-MODEL is a config.json, a folder that holds one, or a model id that is in the Hugging Face cache. The model is built
-on the meta device, so any size takes seconds and no memory; nothing is downloaded.
+MODEL is a config.json, a folder that contains one, or a model id that is in the Hugging Face cache. The model is built
+on the meta device, so any size takes seconds and no memory. Nothing is downloaded.
 
-The filter is recommended_layers(model, config), and each --filter leaves out more; --no-recommended uses only the
+The filter is recommended_layers(model, config); each --filter excludes more layers. --no-recommended uses only the
 --filter options. The first line of the report shows the filter.
 
 filters:
   is_linear, experts, linears_and_experts    the layers to select
   skip_lm_head, skip_routers
-  skip_fqns=PATTERN,..                       names to leave out, as "*.gate"
+  skip_fqns=PATTERN,..                       names to exclude, such as "*.gate"
   min_features=N
-  keep_last_blocks=N                         or a share of the blocks, as 0.15
+  keep_last_blocks=N                         or a fraction of the blocks, such as 0.15
 
 exit code: 0 success, 1 a layer cannot be converted, 2 invalid arguments
 """
@@ -36,7 +36,7 @@ from torchao_blockwise.conversion import Filter
 from torchao_blockwise.conversion.report import CANNOT
 from torchao_blockwise.diagnostics import memory_report
 
-HELP = "what quantize_ and fuse do to a Hugging Face model"
+HELP = "show what quantize_ and fuse do to a Hugging Face model"
 
 _RECIPES = {"fp8": conversion.BlockwiseFP8TrainingConfig, "nvfp4": conversion.NVFP4TrainingConfig}
 # {filter: (model, VALUE) -> its arguments}; None for filters without a VALUE.
@@ -50,12 +50,12 @@ _FILTERS: dict[str, Callable[[nn.Module, str], list[Any]] | None] = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="config.json, its folder, or a model id in the cache")
-    parser.add_argument("--recipe", choices=_RECIPES, default="fp8", help="default fp8")
-    parser.add_argument("--filter", action="append", default=[], metavar="NAME[=VALUE]", help="leave out more layers")
+    parser.add_argument("--recipe", choices=_RECIPES, default="fp8", help="default: fp8")
+    parser.add_argument("--filter", action="append", default=[], metavar="NAME[=VALUE]", help="exclude more layers")
     parser.add_argument("--no-recommended", action="store_true", help="use only the --filter options")
-    parser.add_argument("--no-master-weights", action="store_true", help="Parameters are the quantized tensors")
-    parser.add_argument("--fuse", action="store_true", help="let layers that read one activation share its copies")
-    parser.add_argument("--tokens", type=int, help="length of a sequence, to predict the memory of a step")
+    parser.add_argument("--no-master-weights", action="store_true", help="convert Parameters to quantized tensors")
+    parser.add_argument("--fuse", action="store_true", help="let layers that read the same input share its copies")
+    parser.add_argument("--tokens", type=int, help="predict the memory of a step with a sequence of this length")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
     model = meta_model(args.model)
     config = _RECIPES[args.recipe](master_weights=not args.no_master_weights)
     if args.no_recommended and not args.filter:
-        raise UsageError("--no-recommended leaves no filter; give one by --filter, as --filter linears_and_experts")
+        raise UsageError("--no-recommended needs a --filter, such as --filter linears_and_experts")
     filters = [] if args.no_recommended else [conversion.recommended_layers(model, config)]
     filter_fn = functools.reduce(operator.and_, filters + [_filter(model, text) for text in args.filter])
     report = conversion.dry_run(model, config, filter_fn)
@@ -101,7 +101,7 @@ def _filter(model: nn.Module, text: str) -> Filter:
         raise UsageError(f"--filter must be one of {known}, got {name}{did_you_mean(name, _FILTERS)}")
     arguments = _FILTERS[name]
     if bool(value) != (arguments is not None):
-        raise UsageError(f"--filter {name} is written {name}{'=VALUE' * (arguments is not None)}, got {text}")
+        raise UsageError(f"--filter {name} must be {name}{'=VALUE' * (arguments is not None)}, got {text}")
     try:
         made: Filter = getattr(conversion, name)(*(() if arguments is None else arguments(model, value)))
     except ValueError as error:

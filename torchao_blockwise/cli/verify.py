@@ -1,9 +1,9 @@
-"""Compare two checkpoints on disk, in FP8, NVFP4 or plain, by the values of their tensors.
+"""Compare the values of the tensors of two checkpoints on disk, in FP8, NVFP4 or high precision.
 
-B may also be a JSON file {name: checksum} with the result of `checkpoint.checksums` for the tensors that A should have;
-then bytes are compared.
+If B is a JSON file {name: checksum}, the result of `checkpoint.checksums` for the tensors that A should have, bytes are
+compared instead.
 
-Scales of activations and of an engine's cache (input_scale, k_scale) may be missing in one of them.
+Scales of activations and of an engine's cache (input_scale, k_scale) may be missing in one of the checkpoints.
 
 The last line is PASS, or FAIL with the number of differences.
 
@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--error",
         type=float,
-        help="largest relative error of a weight; default: that of an element, 0.0625 in FP8, 0.2 in NVFP4",
+        help="largest relative error of a weight; default: that of one element, 0.0625 in FP8 and 0.2 in NVFP4",
     )
 
 
@@ -65,12 +65,12 @@ def _by_checksums(files: Files, written: Path) -> list[str]:
     except ValueError as error:
         raise ValueError(f"{written} is not JSON ({error}); write it again") from None
     if not isinstance(wanted, dict):
-        raise ValueError(f"{written} must hold {{name: checksum}}, got a {type(wanted).__name__}; write it again")
+        raise ValueError(f"{written} must contain {{name: checksum}}, got a {type(wanted).__name__}; write it again")
     problems = _missing(files.path, wanted.keys() - files.names()) + _missing(written, files.names() - wanted.keys())
     both = sorted(files.names() & wanted.keys())
     got = checksums((name, files.read(name)) for name in both)
     other = [name for name in both if got[name] != wanted[name]]
-    print(f"{len(both) - len(other)} tensors the same, {len(other)} with other bytes")
+    print(f"{len(both) - len(other)} tensors are the same, {len(other)} have different bytes")
     return problems + [f"{name}: checksum {got[name]}, {written} has {wanted[name]}" for name in other]
 
 
@@ -97,7 +97,7 @@ def _by_values(first: StoredWeights, second: StoredWeights, allowed: float | Non
         is_nvfp4 = NVFP4_16X16 in (first.format(name), second.format(name))
         if not error <= (_ROUNDING[is_nvfp4] if allowed is None else allowed):
             problems.append(f"{name}: relative error {error:.3g}")
-    print(f"{same} tensors the same, {close} with other values, relative error at most {largest:.3g}")
+    print(f"{same} tensors are the same, {close} have different values, relative error at most {largest:.3g}")
     return problems
 
 

@@ -1,11 +1,11 @@
-"""Distributed: what ranks share. All quantized weights that they share go through one cast (`cast.py`).
+"""Distributed training. All sharded quantized weights use the same cast (`cast.py`).
 
 cast.py              amaxes of blocks, one MAX over the ranks, scales, payload
-master_weights.py    the cast for masters that a program has split by itself
+master_weights.py    the cast for masters that a program has split itself
 fsdp.py              weights that FSDP2 shards: when they are cast
 zero/                MasterWeightOptimizer: masters of quantized Parameters, whole or split over ranks
-expert_parallel.py   experts that ranks share, and the tokens that travel to them
-rank_consistency.py  ranks compare what they exchange, and name who is absent where a collective fails or does not end
+expert_parallel.py   experts that are distributed over ranks, and the exchange of their tokens
+rank_consistency.py  checks that ranks agree, and errors that name missing ranks if a collective fails or hangs
 """
 
 from torchao_blockwise.distributed.expert_parallel import ExpertParallel, combine_tokens, dispatch_tokens

@@ -38,7 +38,7 @@ from torchao_blockwise.tensors import QuantizedShard
 
 
 class CastOptions(NamedTuple):
-    """The options that all weights of one call share. dtype: what values are rounded to first."""
+    """The options that all weights of one call share. dtype: the dtype to which values are rounded first."""
 
     fmt: BlockFormat
     power_of_2_scales: bool
@@ -56,12 +56,12 @@ class PartialCast(NamedTuple):
         None if other ranks have all of them.
     start: index in the flat weight of the first value; if `dim` is not 0, its index in that dim.
     target: contiguous bytes of the payload, as `partial_cast_op` writes them by `into`; if `dim` is not 0, only those
-        of the shard, in its shape. May be None without values.
-    scale: an entry for each block of the whole weight, contiguous; with `split_groups` an unused one more, for the amax
-        of the whole tensor.
+        of the shard, in its shape. May be None if `values` is None.
+    scale: an entry for each block of the whole weight, contiguous. With `split_groups`, one more entry, which holds the
+        amax of the whole tensor during the cast.
     global_scale: f32 of one element, or of one for each matrix [N, K] of the weight.
     split_groups: the process groups over which tensor parallelism splits the tensor that has the global scale.
-    first_block: where its weight's blocks begin in the buffers of all blocks; `run_partial_casts` sets it.
+    first_block: index of the weight's first block in the buffers of all blocks; `run_partial_casts` sets it.
     """
 
     options: CastOptions
@@ -196,7 +196,7 @@ def _targets(batch: list[PartialCast]) -> list[torch.Tensor]:
 
 
 def _frame(cast: PartialCast, device: torch.device) -> tuple[torch.Tensor, int]:
-    """Return (values behind zeros that complete their first block, the number of these zeros along the dim)."""
+    """Return (values after zeros that complete their first block, the number of these zeros along the dim)."""
     assert cast.values is not None
     values = cast.values.to(device, non_blocking=True)
     border = cast.start % _block(cast)

@@ -31,7 +31,7 @@ class TokenExchange(NamedTuple):
     """How tokens were exchanged, so that results can be sent back.
 
     source: index of each received row before rows were sorted by expert. sent, received: rows to and from each rank.
-    tokens: rows that the rank had, including those of no expert.
+    tokens: number of rows that the rank had, including those of no expert.
     """
 
     source: torch.Tensor
@@ -48,8 +48,8 @@ def dispatch_tokens(
     x: [M, H], sorted by expert. group_ends: [E] int32, cumulative; rows after the last group are not sent.
     group: ranks that hold ⌈E / ranks⌉ experts each, the last ones fewer, as `torch.chunk` splits them.
     Returns the rows of this rank's experts [M', H], sorted by expert and then by source rank, their group ends [E'],
-    and what `combine_tokens` needs. The host reads the sizes of the exchange once, to allocate the results. An expert
-    layer does not synchronize elsewhere.
+    and the argument `exchange` of `combine_tokens`. The host reads the sizes of the exchange once, to allocate the
+    results. An expert layer has no other synchronization.
     Raises TypeError or ValueError for invalid group ends.
     """
     ranks, experts = group.size(), group_ends.shape[0]
@@ -72,7 +72,7 @@ def dispatch_tokens(
 
 
 def combine_tokens(y: torch.Tensor, exchange: TokenExchange, group: dist.ProcessGroup) -> torch.Tensor:
-    """Send each row of `y` [M', H] back to the rank that `dispatch_tokens` had it from; a collective, differentiable.
+    """Send each row of `y` [M', H] back to the rank that it came from; a collective, differentiable.
 
     Returns [M, H] in the original order; rows of no expert are zeros.
     """
@@ -102,7 +102,7 @@ class ExpertParallel(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if device_mesh.ndim != 1:
             raise ValueError(
-                f"ExpertParallel: the mesh must have one dim, got {device_mesh}; take the slice whose ranks hold the "
+                f"ExpertParallel: the mesh must have one dim, got {device_mesh}; use the slice whose ranks hold the "
                 "experts, mesh['ep']"
             )
         parameters = dict(module.named_parameters(recurse=False))

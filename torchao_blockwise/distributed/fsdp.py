@@ -188,8 +188,8 @@ def _groups_of_matrices(p: FsdpParameter) -> tuple[dist.ProcessGroup, ...]:
     if any(dim >= len(p.shape) - 2 for dim in p.split_dims):
         raise ValueError(
             f"fully_shard: {p.name} {list(p.shape)} is split in dim {max(p.split_dims)} by tensor parallelism, and "
-            "each of its experts has a separate tensor scale; spread whole experts over ranks (ExpertParallel), "
-            "or take scale_per_expert=False"
+            "each of its experts has a separate tensor scale; distribute whole experts over ranks (ExpertParallel), "
+            "or use scale_per_expert=False"
         )
     return ()
 
@@ -224,8 +224,8 @@ def lay_out_shards(parameters: Iterable[FsdpParameter]) -> None:
         if isinstance(p.local, QuantizedShard):
             if p.offloaded:
                 raise ValueError(
-                    f"fully_shard: {p.name} {list(p.shape)} is quantized itself, and is cast on its device; leave "
-                    "CPUOffloadPolicy out, or convert with master_weights=True"
+                    f"fully_shard: {p.name} {list(p.shape)} is a quantized Parameter, which must stay on its device; "
+                    "do not use CPUOffloadPolicy, or convert with master_weights=True"
                 )
             p.local.part = _layout_of(p, p.local.part.config)
 

@@ -1,7 +1,8 @@
 """Partial cast: write quantized model weights from shards of their high-precision masters, with `cast.py`.
 
-For flat shards of ZeRO-1, ZeRO-2 and FSDP: a rank owns the elements [start, start + n) of a weight, which may cut rows,
-blocks or bytes. The result is bitwise identical to casting the gathered master to the weight's dtype and quantizing it.
+It supports the flat shards of ZeRO-1, ZeRO-2 and FSDP: a rank owns the elements [start, start + n) of a weight, which
+may cut rows, blocks or bytes. The result is bitwise identical to casting the gathered master to the weight's dtype and
+quantizing it.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ def cast_master_weights_to_fp8(
     group: dist.ProcessGroup | None = None,
     fsdp_shard_model_weights: Sequence[torch.Tensor | None] | None = None,
 ) -> None:
-    """Quantize masters into `model_weights`, each rank the elements that it owns; scales alike on every rank.
+    """Quantize masters into `model_weights`. Each rank writes the elements that it owns, and all scales.
 
     model_weights: [.., h, w], the same list on every rank of `group`. Each matrix of the leading dims, such as experts,
-        has separate blocks. Masters are first rounded to the dtype of the weight. All scales are written.
+        has separate blocks. Masters are first rounded to the dtype of the weight.
     master_weights: flat [n] bf16 | f16 | f32, contiguous, or None if other ranks own the weight.
     start_offsets: index in the flat weight of the master's first element, or None without a master.
     group: ranks that share the masters. None is the default group, or only this process without one.
@@ -39,8 +40,8 @@ def cast_master_weights_to_fp8(
     not synchronize. Elements that no rank owns count as zeros. NaN and Inf reach the scales of all ranks.
 
     Raises TypeError for a weight or master of another kind; ValueError for sizes, offsets and devices, and if ranks
-    have different weights; RuntimeError if a rank is missing. All name the weight, the latter two the rank. Ranks
-    compare a list of weights at the first call with it.
+    have different weights; RuntimeError if a rank is missing. All name the weight, and the latter two the rank. Ranks
+    compare their weights in the first call with a list.
     Source: DeepSeek-V3 report (arXiv 2412.19437), §3.3; docs/numerics.md, "Partial cast".
     """
     lists = model_weights, master_weights, start_offsets, fsdp_shard_model_weights
@@ -87,9 +88,9 @@ def _cast(
 ) -> None:
     sizes = [len(x) for x in (weights, masters, starts, *(() if targets is None else (targets,)))]
     if len(set(sizes)) > 1:
-        raise ValueError(f"{name}: all lists must have an entry a weight, got lengths {sizes}")
+        raise ValueError(f"{name}: all lists must have an entry for each weight, got lengths {sizes}")
     first: dict[int, int] = {}
-    # Attributes of subclasses would take a detour of 1 µs each, a third of the host's time for a long list.
+    # Reading attributes of subclasses would take 1 µs each, a third of the host time for a long list.
     with _compat.no_torch_function():
         for i, (w, master, start) in enumerate(zip(weights, masters, starts)):
             if not isinstance(w, kind):
@@ -115,7 +116,7 @@ def write_masters(
     group: dist.ProcessGroup | None,
     targets: Sequence[torch.Tensor | None] | None = None,
 ) -> None:
-    """`cast_master_weights` without its checks. name: of the caller, for errors.
+    """`cast_master_weights` without its checks. name: the caller's name, for errors.
 
     group: ranks that share the masters, or None if this process has whole ones.
     targets: buffers for the payloads, None for the weights themselves.
@@ -156,12 +157,12 @@ def _group(name: str, group: dist.ProcessGroup | None) -> dist.ProcessGroup | No
 
 
 def why_not_written(w: QuantizedTensor) -> str | None:
-    """Why a cast cannot write the payload and the scales of `w`, or None if it can."""
+    """Return why a cast cannot write the payload and the scales of `w`, or None if it can."""
     if not w.fmt.is_square:
         rows, columns = w.fmt.block
-        return f"has blocks of {rows}x{columns}; make it with square blocks"
+        return f"has blocks of {rows}x{columns}; create it with square blocks"
     if not (w.qdata.is_contiguous() and w.scale.is_contiguous()):
-        return "is a view that is not contiguous; pass the weight that it is a view of"
+        return "is a view that is not contiguous; pass the original weight"
     return None
 
 
@@ -172,26 +173,26 @@ def _why_not(
     device: torch.device,
     target: torch.Tensor | None,
 ) -> tuple[type[Exception], str] | None:
-    """The error that a weight, its master and the buffer for its payload are refused with, or None."""
+    """Return the error (type, reason) for a weight, its master and the buffer for its payload, or None."""
     if (reason := why_not_written(w)) is not None:
         return ValueError, reason
     if w.device != device:
-        return ValueError, f"is on {w.device}, the first one on {device}; make a call a device"
+        return ValueError, f"is on {w.device}, but the first one on {device}; use one call for each device"
     if master is None and start is None:
         return None
     if master is None or start is None:
         got = "no master" if master is None else "a master"
-        return ValueError, f"has {got} and start offset {start}; give both or neither"
+        return ValueError, f"has {got} and start offset {start}; pass both or neither"
     if master.dtype not in HIGH_PRECISION_DTYPES:
         return TypeError, f"needs a master of bfloat16, float16 or float32, got {master.dtype}; cast it first"
     if master.dim() != 1 or not master.is_contiguous():
         got = f"shape {list(master.shape)} with strides {list(master.stride())}"
         return ValueError, f"needs a flat, contiguous master, got {got}; flatten it"
     if master.device != device:
-        return ValueError, f"is on {device}, its master on {master.device}; move the master there"
+        return ValueError, f"is on {device}, but its master on {master.device}; move the master to {device}"
     end, numel = start + master.numel(), math.prod(w.shape)
     if not 0 <= start <= end <= numel:
-        return ValueError, f"has {numel} elements, its master claims [{start}, {end})"
+        return ValueError, f"has {numel} elements, but its master is for [{start}, {end})"
     if target is w.qdata:
         return None
     _, size = ops.shard_entries(start, master.numel(), w.shape[-1], w.fmt)

@@ -1,9 +1,9 @@
 """Consistency checks between ranks, and errors that name missing ranks when a collective fails or does not end.
 
 check_same          before data is exchanged by position: all ranks have the same weights
-name_absent_ranks   gloo raises if a rank is gone, and names a port at best: ranks ask each other which one it is
+name_absent_ranks   if a rank is missing, gloo raises but names at most a port: ranks find out which rank it is
 watch_collectives   NCCL does not raise: if a rank never enters a collective, the others wait on the device until
-                    PyTorch ends the process, without a name. A thread compares which collectives ranks have entered.
+                    PyTorch ends the process, without naming it. A thread compares the collectives that ranks entered.
 
 All use the key-value store of the process group: it works with any backend, does not synchronize with a device, and
 tells which rank is missing.
@@ -61,7 +61,7 @@ def check_same(subject: str, ranks: Sequence[int], entries: Iterable[str]) -> No
     keys = {rank: f"{prefix}/digest/{rank}" for rank in ranks}
     if missing := _absent(store, keys, store.timeout):
         raise RuntimeError(
-            f"{subject}: no word from {_named(missing)} in {store.timeout.total_seconds():.0f} s; it failed, or its "
+            f"{subject}: no answer from {_named(missing)} in {store.timeout.total_seconds():.0f} s; it failed, or its "
             f"model has none of these: {text.splitlines()[0] if text else 'nothing'}, ..."
         )
     first, *others = store.multi_get(list(keys.values()))
@@ -69,7 +69,7 @@ def check_same(subject: str, ranks: Sequence[int], entries: Iterable[str]) -> No
         texts = (store.get(f"{prefix}/text/{rank}").decode().splitlines() for rank in (ranks[0], different[0]))
         a, b = next((a, b) for a, b in zip_longest(*texts, fillvalue="nothing more") if a != b)
         raise ValueError(
-            f"{subject}: ranks differ; rank {ranks[0]} has {a}, rank {different[0]} has {b}; make the same model on "
+            f"{subject}: ranks differ; rank {ranks[0]} has {a}, rank {different[0]} has {b}; create the same model on "
             "all ranks"
         )
 
@@ -97,8 +97,8 @@ _log = logging.getLogger("torchao_blockwise")
 # How long a rank whose collective failed waits for the markers of others. The missing rank never writes one.
 _MARKER_TIMEOUT = datetime.timedelta(seconds=30)
 _WHY = "failed before, or busy with another collective"
-_STORE_GONE = "the key-value store is gone: the process that held it failed, usually rank 0"
-# The share of NCCL's timeout after which a collective is late.
+_STORE_GONE = "the key-value store is not reachable: the process that hosts it failed, usually rank 0"
+# The fraction of NCCL's timeout after which a collective is late.
 _LATE_SHARE = 0.7
 
 
@@ -121,7 +121,7 @@ def name_absent_ranks(subject: str, what: str, group: dist.ProcessGroup) -> Iter
             store.set(keys[me], "")
             wait = min(store.timeout, _MARKER_TIMEOUT)
             absent = _absent(store, keys, wait)
-            why = f"no word from {_named(absent)} in {wait.total_seconds():.0f} s: {_WHY}" if absent else "all saw it"
+            why = f"no answer from {_named(absent)} in {wait.total_seconds():.0f} s: {_WHY}" if absent else "all failed"
         except RuntimeError:
             why = _STORE_GONE
         raise RuntimeError(f"{subject}: rank {me} could not {what} with ranks {ranks}; {why}") from e
@@ -179,7 +179,7 @@ class _Watcher(threading.Thread):
             return
         if absent := [rank for rank, count in counts.items() if count < entered.number]:
             seconds = time.monotonic() - entered.at
-            _log.error("%s; after %.0f s there is no word from %s: %s", entered.what, seconds, _named(absent), _WHY)
+            _log.error("%s; after %.0f s there is no answer from %s: %s", entered.what, seconds, _named(absent), _WHY)
 
 
 _watcher: _Watcher | None = None
@@ -195,6 +195,6 @@ def watch_collectives() -> None:
     """
     global _watcher
     if not dist.is_initialized():
-        raise ValueError("watch_collectives: it needs a process group; call it after init_process_group")
+        raise ValueError("watch_collectives: no process group; call it after init_process_group")
     _watcher = _Watcher()
     _watcher.start()
