@@ -207,7 +207,7 @@ def test_layers_to_leave_out(qwen):
     assert type(plain) is torch.nn.Parameter and not plain.requires_grad
     assert_bitwise_equal(plain.detach(), decoded.model.layers[1].self_attn.q_proj.weight.detach())
     assert len(converted(model)) == 12
-    with pytest.warns(UserWarning, match="is stored in fp8_128x128, and the weight has blocks of nvfp4_16x16"):
+    with pytest.warns(UserWarning, match="is stored in fp8_128x128, but the weight has blocks of nvfp4_16x16"):
         other = from_pretrained(folder, "nvfp4", dtype=torch.float32)
     assert {fqn.split(".")[2] for fqn in converted(other)} == {"0"}
     weight = other.model.layers[0].mlp.up_proj.weight
@@ -357,7 +357,7 @@ REFUSED = {
     ),
     "a format without a recipe": (
         lambda folder: config_with(folder, quantization_config={"quant_method": "mxfp4"}) or ((folder, "fp8"), {}),
-        ValueError, r"quant_method is 'mxfp4'; files of .* are read; take plain ones, in bfloat16",
+        ValueError, r"quant_method is 'mxfp4', but only .* are supported; use a plain checkpoint in bfloat16",
     ),
     "code in the folder": (
         lambda folder: config_with(
@@ -367,7 +367,7 @@ REFUSED = {
     ),
     "another size, before it has memory": (
         lambda folder: config_with(folder, intermediate_size=1 << 40) or ((folder, "fp8"), {}),
-        ValueError, r"shape \[.*\], the model wants \[.*1099511627776.*\]; take this model's files",
+        ValueError, r"shape \[.*\], but the model needs \[.*1099511627776.*\]; use files of this model",
     ),
     "files that miss a layer": (
         lambda folder: config_with(folder, num_hidden_layers=3, layer_types=["full_attention"] * 3)
@@ -404,14 +404,14 @@ def with_a_tensor_scale_for_each_expert(found):
             "nvfp4_modelopt",
             with_scales_for_each_row,
             {},
-            "is stored in nvfp4_1x16, and the weight has blocks of nvfp4_16x16",
+            "is stored in nvfp4_1x16, but the weight has blocks of nvfp4_16x16",
         ),
         (
             "Qwen3Moe",
             "nvfp4_modelopt",
             with_a_tensor_scale_for_each_expert,
             {},
-            r"experts\.1\..* has another tensor scale than .*experts\.0\..*, with which it is one weight",
+            r"experts\.1\..* and .*experts\.0\..* have different tensor scales, but are one weight",
         ),
         (
             "Qwen3Moe",
