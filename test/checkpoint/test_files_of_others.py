@@ -165,5 +165,5 @@ def test_mxfp4_is_named_with_a_remedy(tmp_path):
     """GPT-OSS is published so."""
     gpt_oss().save_pretrained(tmp_path / "out")
     (tmp_path / "out" / "config.json").write_text('{"quantization_config": {"quant_method": "mxfp4"}}')
-    with pytest.raises(ValueError, match=r"quant_method is 'mxfp4'; files of 'fp8',.*; take plain ones, in bfloat16"):
+    with pytest.raises(ValueError, match=r"quant_method is 'mxfp4', but only 'fp8',.*; use a plain checkpoint"):
         checkpoint.load(gpt_oss(), tmp_path / "out")

@@ -80,16 +80,16 @@ TENSORS = [
     ("fp8_block", first("2.weight_scale_inv", -1.0), NO_NUMBER),
     ("fp8_block", zero_scale(1), rf"0\.weight_scale_inv in .* has {NO_NUMBER}"),
     ("fp8_block", zero_scale(0x7F), NO_NUMBER),
-    ("fp8_block", put("0.weight_scale_inv", torch.ones(3, 3)), r"has shape \[3, 3\], the model wants \[2, 1\]"),
-    ("fp8_block", put("2.bias", torch.ones(7)), r"2\.bias in .* has shape \[7\], the model wants \[32\]"),
+    ("fp8_block", put("0.weight_scale_inv", torch.ones(3, 3)), r"has shape \[3, 3\], but the model needs \[2, 1\]"),
+    ("fp8_block", put("2.bias", torch.ones(7)), r"2\.bias in .* has shape \[7\], but the model needs \[32\]"),
     ("fp8_block", gone("2.bias"), r"has no 2\.bias"),
     ("fp8_block", put("3.bias", torch.ones(7)), r"no place for 3\.bias"),
-    ("fp8_block", cast("0.bias", torch.int64), r"0\.bias in .* is in I64, the model wants torch\.float32"),
-    ("fp8_block", lambda t: (cast("0.weight", torch.int8)(t), gone("0.weight_scale_inv")(t)), r"is in I8, the model"),
+    ("fp8_block", cast("0.bias", torch.int64), r"0\.bias in .* is in I64, but the model needs torch\.float32"),
+    ("fp8_block", lambda t: (cast("0.weight", torch.int8)(t), gone("0.weight_scale_inv")(t)), r"is in I8, but the"),
     ("fp8_block", cast("0.weight_scale_inv", torch.int32), r"0\.weight_scale_inv in .* is in I32, expected F32"),
-    ("fp8_block", cast("0.weight", torch.float8_e5m2), r"0\.weight .* F8_E5M2, which is not supported; take plain"),
-    ("fp8_block", bare(torch.float8_e5m2fnuz), r"is in F8_E5M2FNUZ, which is not supported; take plain ones"),
-    ("fp8_block", bare(torch.float8_e4m3fnuz), r"is in F8_E4M3FNUZ, which is not supported; take plain ones"),
+    ("fp8_block", cast("0.weight", torch.float8_e5m2), r"0\.weight .* F8_E5M2, which is not supported; use a plain"),
+    ("fp8_block", bare(torch.float8_e5m2fnuz), r"is in F8_E5M2FNUZ, which is not supported; use a plain"),
+    ("fp8_block", bare(torch.float8_e4m3fnuz), r"is in F8_E4M3FNUZ, which is not supported; use a plain"),
     (CT, gone("0.weight_scale"), r"0\.weight_packed in .* is in U8 and has no 0\.weight_scale; copy the files again"),
     (CT, gone("2.weight_global_scale"), r"has no 2\.weight_global_scale"),
     (CT, gone("0.weight_packed"), r"has no 0\.weight"),
@@ -99,9 +99,9 @@ TENSORS = [
     (CT, first("2.weight_global_scale", float("inf")), r"is inf, not a positive number"),
     (CT, first("0.weight_scale", -1), rf"0\.weight_scale in .* has {NO_NUMBER}"),
     (CT, first("0.weight_scale", float("nan")), NO_NUMBER),
-    (CT, put("2.weight_scale", torch.ones(31, 10).to(torch.float8_e4m3fn)), r"\[31, 10\], the model wants \[32, 10\]"),
-    (CT, put("0.weight_packed", torch.ones(160, 24).to(torch.uint8)), r"\[160, 24\], the model wants \[160, 32\]"),
-    (CT, put("0.weight_global_scale", torch.ones(3)), r"has shape \[3\], the model wants \[1\]"),
+    (CT, put("2.weight_scale", torch.ones(31, 10).to(torch.float8_e4m3fn)), r"\[31, 10\], but .* needs \[32, 10\]"),
+    (CT, put("0.weight_packed", torch.ones(160, 24).to(torch.uint8)), r"\[160, 24\], but the model needs \[160, 32\]"),
+    (CT, put("0.weight_global_scale", torch.ones(3)), r"has shape \[3\], but the model needs \[1\]"),
     (CT, cast("0.weight_scale", torch.float32), r"0\.weight_scale in .* is in F32, expected F8_E4M3"),
     (MODELOPT, gone("2.weight_scale_2"), r"2\.weight in .* is in U8 and has no 2\.weight_scale_2"),
     (MODELOPT, gone("0.weight_scale"), r"0\.weight in .* is in U8 and has no 0\.weight_scale;"),
@@ -147,17 +147,17 @@ def compressed(format: object = "float-quantized", block: object = [128, 128], *
 
 MIXED = "mixed-precision"
 SETTINGS = [
-    ({"quant_method": "awq"}, "quant_method is 'awq'; files of 'fp8', 'compressed-tensors', 'modelopt',"),
-    ({"quant_method": "fp8"}, r"weight_block_size is None; files with \[128, 128\] are read"),
+    ({"quant_method": "awq"}, "quant_method is 'awq', but only 'fp8', 'compressed-tensors', 'modelopt' and"),
+    ({"quant_method": "fp8"}, r"weight_block_size is None; only \[128, 128\] is supported"),
     ({"quant_method": "fp8", "weight_block_size": 128}, r"quantization_config of 'fp8' cannot be read"),
-    ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, r"quant_algo is 'W4A8_AWQ'; of modelopt's files those of"),
-    (compressed(block=None), r"block_structure is None; files with \[128, 128\] are read"),
+    ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, r"quant_algo is 'W4A8_AWQ'; for modelopt, only"),
+    (compressed(block=None), r"block_structure is None; only \[128, 128\] is supported"),
     (compressed(block=[64, 64]), r"block_structure is \[64, 64\]"),
-    (compressed("pack-quantized"), r"format is 'pack-quantized'; .*those of 'nvfp4-pack-quantized' are read"),
+    (compressed("pack-quantized"), r"format is 'pack-quantized'; .*only 'nvfp4-pack-quantized' and"),
     (compressed() | {"config_groups": None}, r"quantization_config of .* cannot be read"),
     (
         compressed(MIXED, first="float-quantized", second="pack-quantized"),
-        r"second of 'mixed-precision': format is 'pack-quantized'; of compressed-tensors's files those of ",
+        r"second of 'mixed-precision': format is 'pack-quantized'; for compressed-tensors, only ",
     ),
     (compressed(MIXED, first="float-quantized", second=None), r"second of 'mixed-precision': format is None"),
     (compressed(MIXED, first=MIXED), r"first of 'mixed-precision': format is 'mixed-precision'"),
@@ -202,7 +202,7 @@ def cut(folder: Path) -> None:
 FILES = {
     "no files": (lambda folder: (folder / SINGLE).unlink(), r"has no \*\.safetensors; give the folder"),
     "file cut": (cut, r"model\.safetensors cannot be read .*copy it again"),
-    "two checkpoints": (copied("one", "other"), r"is in other\.safetensors as well.*remove one"),
+    "two checkpoints": (copied("one", "other"), r"is also in other\.safetensors.*remove one"),
     "a shard lost": (
         copied("model-00001-of-00002"),
         r"has no model.*index\.json, and 1 files .* their names say 2; copy the index and",
@@ -211,11 +211,11 @@ FILES = {
         copied("model-1-of-2", "model-2-of-2", "model-1-of-1"),
         r"3 files .* their names say 1 and 2; .*remove other ones",
     ),
-    "index of more": (indexed("0.weight", "9.bias"), r"index\.json has 9\.bias in model\.saf.*, which lacks it; copy"),
+    "index of more": (indexed("0.weight", "9.bias"), r"index\.json lists 9\.bias in model.*, which lacks it; copy"),
     "index cut": (written(INDEX, '{"weight'), r"index\.json is not valid JSON .*copy it again"),
     "index of nothing": (written(INDEX, "{}"), r"index\.json has no weight_map"),
     "config cut": (written("config.json", '{"a'), r"config\.json is not valid JSON"),
-    "config of a list": (written("config.json", "[]"), r"config\.json holds a list, not an object"),
+    "config of a list": (written("config.json", "[]"), r"config\.json contains a list, not an object"),
 }
 
 
@@ -270,6 +270,6 @@ def test_numbers_in_the_place_of_integers_are_refused(dtype, tmp_path):
     model = torch.nn.Sequential(torch.nn.BatchNorm1d(4))
     tensors = {name: x.clone() for name, x in model.state_dict().items()}
     save(tensors | {"0.num_batches_tracked": torch.tensor(1.5, dtype=dtype), "0.bias": torch.ones(4)}, tmp_path)
-    with pytest.raises(ValueError, match=r"0\.num_batches_tracked in .* is in B?F\d+, the model wants torch\.int64; "):
+    with pytest.raises(ValueError, match=r"0\.num_batches_tracked .* B?F\d+, but the model needs torch\.int64; "):
         checkpoint.load(model, tmp_path)
     assert not model[0].bias.any()

@@ -203,7 +203,7 @@ def test_layers_to_leave_out(qwen):
     assert type(plain) is torch.nn.Parameter and not plain.requires_grad
     assert_bitwise_equal(plain.detach(), decoded.model.layers[1].self_attn.q_proj.weight.detach())
     assert len(converted(model)) == 12
-    with pytest.warns(UserWarning, match="is stored in fp8_128x128, and the weight has blocks of nvfp4_16x16"):
+    with pytest.warns(UserWarning, match="is stored in fp8_128x128, but the weight has blocks of nvfp4_16x16"):
         other = from_pretrained(folder, "nvfp4", dtype=torch.float32)
     assert {fqn.split(".")[2] for fqn in converted(other)} == {"0"}
     weight = other.model.layers[0].mlp.up_proj.weight

@@ -48,7 +48,7 @@ def inside(folder: Path, name: str) -> Path:
         home, path = folder.resolve(), (folder / name).resolve()
         is_file = path.is_file()
     except (OSError, RuntimeError, ValueError) as error:
-        raise ValueError(f"{str(folder / name)!r} is not a path of a file ({error}); copy it again") from None
+        raise ValueError(f"{str(folder / name)!r} is not a valid path ({error}); copy the file again") from None
     blobs = (place.parent / "blobs" for place in home.parents if place.name == "snapshots")
     if not any(path.is_relative_to(place) for place in (home, *blobs)):
         raise ValueError(f"{folder / name} leads out of the folder, to {path}; copy that file into the folder")
@@ -103,12 +103,12 @@ class Folder:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """A context that turns errors of the file system into an OSError with the folder, the bytes and the remedy."""
+        """A context that turns errors of the file system into an OSError with the folder, the bytes and the fix."""
         try:
             yield
         except (OSError, safetensors().SafetensorError) as error:
             if error.__cause__ is not None:
-                # It went through here before.
+                # An inner context has already added the message.
                 raise
             free = shutil.disk_usage(next(place for place in self.final.parents if place.exists())).free
             after = "run the same command again to continue" if self._resumes else "the temporary folder was removed"
@@ -228,7 +228,7 @@ class Files:
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         self.path = Path(directory)
-        # Not of a method, so that files are closed with the last reference to this object.
+        # Not a cache of a method, so that files are closed with the last reference to this object.
         self._opened = functools.lru_cache(_OPEN_FILES)(functools.partial(_opened, self.path))
         # (file, dtype, shape) of each tensor.
         self._held: dict[str, tuple[str, str, list[int]]] = {}
@@ -245,7 +245,7 @@ class Files:
                     strays += [name] * (name not in listed)
                 elif name in self._held:
                     raise ValueError(
-                        f"load: {self.where(name)} is in {file} as well, so the folder holds two checkpoints; remove "
+                        f"load: {self.where(name)} is also in {file}, so the folder contains two checkpoints; remove "
                         "one of them"
                     )
                 else:
@@ -253,7 +253,7 @@ class Files:
                     self._held[name] = file, str(part.get_dtype()), list(part.get_shape())
         for name, file in (listed or {}).items():
             if name not in self._held:
-                raise ValueError(f"load: {self.path / INDEX} has {name} in {file}, which lacks it; copy both again")
+                raise ValueError(f"load: {self.path / INDEX} lists {name} in {file}, which lacks it; copy both again")
         if strays:
             why = f"{INDEX} does not list them" if listed is not None else f"the checkpoint is {self.files[0]}"
             why += ", .." * (listed is None and len(self.files) > 1)
@@ -282,8 +282,8 @@ class Files:
         """Raise ValueError unless the tensor has this shape."""
         if (got := self.shape(name)) != list(shape):
             raise ValueError(
-                f"load: {self.where(name)} has shape {got}, the model wants {list(shape)}; take this model's files, or "
-                "copy the file again"
+                f"load: {self.where(name)} has shape {got}, but the model needs {list(shape)}; use files of "
+                "this model, or copy the file again"
             )
 
     def dtype(self, name: str) -> str:
@@ -347,7 +347,7 @@ def _without_index(folder: Path, names: list[str]) -> list[str]:
 def _opened(folder: Path, file: str) -> Any:
     if not file.endswith(".safetensors"):
         raise ValueError(
-            f"load: the index names {file!r} in {folder}, and only *.safetensors are read; take a checkpoint in "
+            f"load: the index names {file!r} in {folder}, but only *.safetensors are supported; use a checkpoint in "
             "safetensors"
         )
     try:
@@ -372,5 +372,5 @@ def _object_in(file: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"load: {file} is not valid JSON ({error}); copy it again") from None
     if not isinstance(content, dict):
-        raise ValueError(f"load: {file} holds a {type(content).__name__}, not an object; copy it again")
+        raise ValueError(f"load: {file} contains a {type(content).__name__}, not an object; copy it again")
     return content

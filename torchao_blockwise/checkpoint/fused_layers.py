@@ -65,7 +65,7 @@ _EXPERT = re.compile(r"\bexperts\.\d+\.")
 
 
 def fused_layers(names: Iterable[str]) -> dict[str, str]:
-    """Return {name of a weight: name of the fused layer that engines make of it, or its own name}.
+    """Return {name of a weight: name of the layer into which engines fuse it, or its own name}.
 
     names: all weights of a model or of its files. Layers are fused if all names in a row of `FUSED_BY_ENGINES` exist;
         the longest such row counts. Experts that are modules of a list count as one weight.

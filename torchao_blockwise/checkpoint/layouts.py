@@ -37,16 +37,16 @@ PACKED, FLOAT, MIXED = "nvfp4-pack-quantized", "float-quantized", "mixed-precisi
 _ALGORITHMS = ("W4A16_NVFP4", "NVFP4")
 # `quant_method` that `integrations.transformers` writes with `save_pretrained` and Trainer. The weights are plain.
 _RECIPES = ("blockwise_fp8", "blockwise_nvfp4")
-TAKE_PLAIN = "take plain ones, in bfloat16"
+TAKE_PLAIN = "use a plain checkpoint in bfloat16"
 
 
 class Layout(NamedTuple):
     """A file format.
 
     method: `quant_method` in config.json. format: the format of the weights.
-    suffixes: added to a weight's name for payload, block scales and tensor scale.
+    suffixes: appended to a weight's name for payload, block scales and tensor scale.
     scale_dtype: the dtype of block scales.
-    has_reciprocal: whether the tensor scale divides, with shape [1]; else it multiplies, with shape [].
+    has_reciprocal: whether the tensor scale divides, with shape [1]; otherwise it multiplies, with shape [].
     power_of_2_scales: whether the format holds only scales that are powers of two.
     settings: returns `quantization_config`, given the layers that are not quantized.
     """
@@ -178,7 +178,7 @@ LAYOUTS = {layout.name: layout for layout in (FP8, FP8_UE8M0, COMPRESSED_TENSORS
 
 
 def why_not_read(config: dict[str, Any]) -> str | None:
-    """Return why files with this `quantization_config` cannot be read, with the remedy, or None if they can."""
+    """Return why files with this `quantization_config` cannot be read, with the fix, or None if they can."""
     method = config.get("quant_method")
     try:
         if method in _RECIPES:
@@ -187,19 +187,19 @@ def why_not_read(config: dict[str, Any]) -> str | None:
             return _why_not_blocks("weight_block_size", config.get("weight_block_size"))
         if method == MODELOPT.method:
             algorithm = config.get("quant_algo", config.get("quantization", {}).get("quant_algo"))
-            read = f"of {method}'s files those of {' or '.join(map(repr, _ALGORITHMS))} are read"
+            read = f"for {method}, only {' and '.join(map(repr, _ALGORITHMS))} are supported"
             return None if algorithm in _ALGORITHMS else f"quant_algo is {algorithm!r}; {read}"
         if method == COMPRESSED_TENSORS.method:
             return _why_not_compressed(config.get("format"), config.get("config_groups"))
     except (AttributeError, KeyError, TypeError) as error:
         return f"quantization_config of {method!r} cannot be read ({error!r}); copy config.json again"
     known = ", ".join(dict.fromkeys(repr(layout.method) for layout in LAYOUTS.values()))
-    return f"quant_method is {method!r}; files of {known}, and plain ones, are read; {TAKE_PLAIN}"
+    return f"quant_method is {method!r}, but only {known} and plain checkpoints are supported; {TAKE_PLAIN}"
 
 
 def _why_not_blocks(key: str, value: Any) -> str | None:
     block = list(FP8.format.block)
-    return None if list(value or ()) == block else f"{key} is {value!r}; files with {block} are read"
+    return None if list(value or ()) == block else f"{key} is {value!r}; only {block} is supported"
 
 
 def _why_not_compressed(format: str | None, groups: Any, where: str = "") -> str | None:
@@ -215,5 +215,5 @@ def _why_not_compressed(format: str | None, groups: Any, where: str = "") -> str
     if format == MIXED and not where:
         of_groups = ((x.get("format"), {name: x}, f"{name} of {MIXED!r}: ") for name, x in groups.items())
         return next(filter(None, (_why_not_compressed(*group) for group in of_groups)), None)
-    known = f"{PACKED!r} are read, and blocks of {FLOAT!r}"
-    return f"{where}format is {format!r}; of {COMPRESSED_TENSORS.method}'s files those of {known}"
+    known = f"{PACKED!r} and blocks of {FLOAT!r} are supported"
+    return f"{where}format is {format!r}; for {COMPRESSED_TENSORS.method}, only {known}"

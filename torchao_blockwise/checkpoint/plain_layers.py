@@ -53,7 +53,7 @@ def check_expert_names(op: str, model: nn.Module, tensors: Iterable[Written]) ->
 
 
 def plain_layers(tensors: Iterable[Written]) -> PlainLayers:
-    """Return the layers of all tensors with two or more dims that are not quantized.
+    """Return the layers of all unquantized tensors with two or more dims.
 
     A Parameter next to quantized layers is listed by its own name, since its module's name would match them too. Other
     tensors of a quantized layer, such as biases of experts, are not listed: readers look them up with the layer.

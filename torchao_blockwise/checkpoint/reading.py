@@ -115,7 +115,7 @@ def _check_kind(weights: StoredWeights, name: str, x: torch.Tensor) -> None:
     if (dtype := weights.files.dtype(name)).startswith(_INTEGERS) == x.is_floating_point():
         remedy = "such a format is not supported, dequantize the files first"
         raise ValueError(
-            f"load: {weights.files.where(name)} is in {dtype}, the model wants {x.dtype}; "
+            f"load: {weights.files.where(name)} is in {dtype}, but the model needs {x.dtype}; "
             f"{remedy if x.is_floating_point() else 'use files of this model'}"
         )
 
@@ -163,14 +163,14 @@ def why_requantized(x: torch.Tensor, parts: list[Part], weights: StoredWeights) 
         stored_as, factor, are_powers_of_2 = weights.blocks(part.name) or (None, None, False)
         if stored_as is not fmt:
             found = "in high precision" if stored_as is None else f"in {stored_as.name}"
-            return f"{part.name} is stored {found}, and the weight has blocks of {fmt.name}"
+            return f"{part.name} is stored {found}, but the weight has blocks of {fmt.name}"
         if part.cuts(fmt.block[0]):
             return f"{part.name} begins inside of a block of {fmt.block[0]} rows of the weight that holds it"
         if needs_powers_of_2 and not are_powers_of_2:
             return f"scales of {part.name} are not powers of two"
         tensor_scale = factor if tensor_scale is None else tensor_scale
         if factor != tensor_scale:
-            return f"{part.name} has another tensor scale than {parts[0].name}, with which it is one weight"
+            return f"{part.name} and {parts[0].name} have different tensor scales, but are one weight"
     return None
 
 
