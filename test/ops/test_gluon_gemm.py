@@ -60,6 +60,9 @@ def products():
                 # Rows of 16 bits that fill 16 bytes are copied out, others are stored.
                 yield kind, routing, 131 if build == "128x128" else 136, 200, build, () if by_default else "slow"
 
+    # Gradients of whole tiles, which are copied out.
+    for kind in ("k", "decoded_k"):
+        yield kind, "ragged_and_a_tail", 192, 264, "64x64", ()
     # With a tensor scale for each group.
     for kind in ("decoded_m", "decoded_k"):
         yield kind, ((30, 0, 40), 5, (True, True)), 136, 200, "256x128", ()
