@@ -240,6 +240,17 @@ def test_a_training_that_failed_leaves_no_scope(folder, tmp_path):
     assert not torch.equal(before, model.state_dict()["model.layers.0.mlp.up_proj.weight"])
 
 
+@both
+@pytest.mark.parametrize("masters", (True, False), ids=("masters", "quantized"))
+def test_merged_adapters_are_converted_as_their_base(cls, config, masters, folder):
+    """PEFT gets the recipe from the config that the base was loaded with."""
+    peft = pytest.importorskip("peft")
+    base = load(folder, quantization_config=cls(master_weights=masters))
+    adapted = peft.get_peft_model(base, peft.LoraConfig(target_modules=["q_proj"], r=4, init_lora_weights=False))
+    merged = adapted.merge_and_unload().model.layers[0].self_attn.q_proj.weight
+    assert merged.config == replace(config, master_weights=masters)
+
+
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     (
