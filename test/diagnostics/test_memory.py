@@ -280,7 +280,7 @@ def test_predictions_for_fused_models(kind, config):
     assert report.predicted.saved < apart.saved and report.predicted.weights == apart.weights
 
 
-# Every family that `fuse` supports; Mixtral and Qwen3-MoE share the input of attention, and dense MLPs if they have any.
+# Every family that `fuse` supports. Of Mixtral and Qwen3-MoE it fuses attention, and MLPs that are not of experts.
 LATENT = {"q_lora_rank": 64, "kv_lora_rank": 64, "qk_rope_head_dim": 32, "qk_nope_head_dim": 32, "v_head_dim": 32}
 FAMILIES = {name: {} for name in ("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma3Text")}
 FAMILIES |= {
