@@ -306,11 +306,11 @@ REFUSED = {
         ".", {"recipe": POWERS, "trainable": "adapters"}, {}, ValueError,
         r"are not powers of two, so a quantized Parameter cannot hold .*; choose trainable='full'"),
     "a format without a recipe": (".", {}, {"quantization_config": {"quant_method": "mxfp4"}}, ValueError,
-                                  r"quant_method is 'mxfp4'; files of .* are read; take plain ones, in bfloat16"),
+                                  r"quant_method is 'mxfp4', but only .* are supported; use a plain checkpoint in bfloat16"),
     "code in the folder": (".", {}, OF_CODE, ValueError,
                            r"config\.json of .* is not that of a model of the installed transformers"),
     "another size, before it has memory": (".", {}, {"intermediate_size": 1 << 40}, ValueError,
-                                           r"\], the model wants \[.*1099511627776.*\]; take this model's files"),
+                                           r"\], but the model needs \[.*1099511627776.*\]; use files of this model"),
     "files that miss a layer": (".", {}, THREE, KeyError, r"has no model\.layers\.2\."),
 }  # fmt: skip
 
@@ -337,7 +337,7 @@ def with_a_tensor_scale_for_each_expert(found):
 # {what: (family, format, what happens to its tensors, sizes, why)}
 UNHELD = {
     "scales of rows": ("Mixtral", "nvfp4_modelopt", with_scales_for_each_row, {},
-                       "is stored in nvfp4_1x16, and the weight has blocks of nvfp4_16x16"),
+                       "is stored in nvfp4_1x16, but the weight has blocks of nvfp4_16x16"),
     "scales of experts": ("Qwen3Moe", "nvfp4_modelopt", with_a_tensor_scale_for_each_expert, {},
                           r"experts\.1\..* has another tensor scale than .*experts\.0\..*, with which it is one"),
     "experts that share a block": ("Qwen3Moe", "fp8_block", lambda found: None, {"moe_intermediate_size": 96},
