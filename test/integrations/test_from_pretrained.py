@@ -271,6 +271,25 @@ def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
 
 
+def test_sft_trains_adapters(qwen, tmp_path):
+    """TRL adds them to the frozen base, whose files come out unchanged."""
+    peft, trl, datasets = (pytest.importorskip(name) for name in ("peft", "trl", "datasets"))
+    import test_trl
+
+    folder, found = qwen
+    trainer = trl.SFTTrainer(
+        from_pretrained(folder, "fp8", "adapters", dtype=torch.float32),
+        trl.SFTConfig(str(tmp_path / "out"), max_length=16, packing=False, **test_trl.ARGUMENTS),
+        train_dataset=datasets.Dataset.from_dict({"text": ["w1 w2 w3 w4 w5 w6"] * 8}),
+        processing_class=test_trl.tokenizer(),
+        peft_config=peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"]),
+    )
+    trainer.train()
+    adapters = {name: x for name, x in trainer.model.named_parameters() if x.requires_grad}
+    assert adapters and all(x.any() for name, x in adapters.items() if "lora_B" in name)
+    assert_same_tensors(export(trainer.model.unload(), tmp_path / "again"), found)
+
+
 @pytest.mark.parametrize("recipe", ("fp8", "nvfp4", None))
 def test_full_fine_tuning_learns(recipe, qwen, tmp_path):
     """Every weight moves, and what is saved is plain."""
@@ -306,7 +325,7 @@ REFUSED = {
         ".", {"recipe": POWERS, "trainable": "adapters"}, {}, ValueError,
         r"are not powers of two, so a quantized Parameter cannot hold .*; choose trainable='full'"),
     "a format without a recipe": (".", {}, {"quantization_config": {"quant_method": "mxfp4"}}, ValueError,
-                                  r"quant_method is 'mxfp4', but only .* are supported; use a plain checkpoint in bfloat16"),
+                                  r"quant_method is 'mxfp4', but only .* are supported; use a plain checkpoint in"),
     "code in the folder": (".", {}, OF_CODE, ValueError,
                            r"config\.json of .* is not that of a model of the installed transformers"),
     "another size, before it has memory": (".", {}, {"intermediate_size": 1 << 40}, ValueError,
