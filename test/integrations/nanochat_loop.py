@@ -97,10 +97,28 @@ class StackedMuon:
         gradients = reduced(torch.stack([p.grad for p in self.matrices]), self.chunk)
         updated = torch.zeros(self.chunk, *shape)
         if self.mine:
-            stack = torch.stack(self.mine)
-            muon_update(stack, gradients[: len(self.mine)], self.momentum, self.lr, 0.1)
-            updated[: len(self.mine)].copy_(stack)
+            self.update(gradients[: len(self.mine)])
+            updated[: len(self.mine)].copy_(torch.stack(list(self.stack)))
         torch._foreach_copy_(self.matrices, list(gathered(updated)[: len(self.matrices)].unbind(0)))
+
+    def update(self, gradients: torch.Tensor) -> None:
+        self.stack = torch.stack(self.mine)
+        muon_update(self.stack, gradients, self.momentum, self.lr, 0.1)
+
+
+class TorchMuon(StackedMuon):
+    """The same by `torch.optim.Muon` on the rank's own Parameters, with a compiled step."""
+
+    def __init__(self, matrices: list[nn.Parameter], lr: float):
+        super().__init__(matrices, lr)
+        self.stack = self.mine
+        self.optimizer = torch.optim.Muon(self.mine, lr=lr, weight_decay=0.1)
+        self.compiled = torch.compile(self.optimizer.step, backend=COMPILER)
+
+    def update(self, gradients: torch.Tensor) -> None:
+        for p, gradient in zip(self.mine, gradients):
+            p.grad = gradient
+        self.compiled()
 
 
 class ShardedAdamW:
@@ -137,17 +155,17 @@ def gathered(chunk: torch.Tensor) -> torch.Tensor:
     return whole
 
 
-def optimizers_of(model: GPT) -> list:
+def optimizers_of(model: GPT, muon: type[StackedMuon]) -> list:
     matrices: dict[torch.Size, list] = {}
     for p in model.blocks.parameters():
         matrices.setdefault(p.shape, []).append(p)
     rates = {model.embed.weight: 0.02, model.lm_head.weight: 0.004}
-    return [*(StackedMuon(group, lr=0.02) for group in matrices.values()), ShardedAdamW(rates)]
+    return [*(muon(group, lr=0.02) for group in matrices.values()), ShardedAdamW(rates)]
 
 
-def losses_of(model: GPT, steps: int, batches) -> list[float]:
+def losses_of(model: GPT, muon: type[StackedMuon], steps: int, batches) -> list[float]:
     """The mean loss over ranks in each step. batches: step -> tokens [ROWS, LENGTH + 1] of this rank."""
-    optimizers, losses = optimizers_of(model), []
+    optimizers, losses = optimizers_of(model, muon), []
     for step in range(steps):
         tokens = batches(step)
         loss = model(tokens[:, :-1], tokens[:, 1:])

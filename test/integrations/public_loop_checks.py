@@ -92,8 +92,9 @@ def assert_within_noise(losses_of, model_of) -> None:
         assert 0 < got < COARSER[recipe] * noise < wrong, (recipe, noise, got, wrong)
 
 
-def nanochat(rank: int, head: str) -> None:
+def nanochat(rank: int, muon: str, head: str) -> None:
     batches = batches_of(rank, nanochat_loop.ROWS, nanochat_loop.LENGTH, nanochat_loop.VOCABULARY)
+    optimizer = {"stacked": nanochat_loop.StackedMuon, "torch": nanochat_loop.TorchMuon}[muon]
 
     def model():
         torch.manual_seed(0)
@@ -102,7 +103,7 @@ def nanochat(rank: int, head: str) -> None:
     def losses_of(made) -> list[float]:
         # Each run compiles its own graphs, as a process that trains one model.
         torch._dynamo.reset()
-        return nanochat_loop.losses_of(made, STEPS, batches)
+        return nanochat_loop.losses_of(made, optimizer, STEPS, batches)
 
     assert_within_noise(losses_of, model)
 

@@ -15,7 +15,8 @@ from ranks import spawn
 
 pytestmark = pytest.mark.slow
 CASES = [
-    ("nanochat", "own_head"),
+    ("nanochat", "stacked", "own_head"),
+    ("nanochat", "torch", "tied"),
     ("litgpt", "ddp"),
     ("litgpt", "fsdp"),
     ("litgpt_resumes", "ddp", "nvfp4"),
