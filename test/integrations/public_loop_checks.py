@@ -15,6 +15,7 @@ from pathlib import Path
 
 import lightning
 import litgpt_loop
+import nanochat_loop
 import ranks
 import torch
 import torch.distributed as dist
@@ -91,6 +92,22 @@ def assert_within_noise(losses_of, model_of) -> None:
         assert 0 < got < COARSER[recipe] * noise < wrong, (recipe, noise, got, wrong)
 
 
+def nanochat(rank: int, muon: str, head: str) -> None:
+    batches = batches_of(rank, nanochat_loop.ROWS, nanochat_loop.LENGTH, nanochat_loop.VOCABULARY)
+    optimizer = {"stacked": nanochat_loop.StackedMuon, "torch": nanochat_loop.TorchMuon}[muon]
+
+    def model():
+        torch.manual_seed(0)
+        return nanochat_loop.GPT(head == "tied")
+
+    def losses_of(made) -> list[float]:
+        # Each run compiles its own graphs, as a process that trains one model.
+        torch._dynamo.reset()
+        return nanochat_loop.losses_of(made, optimizer, STEPS, batches)
+
+    assert_within_noise(losses_of, model)
+
+
 def fabric_of(strategy: str) -> lightning.Fabric:
     def shard(model, mesh):
         for block in model.blocks:
@@ -149,7 +166,7 @@ def shared_folder():
         dist.barrier()
 
 
-CHECKS = {"litgpt": litgpt, "litgpt_resumes": litgpt_resumes}
+CHECKS = {"nanochat": nanochat, "litgpt": litgpt, "litgpt_resumes": litgpt_resumes}
 
 
 def run(rank: int, count: int, port: int, file: str, cases) -> None:

@@ -1,4 +1,4 @@
-"""A loop with the structure of litgpt's: converted, its losses are within the noise of plain runs."""
+"""Loops with the structure of nanochat's and litgpt's: converted, their losses are within the noise of plain runs."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from ranks import spawn
 
 pytestmark = pytest.mark.slow
 CASES = [
+    ("nanochat", "stacked", "own_head"),
+    ("nanochat", "torch", "tied"),
     ("litgpt", "ddp"),
     ("litgpt", "fsdp"),
     ("litgpt_resumes", "ddp", "nvfp4"),
