@@ -34,7 +34,7 @@ def operand_errors(model: nn.Module, windows: torch.Tensor) -> dict[str, dict[st
             name = f"{fmt} along tokens" if columnwise else fmt
             errors[operand, name].append(error_percent(values, fmt, columnwise))
 
-    def observer(weight, x, spec):
+    def observer(weight, x, spec, grad_enabled):
         add("x", x)
         add("w", weight.hp.detach())
         return lambda dy: add("dy", dy)

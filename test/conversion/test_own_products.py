@@ -12,7 +12,7 @@ from torchao_blockwise import MasterWeightTensor, is_linear, linears_and_experts
 
 pytestmark = pytest.mark.usefixtures("no_interpreter")
 X = torch.randn(4, 32, generator=torch.Generator().manual_seed(0))
-REFUSED = r"{}\.weight would be used in high precision.*nn\.functional\.linear.*skip_fqns"
+REFUSED = r"{}\.weight would silently be used in high precision.*nn\.functional\.linear.*skip_fqns"
 
 
 class Caller(nn.Module):

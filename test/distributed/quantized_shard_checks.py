@@ -164,7 +164,7 @@ def refuses(mesh, config):
 
     with raises(ValueError, "is a quantized Parameter, and Shard(1) would cut its rows; shard dim 0"):
         linear(shard_placement_fn=lambda p: Shard(1))
-    with raises(ValueError, "leave CPUOffloadPolicy out, or convert with master_weights=True"):
+    with raises(ValueError, "do not use CPUOffloadPolicy, or convert with master_weights=True"):
         adamw(linear(offload_policy=CPUOffloadPolicy(pin_memory=False)))
     model = blocks(config)
     optimizer = adamw(model)

@@ -202,7 +202,7 @@ def test_groups_and_one_that_is_added_later():
     with pytest.raises(ValueError, match="appear in more than one parameter group"):
         optimizer.add_param_group({"params": [model.mid.weight]})
     rows = nn.Parameter(NVFP4Tensor.from_hp(torch.zeros(32, 32), block_size=(1, 16)))
-    with pytest.raises(ValueError, match="has blocks of 1x16; make it with square blocks"):
+    with pytest.raises(ValueError, match="has blocks of 1x16; create it with square blocks"):
         optimizer.add_param_group({"params": [rows]})
     assert len(optimizer.param_groups) == len(optimizer.inner.param_groups) == 4
     model.frozen.weight.requires_grad_(True)

@@ -69,10 +69,10 @@ def test_what_is_offloaded_is_refused(tmp_path):
 # --- its float8 recipe ------------------------------------------------------------------------------------------------
 
 REASONS = {
-    ("BlockwiseFP8TrainingConfig", True): "1.weight can be .*, got torch.float8_e4m3fn; take one recipe",
-    ("NVFP4TrainingConfig", True): "1.weight can be .*, got torch.float8_e4m3fn; take one recipe",
-    ("BlockwiseFP8TrainingConfig", False): r"not exact on quantized data \(in 1.weight\)",
-    ("NVFP4TrainingConfig", False): "NVFP4Tensor packs two elements a byte, so no view",
+    ("BlockwiseFP8TrainingConfig", True): "1.weight can be .*, got torch.float8_e4m3fn; use only one recipe",
+    ("NVFP4TrainingConfig", True): "1.weight can be .*, got torch.float8_e4m3fn; use only one recipe",
+    ("BlockwiseFP8TrainingConfig", False): r"not exact on quantized data \(1.weight\)",
+    ("NVFP4TrainingConfig", False): "NVFP4Tensor packs two elements in a byte, so its transpose cannot be a view",
 }
 
 

@@ -358,7 +358,7 @@ UNHELD = {
     "scales of rows": ("Mixtral", "nvfp4_modelopt", with_scales_for_each_row, {},
                        "is stored in nvfp4_1x16, but the weight has blocks of nvfp4_16x16"),
     "scales of experts": ("Qwen3Moe", "nvfp4_modelopt", with_a_tensor_scale_for_each_expert, {},
-                          r"experts\.1\..* has another tensor scale than .*experts\.0\..*, with which it is one"),
+                          r"experts\.1\..* and .*experts\.0\..* have different tensor scales, but are one weight"),
     "experts that share a block": ("Qwen3Moe", "fp8_block", lambda found: None, {"moe_intermediate_size": 96},
                                    "up_proj.weight begins inside of a block of 128 rows"),
 }  # fmt: skip

@@ -249,7 +249,7 @@ def test_gradients_of_gradients_raise(model, name, config):
     name = name if config is FP8 else ""
     for loss in (layer(x).sum(), layer(x).square().sum()):
         with pytest.raises(
-            NotImplementedError, match=rf"{name}.*create_graph=True\) is not defined in low precision; keep the"
+            NotImplementedError, match=rf"{name}.*create_graph=True\) is not supported in low precision; keep the"
         ):
             torch.autograd.grad(loss, x, create_graph=True)
 

@@ -82,7 +82,7 @@ def run_step(
         for context in contexts:
             stack.enter_context(context)
         # Plain tensors are in the places of converted weights on purpose.
-        warnings.filterwarnings("ignore", ".* was converted to low precision, but its weight was replaced")
+        warnings.filterwarnings("ignore", ".* was converted to low precision, but computes in high precision")
         memory = stack.enter_context(LiveMemory())
         for _ in range(microbatches):
             saved.clear()

@@ -77,7 +77,7 @@ def convert(
     """
     with warnings.catch_warnings():
         # Below, an error is raised instead.
-        warnings.filterwarnings("ignore", message="quantize_: nothing of")
+        warnings.filterwarnings("ignore", message="quantize_: no layer of")
         quantize_(model, config, filter_fn=filter_fn or recommended_layers(model, config))
     report = conversion_report(model)
     if not report.totals["converted"]:
