@@ -154,7 +154,7 @@ def train_until(study: Study, args: argparse.Namespace) -> list[str]:
         process.terminate()
         process.wait()
         print(f"{run.name}: cut off; it goes on from its last checkpoint in {args.out}", file=sys.stderr)
-    return failed
+    return sorted(failed)
 
 
 def fits(run: Run, records: list[dict], left: float) -> bool:

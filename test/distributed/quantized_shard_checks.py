@@ -168,7 +168,7 @@ def refuses(mesh, config):
         adamw(linear(offload_policy=CPUOffloadPolicy(pin_memory=False)))
     model = blocks(config)
     optimizer = adamw(model)
-    with raises(ValueError, "make MasterWeightOptimizer after fully_shard"):
+    with raises(ValueError, "create MasterWeightOptimizer after fully_shard"):
         shard(model, mesh)
     for options in ({"shard": "zero1"}, {"process_group": dist.group.WORLD}):
         with raises(ValueError, "0.weight is split by FSDP2 already; leave process_group and shard out"):
