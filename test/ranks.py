@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from machines import without_interpreter
+from torch.distributed.tensor import DTensor
 
 _SWITCH = "TORCHAO_BLOCKWISE_TEST_DEVICE"
 # NVLink multicast is off on shared hosts, whose other GPUs it can put out of service.
@@ -189,6 +190,12 @@ def shared_folder():
         dist.broadcast_object_list(name)
         yield Path(name[0])
         dist.barrier()
+
+
+def values_of(model) -> dict[str, torch.Tensor]:
+    """Copies of a model's state, gathered where ranks share it."""
+    states = model.state_dict().items()
+    return {name: (x.full_tensor() if isinstance(x, DTensor) else x).detach().clone() for name, x in states}
 
 
 def patient_group() -> dist.ProcessGroup:

@@ -1,9 +1,9 @@
-"""Suggestions for misspelled names."""
+"""Suggestions for misspelled names, and replacements of removed ones."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 
 def did_you_mean(name: object, known: Iterable[str]) -> str:
@@ -15,3 +15,15 @@ def did_you_mean(name: object, known: Iterable[str]) -> str:
 def nearest_names(pattern: str, known: list[str]) -> str:
     """Return the three known names that are most similar to a pattern which matches none of them."""
     return ", ".join(difflib.get_close_matches(pattern, known, n=3, cutoff=0))
+
+
+def refusing_removed(module: str, removed: Mapping[str, str]) -> Callable[[str], object]:
+    """Return a module's `__getattr__`, whose error names what to use instead of a name that version 0.2 removed."""
+    _, _, short = module.partition(".")
+
+    def __getattr__(name: str) -> object:
+        if name in removed:
+            raise AttributeError(f"{short}.{name} was removed in version 0.2; use {removed[name]}")
+        raise AttributeError(f"module {module!r} has no attribute {name!r}")
+
+    return __getattr__

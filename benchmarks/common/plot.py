@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 _FAINT = "#6b7280"
 STYLE = {
@@ -38,6 +39,19 @@ def distance(losses: Sequence[float], base: Sequence[float]) -> list[float]:
     return [100 * (x / y - 1) for x, y in zip(smooth(losses, span), smooth(base, span))]
 
 
+def pyplot() -> Any:
+    """matplotlib.pyplot without a display; None where matplotlib is missing, which is printed."""
+    try:
+        import matplotlib
+
+        matplotlib.use("Agg")
+        import matplotlib.pyplot as plt
+    except ImportError:
+        print("no picture: matplotlib is not installed (pip install matplotlib)", file=sys.stderr)
+        return None
+    return plt
+
+
 def draw(
     path: Path,
     title: str,
@@ -52,13 +66,8 @@ def draw(
     losses: training losses by label, of which the first is bf16's. distances: as of `distance`, in the same order,
     empty without bf16. level: entropy of a byte, the loss of a model that knows only frequencies.
     """
-    try:
-        import matplotlib
-
-        matplotlib.use("Agg")
-        import matplotlib.pyplot as plt
-    except ImportError:
-        print("no picture: matplotlib is not installed (pip install matplotlib)", file=sys.stderr)
+    plt = pyplot()
+    if plt is None:
         return False
     with plt.rc_context(STYLE):
         rows = 2 if distances else 1

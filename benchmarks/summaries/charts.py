@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from common.plot import STYLE
+from common.plot import STYLE, pyplot
 from llm_training.study import BASE, chance, gap
 
 from summaries.cells import Results
@@ -78,12 +78,8 @@ CHARTS = {"chart_speed": speed, "chart_loss": loss, "chart_memory": memory}
 
 def draw(results: Results, folder: Path) -> list[Path]:
     """Write the charts as <name>.png; none where matplotlib is missing."""
-    try:
-        import matplotlib
-
-        matplotlib.use("Agg")
-        import matplotlib.pyplot as plt
-    except ImportError:
+    plt = pyplot()
+    if plt is None:
         return []
     paths = []
     for name, chart in CHARTS.items():

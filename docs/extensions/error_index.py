@@ -12,7 +12,7 @@ import docstrings
 import site_pages
 
 PACKAGE = Path(__file__).resolve().parents[2] / "torchao_blockwise"
-# What a message is filled in with.
+# Placeholders of messages.
 BLANK = "…"
 # A shorter text says nothing that could be looked up.
 LEAST = 12
@@ -120,13 +120,13 @@ def _texts(node: ast.AST, helpers: set[str]) -> Iterator[tuple[str, str]]:
     elif isinstance(node, ast.FunctionDef) and node.name in helpers:
         for inner in ast.walk(node):
             if isinstance(inner, ast.Return) and inner.value is not None:
-                # With the class of the error, or alone.
+                # With or without the class of the error.
                 parts = inner.value.elts if isinstance(inner.value, ast.Tuple) else [inner.value]
                 yield from ((REASON, _text(part)) for part in parts)
 
 
 def _error(node: ast.AST) -> ast.Call | None:
-    """What makes an error with a text: where it is raised, of any class, or a call of a class named so."""
+    """Calls that create an error with a text: where it is raised, or of a class with such a name."""
     made = node.exc if isinstance(node, ast.Raise) else node
     if not isinstance(made, ast.Call) or not made.args:
         return None

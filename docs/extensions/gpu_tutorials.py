@@ -1,6 +1,6 @@
-"""Tutorials that need a GPU: they are run on one by hand, and shown with what they printed there.
+"""Tutorials that need a GPU. They are run on a GPU by hand, and the pages show the printed output.
 
-python docs/extensions/gpu_tutorials.py [NAME ..]      # on a GPU: runs them, and writes their outputs beside them
+python docs/extensions/gpu_tutorials.py [NAME ..]      # on a GPU: runs them, and writes their outputs next to them
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ TUTORIALS = ("speed", "cuda_graphs")
 
 
 class Part(NamedTuple):
-    """What stands between two lines `# %%`: text in reStructuredText, then code, which begins at `line`."""
+    """A section between two lines `# %%`: text in reStructuredText, then code, which begins at `line`."""
 
     text: str
     code: str
@@ -31,7 +31,7 @@ class Part(NamedTuple):
 
 
 def parts(source: str) -> list[Part]:
-    """A program's docstring and its parts; the first one has the docstring alone."""
+    """A program's docstring and its parts; the first part has only the docstring."""
     _, docstring, program = source.split('"""', 2)
     found = [Part(docstring.strip(), "", 0)]
     begin = source.count("\n", 0, len(source) - len(program))
@@ -71,7 +71,7 @@ def run(name: str) -> None:
 
 
 def page(name: str) -> str:
-    """The tutorial in reStructuredText, with what it printed."""
+    """The tutorial in reStructuredText, with its printed output."""
     file = FOLDER / f"{name}.py"
     made = json.loads(file.with_suffix(".json").read_text(encoding="utf-8"))
     shown = []
@@ -127,5 +127,5 @@ if __name__ == "__main__":
         if sys.argv[1:] == [chosen]:
             run(chosen)
         else:
-            # Each in a process of its own: what one left in memory is in no other's figures.
+            # Each runs in a separate process, so that memory of one is not in the figures of another.
             subprocess.run([sys.executable, __file__, chosen], check=True)

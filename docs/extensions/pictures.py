@@ -22,7 +22,7 @@ class Box(NamedTuple):
 
 
 class Arrow(NamedTuple):
-    """From one box to another, with a word beside it."""
+    """From one box to another, with a word next to it."""
 
     start: str
     end: str

@@ -9,9 +9,10 @@ import torch
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from exported_models import language_model
 from helpers import FP8, NVFP4, replace
+from ranks import values_of
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torchao.quantization import quantize_
-from trainer_checks import set_environment, values, wrapped_by
+from trainer_checks import set_environment, wrapped_by
 
 from torchao_blockwise import MasterWeightTensor, linears_and_experts, skip_lm_head
 from torchao_blockwise.distributed import MasterWeightOptimizer
@@ -64,13 +65,13 @@ def batch(rank: int, step: int) -> torch.Tensor:
 
 def train(model, optimizer, rank: int, backward) -> list[dict]:
     """The values before the first step, after it, and after the second."""
-    states = [values(model)]
+    states = [values_of(model)]
     for step in range(2):
         ids = batch(rank, step)
         backward(model(input_ids=ids, labels=ids).loss)
         optimizer.step()
         optimizer.zero_grad()
-        states.append(values(model))
+        states.append(values_of(model))
     return states
 
 

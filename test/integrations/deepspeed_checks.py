@@ -140,7 +140,7 @@ def refuses(rank: int, stage: int) -> None:
 def trainer(rank: int, stage: int) -> None:
     """Hugging Face's Trainer trains a converted model in ZeRO, and saves plain weights that load converted."""
     transformers = pytest.importorskip("transformers", "5.0")
-    from trainer_checks import plain_model, rows, shared_folder
+    from trainer_checks import plain_model, rows
 
     from torchao_blockwise.integrations.transformers import BlockwiseFP8Config
 
@@ -152,7 +152,7 @@ def trainer(rank: int, stage: int) -> None:
     }
     if stage == 3:
         config["zero_optimization"] |= {"stage3_gather_16bit_weights_on_model_save": True}
-    with shared_folder() as folder:
+    with ranks.shared_folder() as folder:
         if rank == 0:
             plain_model().save_pretrained(folder / "plain")
         dist.barrier()

@@ -8,10 +8,7 @@ both limits.
 
 from __future__ import annotations
 
-import contextlib
 import os
-import tempfile
-from pathlib import Path
 
 import lightning
 import litgpt_loop
@@ -19,7 +16,7 @@ import nanochat_loop
 import ranks
 import torch
 import torch.distributed as dist
-from helpers import FP8
+from helpers import FP8, assert_same_tensors
 from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.fabric.strategies import DDPStrategy, ModelParallelStrategy
 from torch.distributed.fsdp import fully_shard
@@ -32,7 +29,6 @@ from torchao_blockwise import (
     recipe_state,
     recommended_layers,
 )
-from torchao_blockwise.testing import assert_bitwise_equal
 
 STEPS = 20
 RECIPES = {"fp8": FP8, "nvfp4": NVFP4TrainingConfig()}
@@ -137,7 +133,7 @@ def litgpt(rank: int, strategy: str) -> None:
 def litgpt_resumes(rank: int, strategy: str, recipe: str) -> None:
     """Two of four steps from a checkpoint, bit for bit; the checkpoint has plain tensors."""
     batches = batches_of(rank, litgpt_loop.ROWS, litgpt_loop.LENGTH, litgpt_loop.VOCABULARY)
-    with shared_folder() as folder:
+    with ranks.shared_folder() as folder:
         file, fabric = folder / "two.ckpt", fabric_of(strategy)
         whole, losses = litgpt_loop.fit(fabric, converted(litgpt_model(), recipe), 4, batches, file, save_at=2)
         half = converted(litgpt_model(), recipe)
@@ -147,22 +143,7 @@ def litgpt_resumes(rank: int, strategy: str, recipe: str) -> None:
         load_recipe_state(half, recipe_state(begun))
         again, resumed = litgpt_loop.fit(fabric, half, 4, batches, file)
         assert resumed == losses[2:]
-        for name, x in values(whole).items():
-            assert_bitwise_equal(values(again)[name], x, name)
-        dist.barrier()
-
-
-def values(model) -> dict[str, torch.Tensor]:
-    states = model.state_dict().items()
-    return {name: x.full_tensor() if hasattr(x, "full_tensor") else x for name, x in states}
-
-
-@contextlib.contextmanager
-def shared_folder():
-    with tempfile.TemporaryDirectory() as mine:
-        folders = [mine]
-        dist.broadcast_object_list(folders)
-        yield Path(folders[0])
+        assert_same_tensors(ranks.values_of(again), ranks.values_of(whole))
         dist.barrier()
 
 

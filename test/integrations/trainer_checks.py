@@ -16,7 +16,7 @@ from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
 from helpers import FP8, assert_same_tensors
-from ranks import shared_folder
+from ranks import shared_folder, values_of
 from torch.nn.parallel import DistributedDataParallel
 from torchao.quantization import quantize_
 
@@ -74,11 +74,6 @@ def trainer(folder: Path, out: Path, wrapper: str, recipe: str, data: list[dict]
     return transformers.Trainer(model, args, train_dataset=data, callbacks=[UnchangedWeights(), RecipeState()])
 
 
-def values(model) -> dict[str, torch.Tensor]:
-    states = model.state_dict().items()
-    return {name: (x.full_tensor() if hasattr(x, "full_tensor") else x).detach().clone() for name, x in states}
-
-
 def by_hand(rank: int, recipe: str) -> dict[str, torch.Tensor]:
     """The same steps of DistributedDataParallel, after `quantize_`."""
     model = plain_model()
@@ -96,7 +91,7 @@ def by_hand(rank: int, recipe: str) -> dict[str, torch.Tensor]:
         (count * wrapped(input_ids=last, labels=last, num_items_in_batch=tokens).loss).backward()
         optimizer.step()
         optimizer.zero_grad()
-    return values(model)
+    return values_of(model)
 
 
 def resumes(rank: int, wrapper: str, recipe: str) -> None:
@@ -108,18 +103,18 @@ def resumes(rank: int, wrapper: str, recipe: str) -> None:
         straight = trainer(folder / "plain", folder / "out", wrapper, recipe)
         straight.train()
         assert straight.accelerator.is_fsdp2 is (wrapper != "ddp")
-        got = values(straight.model)
+        got = values_of(straight.model)
         before = plain_model().state_dict()
         assert all(not torch.equal(got[name], before[name]) for name in before)
         if wrapper == "ddp":
             assert_same_tensors(got, by_hand(rank, recipe))
         if wrapper != "fsdp_shards":
             saved = transformers.AutoModelForCausalLM.from_pretrained(folder / "out" / f"checkpoint-{STEPS}")
-            assert_same_tensors(values(saved), got)
+            assert_same_tensors(values_of(saved), got)
         AcceleratorState._reset_state(reset_partial_state=True)
         again = trainer(folder / "plain", folder / "again", wrapper, recipe)
         again.train(str(folder / "out" / "checkpoint-2"))
-        assert_same_tensors(values(again.model), got)
+        assert_same_tensors(values_of(again.model), got)
 
 
 def compiled(rank: int, recipe: str) -> None:
@@ -162,7 +157,7 @@ def example_resumes(rank: int, wrapper: str) -> None:
         assert losses[-1] < 0.9 * losses[0], losses
         again, later = example.train(accelerator(), str(folder / "again"), range(1, 2), str(folder / "0"))
         assert later == losses[len(losses) // 2 :]
-        assert_same_tensors(values(again), values(model))
+        assert_same_tensors(values_of(again), values_of(model))
 
 
 CHECKS = {"resumes": resumes, "compiled": compiled, "example_resumes": example_resumes}

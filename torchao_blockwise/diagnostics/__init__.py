@@ -1,5 +1,6 @@
 """Diagnostics: which backends run here, how much memory training takes, and the error of low precision."""
 
+from torchao_blockwise._names import refusing_removed
 from torchao_blockwise.diagnostics.doctor import Examination, examine
 from torchao_blockwise.diagnostics.memory import MemoryReport, memory_report
 from torchao_blockwise.diagnostics.monitor import NumericsMonitor
@@ -26,9 +27,4 @@ _REMOVED = {
     "TensorBoardWriter": "NumericsMonitor(.., writers=[SummaryWriter(folder)])",
     "WandbWriter": "NumericsMonitor(.., writers=[wandb.init()])",
 }
-
-
-def __getattr__(name: str) -> object:
-    if name in _REMOVED:
-        raise AttributeError(f"diagnostics.{name} was removed in version 0.2; use {_REMOVED[name]}")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = refusing_removed(__name__, _REMOVED)

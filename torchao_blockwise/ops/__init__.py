@@ -1,5 +1,6 @@
 """Operations. Each one checks its arguments, has a schema and a fake implementation, and selects a backend."""
 
+from torchao_blockwise._names import refusing_removed
 from torchao_blockwise.formats import StochasticRounding
 from torchao_blockwise.ops.backend import Backend, casting_backend, get_backend
 from torchao_blockwise.ops.dequantization import dequantize
@@ -64,9 +65,4 @@ _REMOVED = {
     "partial_cast_": _CAST,
     "whole_block_cast_": _CAST,
 }
-
-
-def __getattr__(name: str) -> object:
-    if name in _REMOVED:
-        raise AttributeError(f"ops.{name} was removed in version 0.2; use {_REMOVED[name]}")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = refusing_removed(__name__, _REMOVED)
