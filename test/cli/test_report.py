@@ -116,7 +116,7 @@ def test_filters_leave_out_more_than_the_default_does(recipe, report):
 
 
 def test_the_exit_code_says_what_cannot_be_converted(report, monkeypatch):
-    monkeypatch.setattr("torchao_blockwise.conversion.report.why_not_convertible", lambda *args, **kwargs: "no")
+    monkeypatch.setattr("torchao_blockwise.conversion.handlers.why_not_convertible", lambda *args, **kwargs: "no")
     found = report("dense", "--fuse", code=1)
     assert found["conversion"]["totals"]["converted"] == 0 and found["fusion"]["fused"] == 0
     assert {row["status"] for row in found["conversion"]["layers"]} == {"cannot convert", "skipped"}

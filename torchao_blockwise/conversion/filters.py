@@ -10,11 +10,11 @@ import re
 import warnings
 from collections.abc import Callable, Sequence
 from fractions import Fraction
-from typing import TypeGuard
 
 from torch import nn
 
 from torchao_blockwise import _compat
+from torchao_blockwise._names import nearest_names
 from torchao_blockwise.conversion.weights import expert_weights
 
 # Names of output heads, outside of numbered blocks: "lm_head", "heads", "score", "predictions".
@@ -22,19 +22,11 @@ _HEAD = re.compile(
     r"(?!multi)(.+_)?heads?|output|embed_out|unembed|score|classifier|(.+_)?predictions|pred_layer|fc_out"
 )
 _ROUTER_NAMES = ("gate", "router")
-# The module attribute that holds the reason.
-_SKIP_REASON = "_skip_reason"
+# The attribute of a module that holds the reason why a filter last left it out.
+SKIP_REASON = "_skip_reason"
 
 WhyNot = Callable[[nn.Module, str], str | None]
-
-
-def skip_reason(module: nn.Module) -> str | None:
-    """Return why a filter last left `module` out, or None."""
-    return vars(module).get(_SKIP_REASON)
-
-
-def forget_skip_reason(module: nn.Module) -> None:
-    vars(module).pop(_SKIP_REASON, None)
+FilterFn = Callable[[nn.Module, str], bool]
 
 
 class Filter:
@@ -61,33 +53,35 @@ class Filter:
         self.patterns = tuple(patterns)
 
     def __call__(self, module: nn.Module, fqn: str) -> bool:
-        if not fqn:
-            self._warn_of_nothing(module)
+        # `quantize_` passes the model itself first.
+        if not fqn and _compat.quantize_call()[:2] == (module, self):
+            self._warn_of_mistakes(module)
         if not self.is_about(module):
             return False
-        reason = self.why_not(module, fqn)
-        if reason is None:
-            forget_skip_reason(module)
-        else:
-            vars(module)[_SKIP_REASON] = reason
+        vars(module)[SKIP_REASON] = reason = self.why_not(module, fqn)
         return reason is None
 
     def is_about(self, module: nn.Module) -> bool:
         return (self.kind or _is_linear)(module)
 
-    def _warn_of_nothing(self, model: nn.Module) -> None:
-        """Warn if this `quantize_` call will convert no layer; it passes the model itself to the filter first."""
-        converted, filter_fn = _compat.quantize_call()[:2]
-        if filter_fn is not self or converted is not model:
-            return
-        if not any(self.is_about(m) and self.why_not(m, fqn) is None for fqn, m in model.named_modules()):
-            warnings.warn(
-                f"quantize_: no layer of {type(model).__name__} is converted, because {self} leaves out all linear "
-                "layers and experts; print(dry_run(model, config, filter_fn)) to see why",
-                stacklevel=5,
+    def _warn_of_mistakes(self, model: nn.Module) -> None:
+        """Warn about patterns that match no layer, and if no layer will be converted."""
+        modules = dict(model.named_modules())
+        names = [fqn for fqn, m in modules.items() if _is_linear(m) or expert_weights(m)]
+        texts = [
+            f"{pattern!r} of {self} matches no layer; the most similar names are {nearest_names(pattern, names)}"
+            for pattern in self.patterns
+            if not fnmatch.filter(names, pattern)
+        ]
+        if not any(self.is_about(m) and self.why_not(m, fqn) is None for fqn, m in modules.items()):
+            texts.append(
+                f"no layer of {type(model).__name__} is converted, because {self} leaves out all linear layers and "
+                "experts; print(dry_run(model, config, filter_fn)) to see why"
             )
+        for text in texts:
+            warnings.warn(f"quantize_: {text}", stacklevel=5)
 
-    def __and__(self, other: Callable[[nn.Module, str], bool]) -> Filter:
+    def __and__(self, other: FilterFn) -> Filter:
         other = other if isinstance(other, Filter) else custom(other)
         first, second = self.why_not, other.why_not
         kinds = [f.kind for f in (self, other) if f.kind is not None]
@@ -100,7 +94,7 @@ class Filter:
 
     __rand__ = __and__
 
-    def __or__(self, other: Callable[[nn.Module, str], bool]) -> Filter:
+    def __or__(self, other: FilterFn) -> Filter:
         other = other if isinstance(other, Filter) else custom(other)
         both = self, other
 
@@ -125,7 +119,7 @@ def _is_linear(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear)
 
 
-def custom(predicate: Callable[[nn.Module, str], bool], reason: str = "left out by a custom filter") -> Filter:
+def custom(predicate: FilterFn, reason: str = "left out by a custom filter") -> Filter:
     """Make a Filter from any `(module, fqn) -> bool`; the report shows `reason` for the layers that it leaves out."""
     name = getattr(predicate, "__name__", "custom")
     return Filter(lambda module, fqn: None if predicate(module, fqn) else reason, name)
@@ -206,10 +200,8 @@ def min_features(features: int) -> Filter:
         raise ValueError(f"min_features: features must not be negative, got {features}")
 
     def why_not(module: nn.Module, fqn: str) -> str | None:
-        if isinstance(module, nn.Linear):
-            least = min(module.in_features, module.out_features)
-        else:
-            least = min(min(weight.shape[1:]) for weight in expert_weights(module).values())
+        of_linear = [module.in_features, module.out_features] if isinstance(module, nn.Linear) else []
+        least = min(of_linear or [size for weight in expert_weights(module).values() for size in weight.shape[1:]])
         return None if least >= features else f"min_features: {least} < {features}"
 
     return Filter(why_not, f"min_features({features})")
@@ -220,18 +212,16 @@ def block_lists(model: nn.Module, least: int = 1) -> dict[str, list[nn.Module]]:
 
     Lists are ModuleLists and numbered ModuleDicts, or, if there are none, each `nn.Sequential` of blocks.
     """
+    named = dict(model.named_modules())
     lists: dict[str, nn.Module] = {
-        fqn: m for fqn, m in model.named_modules() if _is_list(m) and len(m) >= least and "expert" not in fqn
+        fqn: m
+        for fqn, m in named.items()
+        if isinstance(m, (nn.ModuleList, nn.ModuleDict)) and len(m) >= least and "expert" not in fqn
+        if all(name.isdigit() for name, _ in m.named_children())
     }
-    if not lists:
-        lists = {fqn: m for fqn, m in model.named_modules() if isinstance(m, nn.Sequential) and _holds_blocks(m)}
+    lists = lists or {fqn: m for fqn, m in named.items() if isinstance(m, nn.Sequential) and _holds_blocks(m)}
     inner = {id(m) for outer in lists.values() for m in outer.modules() if m is not outer}
     return {fqn: list(m.children()) for fqn, m in lists.items() if id(m) not in inner}
-
-
-def _is_list(module: nn.Module) -> TypeGuard[nn.ModuleList | nn.ModuleDict]:
-    is_numbered = isinstance(module, nn.ModuleDict) and all(name.isdigit() for name in module)
-    return is_numbered or isinstance(module, nn.ModuleList)
 
 
 def _holds_blocks(module: nn.Sequential) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 import warnings
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
@@ -45,10 +46,11 @@ def recommended_layers(model: nn.Module, config: TrainingConfig | None = None) -
     return recommended(model, config)
 
 
-def warn_of_plain(model: nn.Module, config: TrainingConfig, targets: dict[str, nn.Module]) -> None:
+def warn_of_plain(model: nn.Module, config: TrainingConfig, chosen: Iterable[str]) -> None:
     """Warn if `quantize_(model, config)` without a filter converts layers that `recommended_layers` leaves out."""
     advice = recommended_layers(model, config)
-    unwanted = [f"{fqn} ({why})" for fqn, m in targets.items() if (why := advice.why_not(m, fqn)) is not None]
+    left_out = {fqn: advice.why_not(model.get_submodule(fqn), fqn) for fqn in chosen}
+    unwanted = [f"{fqn} ({why})" for fqn, why in left_out.items() if why is not None]
     if unwanted:
         shown = ", ".join(unwanted[:3]) + (f" and {len(unwanted) - 3} more" if len(unwanted) > 3 else "")
         warnings.warn(
@@ -93,9 +95,8 @@ def _output_heads(model: nn.Module) -> dict[nn.Module, str]:
     embeddings = {id(m.weight): fqn for fqn, m in model.named_modules() if isinstance(m, nn.Embedding)}
     found: dict[nn.Module, str] = {}
     # If the last linear layer follows all lists of blocks, it is a head, regardless of its name.
-    lists = [m for m in model.modules() if isinstance(m, (nn.ModuleList, nn.ModuleDict)) and len(m) > 1]
-    inner = {id(m) for blocks in lists for m in blocks.modules()}
-    in_blocks = {m: id(m) in inner for m in model.modules() if isinstance(m, nn.Linear) or expert_weights(m)}
+    inner = {m for blocks in block_lists(model, least=2).values() for block in blocks for m in block.modules()}
+    in_blocks = {m: m in inner for m in model.modules() if isinstance(m, nn.Linear) or expert_weights(m)}
     if any(in_blocks.values()) and not list(in_blocks.values())[-1]:
         found[list(in_blocks)[-1]] = "last layer, after the blocks"
     for fqn, module in model.named_modules():
