@@ -16,9 +16,6 @@ import torch
 
 from torchao_blockwise import _compat
 
-# The module that calls `quantize_` while transformers loads a model with a `TorchAoConfig`.
-LOADS_BY_TORCHAO = "transformers.integrations.torchao"
-
 
 def adapters_in(model: torch.nn.Module) -> set[torch.nn.Module]:
     """Return the modules that PEFT's tuners have added to `model`, and their submodules."""
@@ -61,6 +58,11 @@ def tell_lora_how_to_merge(kind: type) -> None:
 def is_offloaded_by_accelerate(module: torch.nn.Module) -> bool:
     """Whether accelerate offloads the module and replaces its weights by plain ones on every use."""
     return bool(getattr(getattr(module, "_hf_hook", None), "offload", False))
+
+
+def transformers_quantizes() -> bool:
+    """Whether transformers called `quantize_` while loading a model with a `TorchAoConfig`."""
+    return _compat.quantize_call()[2] == "transformers.integrations.torchao"
 
 
 def is_silu(activation: torch.nn.Module) -> bool:

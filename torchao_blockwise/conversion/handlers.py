@@ -175,7 +175,7 @@ def convert_module(module: nn.Module, config: TrainingConfig, *, parameter_name:
     """
     _versions.check()
     model, filter_fn, caller = _compat.quantize_call()
-    if caller == hugging_face.LOADS_BY_TORCHAO:
+    if caller == "transformers.integrations.torchao":
         raise ValueError(
             f"from_pretrained: a TorchAoConfig with a {type(config).__name__} would freeze the loaded weights and save "
             f"them unconverted; use quantization_config={config.in_transformers}(...) from "

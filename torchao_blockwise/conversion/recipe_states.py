@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from torch import nn
 
 from torchao_blockwise import _compat
 from torchao_blockwise._names import did_you_mean
-from torchao_blockwise.formats import key_of
+from torchao_blockwise.formats import StochasticRounding, key_of
 from torchao_blockwise.tensors.rounding import RoundingKeys
 
 _NUMBERS = "seed", "stream", "use"
@@ -23,7 +23,7 @@ def recipe_state(model: nn.Module) -> dict[str, dict[str, int]]:
     stream of its random bits, and how many times they were drawn, as plain integers. Empty for other recipes. Each
     data-parallel rank has a different seed, so each must save its own state. Synchronizes with the device.
     """
-    return {name: dict(zip(_NUMBERS, map(int, keys.now()[:3]))) for name, keys in _keys_of(model).items()}
+    return {name: dict(zip(_NUMBERS, (int(number) for number in keys.now()[:3]))) for name, keys, _ in _rounding(model)}
 
 
 def load_recipe_state(model: nn.Module, state: Mapping[str, Mapping[str, int]]) -> None:
@@ -31,30 +31,38 @@ def load_recipe_state(model: nn.Module, state: Mapping[str, Mapping[str, int]]) 
 
     Raises KeyError for weights that are only in the state or only in the model, ValueError for invalid numbers.
     """
-    found, starts = _keys_of(model), []
-    for name in sorted(state.keys() ^ found.keys()):
-        if name in found:
-            why = "is missing from the state; use the recipe_state of a model that was converted in the same way"
-        else:
-            why = f"is in the state, but the model rounds no such weight stochastically{did_you_mean(name, found)}"
-        raise KeyError(f"load_recipe_state: {name!r} {why}")
-    for name, keys in found.items():
+    found = {name: (keys, expert) for name, keys, expert in _rounding(model)}
+    for name in state.keys() - found.keys():
+        raise KeyError(
+            f"load_recipe_state: the state has {name!r}, but the model has no such weight whose gradients are rounded "
+            f"stochastically{did_you_mean(name, found)}"
+        )
+    for name in found.keys() - state.keys():
+        raise KeyError(
+            f"load_recipe_state: {name!r} is missing from the state, but the model rounds its gradients "
+            "stochastically; use the recipe_state of a model that was converted in the same way"
+        )
+    starts = []
+    for name, (keys, expert) in found.items():
         try:
             seed, stream, use = (state[name][number] for number in _NUMBERS)
-            start = keys.now()._replace(seed=seed, stream=stream, use=use)
+            start = StochasticRounding(seed, stream, use, expert=expert)
             # Raises if a number has too many bits.
             key_of(start, torch.device("cpu"))
+            starts.append((keys, start))
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(
                 f"load_recipe_state: {name!r} must have the integers {', '.join(_NUMBERS)}, got {state[name]!r}; "
                 f"pass the result of recipe_state ({error})"
             ) from None
-        starts.append(start)
-    for keys, start in zip(found.values(), starts):
+    for keys, start in starts:
         keys.set(start)
 
 
-def _keys_of(model: nn.Module) -> dict[str, RoundingKeys]:
-    """Return the keys of each weight that has random bits, by name."""
-    weights: dict[str, Any] = {name: _compat.local_of(p) for name, p in model.named_parameters()}
-    return {name: RoundingKeys.of(w) for name, w in weights.items() if getattr(w, "rounding_key", None) is not None}
+def _rounding(model: nn.Module) -> Iterator[tuple[str, RoundingKeys, int]]:
+    """Yield (name, keys, first expert) for each weight that has random bits."""
+    for name, parameter in model.named_parameters():
+        weight: Any = _compat.local_of(parameter)
+        if getattr(weight, "rounding_key", None) is not None:
+            keys = RoundingKeys.of(weight)
+            yield name, keys, keys.now().expert
