@@ -101,12 +101,8 @@ class ConversionReport:
 
 def human_bytes(count: int) -> str:
     """1536 -> '1.5 KiB'."""
-    size = float(count)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} TiB"
+    power = min((max(count, 1).bit_length() - 1) // 10, 4)
+    return f"{count / 1024**power:.1f} {'KMGT'[power - 1]}iB" if power else f"{count} B"
 
 
 def conversion_report(model: nn.Module) -> ConversionReport:
@@ -188,11 +184,11 @@ def _format(config: TrainingConfig) -> str:
 
 def _bytes(weight: torch.Tensor, shape: tuple[int, ...], config: TrainingConfig | None) -> tuple[int, int, int]:
     """Return (bytes_before, bytes_after, quantized_bytes). config: None for a weight that is not converted."""
-    before = math.prod(shape) * weight.dtype.itemsize
-    if isinstance(weight, QuantizedTensor):
-        return before, weight.nbytes, weight.nbytes
+    before, is_quantized = math.prod(shape) * weight.dtype.itemsize, isinstance(weight, QuantizedTensor)
     if config is None:
-        return before, before, 0
-    is_stored = not config.master_weights or fsdp.is_gathered_quantized(weight)
+        quantized = weight.nbytes if is_quantized else 0
+        return before, quantized or before, quantized
+    # FSDP2 leaves the weights of its root module gathered, in place of the shards of masters.
+    is_stored = not config.master_weights or is_quantized or fsdp.is_gathered_quantized(weight)
     quantized = config.weight_format.nbytes(*shape, scale_per_matrix=config.scale_per_expert) if is_stored else 0
     return before, (before if config.master_weights else 0) + quantized, quantized
