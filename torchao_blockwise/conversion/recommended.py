@@ -114,11 +114,13 @@ def _output_heads(model: nn.Module) -> dict[nn.Module, str]:
 def _routers(model: nn.Module) -> list[nn.Module]:
     """Return linear layers inside routers, next to as many experts as they have outputs, or named like a gate.
 
+    A router holds no experts, and its class or the last part of its name contains "router".
     A gate has few outputs, and no sibling has its shape. (In a gated MLP, gate and up have the same shape.)
     """
     counts, found = set[int](), list[nn.Module]()
     for fqn, parent in model.named_modules():
-        if fqn and _is_router(fqn, parent):
+        is_router = "router" in f"{fqn.rpartition('.')[2]} {type(parent).__name__}".lower()
+        if fqn and is_router and not any(_number_of_experts(name, m) for name, m in parent.named_modules()):
             found += parent.modules()
         numbers = {_number_of_experts(name, child) for name, child in (("", parent), *parent.named_children())}
         counts |= numbers
@@ -132,12 +134,6 @@ def _routers(model: nn.Module) -> list[nn.Module]:
             if is_named and is_small and shapes.count((module.out_features, module.in_features)) == 1:
                 found.append(module)
     return found
-
-
-def _is_router(fqn: str, module: nn.Module) -> bool:
-    """Whether the last part of the name or the class contains "router", and the module holds no experts."""
-    is_named = "router" in f"{fqn.rpartition('.')[2]} {type(module).__name__}".lower()
-    return is_named and not any(_number_of_experts(name, m) for name, m in module.named_modules())
 
 
 def _number_of_experts(name: str, module: nn.Module) -> int:

@@ -91,7 +91,8 @@ def tensor_report(layer: str, kind: str, recipe: str, trains: bool, tally: Tally
     zeros, underflow, saturated = (100 * count / elements for count in counts)
     # Bin 0 holds blocks of zeros, the last one NaN and Inf.
     bins = enumerate(sums[HISTOGRAM + 1 : -1], 1 - statistics.EXPONENT_BIAS)
-    amax, largest, smallest = (0.0 if math.isinf(bits) else _from_bits(abs(int(bits))) for bits in maxima[:3])
+    bits = [0 if math.isinf(number) else abs(int(number)) for number in maxima[:3]]
+    amax, largest, smallest = struct.unpack("3f", struct.pack("3I", *bits))
     has_scales = smallest > 0 and math.isfinite(largest)
     ratio = _quotient(sums[VALUES], sums[ERROR])
     return TensorReport(
@@ -113,14 +114,8 @@ def tensor_report(layer: str, kind: str, recipe: str, trains: bool, tally: Tally
     )
 
 
-def _from_bits(bits: int) -> float:
-    return struct.unpack("f", struct.pack("I", bits))[0]
-
-
 def _quotient(value: float, by: float) -> float:
-    if math.isnan(value) or math.isnan(by):
-        return math.nan
-    return value / by if by > 0 else math.inf
+    return math.inf if by == 0 else value / by
 
 
 def _ratio(squares: Sequence[tuple[float, float]]) -> float:
