@@ -22,7 +22,7 @@ from torchao_blockwise import (
     recommended_layers,
     skip_fqns,
 )
-from torchao_blockwise.conversion.recommended import recommended
+from torchao_blockwise.conversion.filters import recommended
 from torchao_blockwise.conversion.weights import expert_weights
 
 OPTIONS = {

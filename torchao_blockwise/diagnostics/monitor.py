@@ -34,8 +34,7 @@ from torchao_blockwise.diagnostics.layers import (
     values_of_weight,
 )
 from torchao_blockwise.diagnostics.records import Recommendation, Report, recommend
-from torchao_blockwise.diagnostics.statistics import Tally
-from torchao_blockwise.diagnostics.tallies import Tallies
+from torchao_blockwise.diagnostics.statistics import Tallies, Tally
 from torchao_blockwise.diagnostics.unconverted import watch_products
 from torchao_blockwise.diagnostics.writers import checked_writers, close_writer, write_to
 from torchao_blockwise.formats import Groups
