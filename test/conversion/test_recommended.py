@@ -166,7 +166,7 @@ class Followed(nn.Module):
     # It holds the experts that it routes to.
     (nn.ModuleDict({"router_block": Routed()}), {"router_block.choose": "router or gate"}),
     (nn.ModuleDict({"mtp_head": nn.Sequential(nn.Linear(8, 8))}), {"mtp_head.0": "output head"}),
-    # What follows experts is no head, as they are no blocks of the model.
+    # Experts are not blocks of the model, so a layer after them is not a head.
     (Followed(Routed()), {"body.choose": "router or gate"}),
     (Followed(nn.Sequential(Gated(), Gated())), {"last": "last layer, after the blocks"}),
 ], ids=("structure", "wide", "gate", "a wide gate", "a gated MLP", "router", "a block of experts", "head",

@@ -188,7 +188,7 @@ def convert_module(module: nn.Module, config: TrainingConfig, *, parameter_name:
     if module in hugging_face.adapters_in(model):
         return module
     held = held_parameters(model)
-    # There is no filter in a direct call, and for a name in an FqnToConfig. A filter has left out the model itself.
+    # A direct call has none, and neither has a name in an FqnToConfig. A filter has left out the model itself.
     chosen = lambda m, fqn: m is module or (filter_fn is not None and m is not model and filter_fn(m, fqn))  # noqa: E731
     reasons = planned_layers(model, config, chosen, held, parameter_name)
     remedy = "; fix them, or exclude them with filter_fn=skip_fqns(...)"
