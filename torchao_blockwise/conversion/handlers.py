@@ -57,21 +57,27 @@ _OF_THE_CONTENT = "pending_master", "saved_values", "layer", "rounding_key", "ro
 
 
 def why_not_convertible(
-    module: nn.Module,
-    config: TrainingConfig,
-    held: Held | None = None,
-    parameter_name: str | None = None,
+    module: nn.Module, config: TrainingConfig, held: Held | None = None, parameter_name: str | None = None
 ) -> str | None:
     """Return why `module` cannot be converted with `config`, with the remedy, or None if it can.
 
     held: `held_parameters` of the model that contains it; None for a module by itself.
     parameter_name: the only Parameter to convert; by default all of `weights_of(module)`.
     """
+    weights = weights_of(module, parameter_name)
+    for weight in weights.values():
+        # Such as a weight of transformers' FP8Linear.
+        if weight is not None and weight.is_floating_point() and weight.dtype.itemsize == 1:
+            return (
+                f"its weight is {weight.dtype}, and its scales are stored in another tensor and would be lost; load "
+                "the checkpoint with torchao_blockwise.integrations.transformers.from_pretrained, or create the model "
+                "in high precision (from_config in transformers), convert it, and load the checkpoint with "
+                "checkpoint.load"
+            )
     is_linear = isinstance(module, nn.Linear)
     reason = (_why_no_forward(module) if isinstance(module, nn.Linear) else None) or why_no_class(module)
     if reason is not None:
         return reason
-    weights = weights_of(module, parameter_name)
     if not weights:
         return f"a {type(module).__name__} is not an nn.Linear and has no expert weights [E, N, K]; exclude it"
     for name, weight in weights.items():
@@ -82,17 +88,6 @@ def why_not_convertible(
     return None
 
 
-def _why_no_codes(weight: torch.Tensor | None) -> str | None:
-    """Return why an FP8 weight of transformers cannot be converted, or None for any other weight."""
-    if weight is None or not weight.dtype.is_floating_point or weight.dtype.itemsize > 1:
-        return None
-    return (
-        f"its weight is {weight.dtype}, and its scales are stored in another tensor and would be lost; load the "
-        "checkpoint with torchao_blockwise.integrations.transformers.from_pretrained, or create the model in high "
-        "precision (from_config in transformers), convert it, and load the checkpoint with checkpoint.load"
-    )
-
-
 def _why_no_forward(module: nn.Linear) -> str | None:
     if hugging_face.is_offloaded_by_accelerate(module):
         return "accelerate offloads its weight and replaces it with a plain one on every use; put it on a device"
@@ -100,8 +95,7 @@ def _why_no_forward(module: nn.Linear) -> str | None:
     for cls in type(module).__mro__:
         if cls.__module__.startswith(_OTHER_QUANTIZERS) and getattr(cls, "forward", None) not in KNOWN_FORWARDS:
             package = cls.__module__.rpartition(".")[0]
-            itself = f"{cls.__name__} of {package} quantizes its weight itself; use an nn.Linear instead, or exclude it"
-            return _why_no_codes(module.weight) or itself
+            return f"{cls.__name__} of {package} quantizes its weight itself; use an nn.Linear instead, or exclude it"
     if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
         return "nn.MultiheadAttention reads its weight without calling the layer; exclude it"
     # accelerate's hooks store the original forward here.
@@ -133,8 +127,7 @@ def _why_no_weight(
     if type(weight) not in (nn.Parameter, MasterWeightTensor):
         return f"its weight is a {type(weight).__name__}; convert first, then shard or wrap"
     if weight.dtype not in HIGH_PRECISION_DTYPES:
-        cast = f"its weight is {weight.dtype}; cast it to bfloat16, float16 or float32, or exclude the layer"
-        return _why_no_codes(weight) or cast
+        return f"its weight is {weight.dtype}; cast it to bfloat16, float16 or float32, or exclude the layer"
     if (reason := why_not_swappable(weight)) is not None:
         return reason
     others = [m for m in holders if not (isinstance(m, nn.Linear) or expert_weights(m) or matrices(m))]
