@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from torchao_blockwise import _compat
-from torchao_blockwise.conversion.weights import expert_weights
+from torchao_blockwise.conversion.weights import weights_of
 from torchao_blockwise.nn.gemms import WHOLE, AmaxGroups
 from torchao_blockwise.nn.weights import WEIGHTS, config_of
 from torchao_blockwise.tensors import (
@@ -59,10 +59,11 @@ def find_layers(model: nn.Module) -> list[Layer]:
     """Return the linear layers and weights of experts. If layers share a weight, only the first one is returned."""
     found: dict[int, Layer] = {}
     for fqn, module in model.named_modules():
-        if isinstance(module, nn.Linear):
-            found.setdefault(id(module.weight), Layer(fqn, module, "weight"))
-        for name, weight in expert_weights(module).items():
-            found.setdefault(id(weight), Layer(f"{fqn}.{name}".lstrip("."), module, name))
+        for name, weight in weights_of(module).items():
+            layer = fqn if isinstance(module, nn.Linear) else f"{fqn}.{name}".lstrip(".")
+            # A parametrized or pruned weight is not a Parameter.
+            if weight is not None:
+                found.setdefault(id(weight), Layer(layer, module, name))
     return list(found.values())
 
 
