@@ -12,6 +12,7 @@ each forward pass casts again.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,7 +25,7 @@ from torchao_blockwise.tensors.blockwise_fp8 import BlockwiseFP8Tensor
 from torchao_blockwise.tensors.fsdp import Gather, ShardLayout
 from torchao_blockwise.tensors.nvfp4 import NVFP4Tensor
 from torchao_blockwise.tensors.pending_master import PendingMaster
-from torchao_blockwise.tensors.quantized import OPS_OF_SHARDS, QuantizedTensor, check_attributes, check_parts
+from torchao_blockwise.tensors.quantized import OPS_OF_SHARDS, QuantizedTensor
 from torchao_blockwise.tensors.rounding import carry_key
 from torchao_blockwise.tensors.state_values import same_bits
 
@@ -69,11 +70,9 @@ class QuantizedShard(QuantizedTensor):
     ) -> Self:
         if not isinstance(part, ShardLayout):
             raise TypeError(f"{cls.__name__}: part must be a ShardLayout, got {part!r}; shard with fully_shard")
-        check_attributes(cls.__name__, part.config.weight_format, dtype, part.config)
         x = _compat.make_wrapper(cls, part.local_shape, dtype=dtype, device=qdata.device)
-        x.qdata, x.scale, x.global_scale = qdata, scale, global_scale
-        x.part, x.config, x.pending_master = part, part.config, PendingMaster()
-        x._check()
+        x.part, x.pending_master = part, PendingMaster()
+        x._set_parts(qdata, scale, global_scale, dtype, part.config)
         return x
 
     @property
@@ -128,16 +127,18 @@ class QuantizedShard(QuantizedTensor):
         other.take_values(values.to(other.device))
         return other
 
-    def _check(self) -> None:
-        name, part = type(self).__name__, self.part
-        got = self.qdata.shape
-        if got[:-1] != part.local_shape[:-1]:
-            wanted = f"{list(part.local_shape)} of {part.name}"
+    @property
+    def scaled_shape(self) -> Sequence[int]:
+        return self.part.shape
+
+    def _check(self, columns: int | None = None) -> None:
+        wanted, got = self.part.local_shape, self.qdata.shape
+        if got[:-1] != wanted[:-1]:
             raise ValueError(
-                f"{name}: qdata must be the rows {wanted}, got {list(got)}; shard it again with fully_shard"
+                f"{type(self).__name__}: qdata must be the rows {list(wanted)} of {self.part.name}, got {list(got)}; "
+                "shard it again with fully_shard"
             )
-        parts = self.qdata, self.scale, self.global_scale
-        check_parts(name, self.fmt, *parts, part.shape, part.local_shape[-1])
+        super()._check(wanted[-1])
 
     def _make(self, **changed: Any) -> Self:
         if (dtype := changed.get("dtype")) is not None and self.part.dtype == self.dtype:
