@@ -30,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("no_interpreter")
 
 def test_a_gather_without_scales_is_refused():
     master = MasterWeightTensor(weight(40, 24), FP8)
-    with pytest.raises(RuntimeError, match=r"gathers a weight of Linear\(.*have no scales .* call torchao_blockwise"):
+    with pytest.raises(RuntimeError, match=r"gathers a weight of Linear\(.*were never cast.* call torchao_blockwise"):
         master.fsdp_pre_all_gather(None, None, None, nn.Linear(24, 40), None)
 
 

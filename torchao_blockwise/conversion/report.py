@@ -16,7 +16,7 @@ from torchao_blockwise.conversion.filters import skip_reason
 from torchao_blockwise.conversion.handlers import why_not_convertible
 from torchao_blockwise.conversion.state_dicts import is_converted
 from torchao_blockwise.conversion.weights import expert_weights, held_parameters, matrices
-from torchao_blockwise.tensors import MasterWeightTensor, QuantizedTensor, TrainingConfig, fsdp
+from torchao_blockwise.tensors import MasterWeightTensor, QuantizedShard, QuantizedTensor, TrainingConfig
 from torchao_blockwise.tensors.config import check_config
 
 CONVERTED, SKIPPED, CANNOT, REPLACED = "converted", "skipped", "cannot convert", "replaced"
@@ -207,6 +207,8 @@ def _bytes(weight: torch.Tensor, shape: tuple[int, ...], config: TrainingConfig 
         return before, weight.nbytes, weight.nbytes
     if config is None:
         return before, before, 0
-    is_stored = not config.master_weights or fsdp.is_gathered_quantized(weight)
+    is_stored = not config.master_weights or isinstance(
+        getattr(_compat.local_of(weight), "shard", None), QuantizedShard
+    )
     quantized = config.weight_format.nbytes(*shape, scale_per_matrix=config.scale_per_expert) if is_stored else 0
     return before, (before if config.master_weights else 0) + quantized, quantized

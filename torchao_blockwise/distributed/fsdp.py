@@ -90,7 +90,7 @@ class Root:
         """Cast the shards and release gathered weights, unless `weights_unchanged` says that they are current."""
         if any(scope in self.scopes for scope in self._open_scopes()):
             for p, shard in self.masters:
-                if isinstance(shard, QuantizedShard) and not is_current(shard, _master(p)):
+                if isinstance(shard, QuantizedShard) and not is_current(_master(p)):
                     raise RuntimeError(
                         f"weights_unchanged: {p.name} was changed inside the scope, which keeps quantized shards of "
                         "the old values; exit the scope before optimizer steps, loads and edits"
@@ -109,10 +109,7 @@ class Root:
         casts += [(p, shard, _cast_of_loaded(p, shard)) for p, shard in waiting]
         cast_shards([(p.group, shard, cast) for p, shard, cast in casts])
         for p, shard in self.masters:
-            if isinstance(shard, QuantizedShard):
-                attach(shard, _master(p))
-            else:
-                _master(p).shard = shard
+            attach(shard, _master(p))
 
     def _open_scopes(self) -> list[Scope]:
         return scopes_of(torch_fsdp.modules_of(self.states[0])[0])

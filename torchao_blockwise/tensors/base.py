@@ -14,7 +14,7 @@ from torchao_blockwise._compat.torch_types import Args, Function, Kwargs, Types
 from torchao_blockwise.tensors.rounding import RoundingKeys
 
 # Attributes that are not copied: the source of a cast, FSDP2's last cast, and the values in the last state dict.
-_OF_ONE_OBJECT = ("cast_of", "shard", "ready", "version", "saved_values")
+_OF_ONE_OBJECT = ("cast_of", "shard", "shard_version", "ready", "saved_values")
 
 
 class WeightTensor(TorchAOBaseTensor):

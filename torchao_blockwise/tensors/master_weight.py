@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +36,8 @@ _ALIASES = {aten.alias.default, aten.detach.default}
 # Operations that return new memory without values, in any dtype.
 _NEW = {aten.empty_like.default, aten.new_empty.default, aten.new_empty_strided.default, aten.new_zeros.default}
 _JOINS = {aten.cat.default, aten.stack.default}
+# Attributes that an alias shares with its weight; they are meaningless in copies and in other models.
+_OF_ALIASES = "cast_of", "shard", "shard_version"
 
 
 class MasterWeightTensor(WeightTensor):
@@ -84,6 +88,8 @@ class MasterWeightTensor(WeightTensor):
     cast_of: tuple[torch.Tensor, int] | None = None
     # The quantized shard that FSDP2 gathers, or the shard's layout if it gathers high-precision values.
     shard: QuantizedShard | fsdp.ShardLayout | None = None
+    # The version of the values from which the shard was computed; None if it is unknown.
+    shard_version: int | None = None
 
     @property
     def source(self) -> tuple[torch.Tensor, torch.dtype | None]:
@@ -105,10 +111,7 @@ class MasterWeightTensor(WeightTensor):
     def transposed_view(self) -> MasterWeightTensor:
         """Return a strided view [.., K, N] of the same memory."""
         with _compat.counting_changes():
-            view = type(self)(self.hp.transpose(-2, -1), self.config)
-        if self.layer:
-            view.layer = self.layer
-        return view
+            return self._like(self.hp.transpose(-2, -1))
 
     @property
     def quantized_bytes(self) -> int:
@@ -133,8 +136,7 @@ class MasterWeightTensor(WeightTensor):
         return super().set_(*args, **kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
-        # Meaningless in another model.
-        left_out = ("layer", "cast_of", "rounding_keys", "shard")
+        left_out = ("layer", "rounding_keys", *_OF_ALIASES)
         return {name: value for name, value in vars(self).items() if name not in left_out}
 
     def untyped_storage(self) -> torch.UntypedStorage:
@@ -164,10 +166,7 @@ class MasterWeightTensor(WeightTensor):
         if func in _ALIASES or (func is aten.view.default and list(args[1]) == list(args[0].shape)):
             # Keep the same `hp` object, because kept copies are an attribute of it.
             alias = args[0]._like(args[0].hp)
-            if args[0].cast_of is not None:
-                alias.cast_of = args[0].cast_of
-            if args[0].shard is not None:
-                alias.shard = args[0].shard
+            vars(alias).update({name: vars(args[0])[name] for name in _OF_ALIASES if name in vars(args[0])})
             return alias
         if swaps_last_dims(func, args) and args[0].dim() == 3:
             return TransposedWeight(args[0])
@@ -207,7 +206,7 @@ class MasterWeightTensor(WeightTensor):
         if result is Result.PLAIN:
             return out
         if func in _compat.functional_gathers():
-            fsdp.warn_of_high_precision_gather()
+            _warn_of_high_precision_gather()
             out = _compat.waited(out)
         shapes = [master.shape for master in masters] if result is Result.DERIVED else None
         if shapes is not None and not _stays_weight(func, args, masters):
@@ -237,6 +236,15 @@ class MasterWeightTensor(WeightTensor):
             other.layer = self.layer
         carry_key(self, other)
         return other
+
+
+@functools.cache
+def _warn_of_high_precision_gather() -> None:
+    warnings.warn(
+        "a sharded master weight is all-gathered in high precision by DTensor and quantized afterwards; use "
+        "torch.distributed.fsdp.fully_shard to gather it quantized",
+        stacklevel=2,
+    )
 
 
 def _layers(masters: list[MasterWeightTensor]) -> str:

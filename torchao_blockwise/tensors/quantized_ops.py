@@ -78,15 +78,8 @@ def _select(func: Operation, x: QuantizedTensor, dim: int, index: int) -> Quanti
 
 
 def _by_matrices(func: Operation, x: QuantizedTensor, *args: int) -> QuantizedTensor:
-    """Apply `func`, which changes only leading dims, to all parts."""
-    of_matrices = _scale_of_matrices(x)
-    of_matrices = None if of_matrices is None else func(of_matrices, *args)
-    return x._make(qdata=func(x.qdata, *args), scale=func(x.scale, *args), global_scale=of_matrices)
-
-
-def _scale_of_matrices(x: QuantizedTensor) -> torch.Tensor | None:
-    """Return the tensor scales [..] of the matrices [.., N, K] of `x`; None if it has one for all, or none."""
-    return x.global_scale if x.global_scale is not None and x.global_scale.dim() else None
+    """Apply `func`, which changes only leading dims, to all parts except a tensor scale of the whole tensor."""
+    return x._make(**{name: func(part, *args) for name, part in x.parts().items() if part.dim()})
 
 
 @implements(aten.view.default, aten._unsafe_view.default, aten.reshape.default)
@@ -105,18 +98,17 @@ def _view(func: Operation, x: QuantizedTensor, size: Sequence[int]) -> Quantized
             f"and rows in multiples of {block_rows}, or dequantize() first (DistributedDataParallel: init_sync=False; "
             "FullyShardedDataParallel: use torch.distributed.fsdp.fully_shard)"
         )
-    of_matrices = _scale_of_matrices(x)
-    if of_matrices is not None:
-        if math.prod(size[:-2]) != of_matrices.numel():
+    global_scale = x.global_scale
+    if global_scale is not None and global_scale.dim():
+        if math.prod(size[:-2]) != global_scale.numel():
             raise ValueError(
                 f"view: {list(x.shape)} as {size} would join matrices with separate tensor scales; keep the last two "
                 "dims, or dequantize() first"
             )
-        of_matrices = of_matrices.view(size[:-2])
-    scale_rows = x.fmt.grid(size[-2], columns)[0]
+        global_scale = global_scale.view(size[:-2])
     qdata = x.qdata.view(*size[:-1], x.qdata.shape[-1])
-    scale = x.scale.view(*size[:-2], scale_rows, x.scale.shape[-1])
-    return x._make(qdata=qdata, scale=scale, global_scale=of_matrices)
+    scale = x.scale.view(x.fmt.scale_shape(*size))
+    return x._make(qdata=qdata, scale=scale, global_scale=global_scale)
 
 
 @implements(aten.as_strided.default)
@@ -163,8 +155,7 @@ def _empty_like(
     func: Operation, x: QuantizedTensor, *, dtype: torch.dtype | None = None, **kwargs: Any
 ) -> QuantizedTensor:
     kwargs.pop("memory_format", None)
-    empty = map_tensors(x, lambda t: func(t, **kwargs))
-    empty = empty._make(dtype=dtype)
+    empty = map_tensors(x, lambda t: func(t, **kwargs))._make(dtype=dtype)
     empty.pending_master = x.pending_master and PendingMaster()
     return empty
 
@@ -180,8 +171,7 @@ def _to_copy(
     **kwargs: Any,
 ) -> QuantizedTensor:
     """Move to another device, or report another dtype; the payload does not change."""
-    moved = map_tensors(x, lambda t: t.to(device, non_blocking=non_blocking, copy=True))
-    moved = moved._make(dtype=dtype)
+    moved = map_tensors(x, lambda t: t.to(device, non_blocking=non_blocking, copy=True))._make(dtype=dtype)
     moved.pending_master = x.pending_master and x.pending_master.moved(device)
     return moved
 

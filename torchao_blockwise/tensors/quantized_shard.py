@@ -22,7 +22,7 @@ from torchao_blockwise._compat.torch_types import Args, Function, Kwargs, Operat
 from torchao_blockwise.formats import BlockFormat, Operand
 from torchao_blockwise.tensors import fsdp
 from torchao_blockwise.tensors.blockwise_fp8 import BlockwiseFP8Tensor
-from torchao_blockwise.tensors.fsdp import Gather, ShardLayout
+from torchao_blockwise.tensors.fsdp import ShardLayout
 from torchao_blockwise.tensors.nvfp4 import NVFP4Tensor
 from torchao_blockwise.tensors.pending_master import PendingMaster
 from torchao_blockwise.tensors.quantized import OPS_OF_SHARDS, QuantizedTensor
@@ -30,8 +30,6 @@ from torchao_blockwise.tensors.rounding import carry_key
 from torchao_blockwise.tensors.state_values import same_bits
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy
     from typing_extensions import Self
 
 aten = torch.ops.aten
@@ -45,7 +43,7 @@ class QuantizedShard(QuantizedTensor):
     qdata: of part.local_shape, in the format's storage. scale: grid of part.shape. global_scale: f32, or None.
     part: the layout of the shard; a Parameter is split by rows. dtype: that of the Parameter; values are rounded to
         part.dtype.
-    ready: event recorded on the stream that wrote the payload. version: version of the master it was computed from.
+    ready: event recorded on the stream that wrote the payload.
     """
 
     tensor_data_names = ["qdata", "scale"]  # noqa: RUF012  # torchao copies it as a list
@@ -55,9 +53,6 @@ class QuantizedShard(QuantizedTensor):
     part: ShardLayout
     pending_master: PendingMaster
     ready: torch.cuda.Event | None = None
-    version: int | None = None
-    # While `fully_shard` runs: the chunks of all ranks, or the one that it has selected.
-    chunks: list[QuantizedShard] | None = None
 
     @staticmethod
     def __new__(
@@ -145,40 +140,9 @@ class QuantizedShard(QuantizedTensor):
             changed["part"] = dataclasses.replace(self.part, dtype=dtype)
         return super()._make(**changed)
 
-    def fsdp_pre_all_gather(
-        self,
-        mesh: DeviceMesh,
-        outer_size: torch.Size,
-        outer_stride: tuple[int, ...],
-        module: torch.nn.Module,
-        mp_policy: MixedPrecisionPolicy,
-    ) -> tuple[tuple[torch.Tensor], Gather]:
-        """Return the payload that this rank sends, and the scales, which are not sent; FSDP2 calls it."""
-        fsdp.check_supported(module)
-        if self.awaits_cast:
-            raise RuntimeError(
-                f"FSDP2 gathers a weight of {module}, but values were loaded or copied in after its last cast; after "
-                "changing weights by hand between the microbatches of a step, or before gathering by hand, call "
-                "torchao_blockwise.distributed.sync_weight_scales(model) on all ranks"
-            )
-        return self.sent()
-
-    # FSDP2 calls it to get the quantized tensor that layers use until it is resharded.
+    # FSDP2 calls them to get the tensor that this rank sends, and the weight that layers use until it is resharded.
+    fsdp_pre_all_gather = fsdp.pre_all_gather
     fsdp_post_all_gather = fsdp.post_all_gather
-
-    def sent(self) -> tuple[tuple[torch.Tensor], Gather]:
-        """Return the payload as bytes, padded to the largest shard, and the scales, which are not sent.
-
-        If rows split unevenly, each 4-bit code takes one byte.
-        """
-        if self.ready is not None:
-            # Gathers run on a separate stream.
-            torch.cuda.current_stream(self.device).wait_event(self.ready)
-        payload = self.qdata.view(torch.uint8)
-        if not self.part.travels_as_stored:
-            payload = self.fmt.element.unpack(payload, self.shape[-1]).contiguous()
-        payload = fsdp.padded(payload, self.part.payload_shape)
-        return (payload,), Gather(self.part, self.scale, self.global_scale)
 
     @classmethod
     @_compat.never_compiled
@@ -187,11 +151,11 @@ class QuantizedShard(QuantizedTensor):
     ) -> Any:
         if func is aten.copy_.default:
             return _copy_(*args, **(kwargs or {}))
-        if func is aten.view.default and list(args[1]) in ([-1], list(args[0].shape)):
-            # `DTensor.to_local` calls it. FSDP2 flattens the shard with it, but does not read the result.
+        flattens = func is aten.view.default and list(args[1]) in ([-1], list(args[0].shape))
+        if flattens or (func is aten.slice.Tensor and args[1:] == (0, 0, len(args[0]))):
+            # `DTensor.to_local` views a tensor in its shape. FSDP2 flattens a shard, but does not read the result, and
+            # takes its rows out of its padding, which it does not have.
             func, args = aten.alias.default, args[:1]
-        if func is aten.slice.Tensor and args[0].chunks is not None:
-            return _narrow(*args)
         if func not in OPS_OF_SHARDS:
             raise NotImplementedError(
                 f"{func}: not exact on the shard of a quantized weight, so it is not supported; copy values into the "
@@ -219,9 +183,6 @@ def _copy_(x: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) -> to
         else:
             x.take_values(src.to(x.device))
         return x
-    if x.chunks is not None and isinstance(src, QuantizedShard):
-        x.chunks[:] = [_with_own_memory(src)]
-        return x
     if x.pending_master is getattr(src, "pending_master", None):
         return x
     if not isinstance(src, QuantizedShard) or src.part != x.part:
@@ -239,7 +200,36 @@ def _copy_(x: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) -> to
 # --- `fully_shard` of a quantized Parameter ---------------------------------------------------------------------------
 #
 # FSDP2 takes chunks = torch.chunk(p, ranks), padded = p.new_zeros(chunks[0].size()), copies this rank's chunk into
-# padded.narrow(0, 0, rows), and holds padded.narrow(0, 0, rows). Shards need no padding: they pad what they send.
+# padded.narrow(0, 0, rows), and holds padded.narrow(0, 0, rows). Later it pads shards again. Shards need no padding:
+# gathers pad what they send.
+
+
+class _Padded:
+    """Stands for the padded shard: it holds the chunk that is copied into it, in new memory, so that the whole weight
+    can be freed."""
+
+    # FSDP2 does not offload it.
+    is_meta = True
+
+    def __init__(self, last: QuantizedShard):
+        # Without rows in any padded shard into which no chunk is copied.
+        self.rows, self.is_filled = last, False
+
+    def copy_(self, chunk: QuantizedShard) -> None:
+        global_scale = None if chunk.global_scale is None else chunk.global_scale.clone()
+        rows = QuantizedShard(chunk.qdata.clone(), chunk.scale.clone(), chunk.part, chunk.dtype, global_scale)
+        carry_key(chunk, rows)
+        if chunk.awaits_cast:
+            rows.take_values(chunk.values())
+        self.rows, self.is_filled = rows, True
+
+    def narrow(self, dim: int, start: int, length: int) -> QuantizedShard | _Padded:
+        if not length:
+            self.copy_(self.rows)
+        return self.rows if self.is_filled else self
+
+    def view(self, size: int) -> _Padded:
+        return self
 
 
 def _chunk(func: Function, types: Types, args: Args, kwargs: Kwargs) -> Any:
@@ -268,44 +258,20 @@ def _chunk(func: Function, types: Types, args: Args, kwargs: Kwargs) -> Any:
             # The scales were computed from this rank's values; the first cast computes them from those of all ranks.
             shard.pending_master.hp, shard.pending_master.awaits_cast = pending.hp.detach()[rows], True
         chunks.append(shard)
-    weight.chunks = chunks
+    weight.padded = _Padded(chunks[-1])
     return tuple(chunks)
 
 
 def _new_zeros(func: Function, types: Types, args: Args, kwargs: Kwargs) -> Any:
-    """Return a placeholder for the padded shard after `torch.chunk`; otherwise run PyTorch's implementation."""
-    x: Any = args[0]
-    chunks = [x] if isinstance(x, QuantizedShard) else vars(x).pop("chunks", None)
-    shapes = [tuple(chunk.part.padded_shape) for chunk in (chunks or ())[:1]]
-    if [args[1:]] != [(shape,) for shape in shapes] or kwargs:
-        with _compat.no_torch_function():
-            return func(*args, **kwargs)
-    padded: Any = chunks[0].detach()
-    padded.chunks = chunks
-    return padded
-
-
-def _narrow(padded: Any, dim: int, start: int, end: int) -> Any:
-    """Return the rank's chunk once it is selected; before, a chunk of that size into which it will be copied."""
-    assert dim == start == 0, "what FSDP2 asks for"
-    if len(padded.chunks) == 1:
-        return padded.chunks[0].detach()
-    chunk = next(x for x in padded.chunks if x.shape[0] == end)
-    if not end:
-        return _with_own_memory(chunk)
-    rows = chunk.detach()
-    rows.chunks = padded.chunks
-    return rows
-
-
-def _with_own_memory(chunk: QuantizedShard) -> QuantizedShard:
-    """Copy a chunk, so that the whole weight can be freed."""
-    global_scale = None if chunk.global_scale is None else chunk.global_scale.clone()
-    shard = QuantizedShard(chunk.qdata.clone(), chunk.scale.clone(), chunk.part, chunk.dtype, global_scale)
-    carry_key(chunk, shard)
-    if chunk.awaits_cast:
-        shard.take_values(chunk.values())
-    return shard
+    """Return the padded shard after `torch.chunk`, or a shard itself where FSDP2 pads it; otherwise plain zeros."""
+    x, shape = args[0], args[1:]
+    if isinstance(x, QuantizedShard):
+        if shape == (x.part.padded_shape,) != (x.shape,):
+            return x.detach()
+    elif "padded" in vars(x) and shape == (x.padded.rows.part.padded_shape,):
+        return vars(x).pop("padded")
+    with _compat.no_torch_function():
+        return func(*args, **kwargs)
 
 
 for _cls in (BlockwiseFP8Tensor, NVFP4Tensor):

@@ -16,9 +16,8 @@ from torchao_blockwise.formats import StochasticRounding, key_of
 
 # A stream for each operand of a weight's gradients.
 STREAMS_A_WEIGHT = 4
-# The first stream after those of models.
-_FIRST_BY_HAND = 1 << 31
-_made_by_hand = itertools.cycle(range(_FIRST_BY_HAND // STREAMS_A_WEIGHT))
+# The streams of weights outside of converted models.
+streams_by_hand = itertools.cycle(range(1 << 31, 1 << 32, STREAMS_A_WEIGHT))
 
 
 class RoundingKeys:
@@ -30,16 +29,6 @@ class RoundingKeys:
     def __init__(self, start: StochasticRounding) -> None:
         self._start = start
         self._keys: dict[torch.device, torch.Tensor] = {}
-
-    @classmethod
-    def of_weight(cls, seed: int, index: int) -> RoundingKeys:
-        """Create the keys of the Parameter with this index in its model."""
-        return cls(StochasticRounding(seed, STREAMS_A_WEIGHT * index))
-
-    @classmethod
-    def by_hand(cls, seed: int) -> RoundingKeys:
-        """Create the keys of a weight outside of converted models, with a stream that no other weight uses."""
-        return cls(StochasticRounding(seed, _FIRST_BY_HAND + STREAMS_A_WEIGHT * next(_made_by_hand)))
 
     @classmethod
     def of(cls, weight: Any) -> RoundingKeys:
