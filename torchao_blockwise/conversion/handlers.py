@@ -48,7 +48,7 @@ from torchao_blockwise.tensors import (
 )
 from torchao_blockwise.tensors.config import ConfigClass, check_config
 from torchao_blockwise.tensors.pending_master import PendingMaster
-from torchao_blockwise.tensors.rounding import STREAMS_A_WEIGHT, RoundingKeys
+from torchao_blockwise.tensors.rounding import STREAMS_A_WEIGHT, start_key
 from torchao_blockwise.tensors.state_values import plain_values
 
 # Packages whose subclasses of `nn.Linear` quantize their weights themselves.
@@ -228,7 +228,7 @@ def _convert(
                 swap(weight, _converted(weight, config))
                 if config.stochastic_rounding:
                     stream = STREAMS_A_WEIGHT * numbers[weight]
-                    RoundingKeys(StochasticRounding(config.seed, stream)).attach(weight)
+                    start_key(weight, StochasticRounding(config.seed, stream))
             weight.layer = f"{fqn}.{name}".lstrip(".")  # type: ignore[attr-defined]  # ours by now
             for held_name, holder in held[weight]:
                 keep_state_dicts_plain(holder)

@@ -18,7 +18,7 @@ from torchao_blockwise.tensors import (
     NVFP4TrainingConfig,
     TrainingConfig,
 )
-from torchao_blockwise.tensors.rounding import RoundingKeys, streams_by_hand
+from torchao_blockwise.tensors.rounding import start_key, streams_by_hand
 
 # The types of weights that layers accept.
 Weight: TypeAlias = MasterWeightTensor | BlockwiseFP8Tensor | NVFP4Tensor
@@ -51,7 +51,7 @@ def rounding_key_of(weight: Any) -> torch.Tensor | None:
                 "stochastic rounding: cannot compile a layer whose weight was not created by quantize_ and has no key "
                 "for random bits yet; run one forward pass before torch.compile, or convert the model with quantize_"
             )
-        RoundingKeys(StochasticRounding(config.seed, next(streams_by_hand))).attach(weight)
+        start_key(weight, StochasticRounding(config.seed, next(streams_by_hand)))
     return weight.rounding_key
 
 

@@ -11,7 +11,7 @@ from torchao.utils import TorchAOBaseTensor
 
 from torchao_blockwise import _compat
 from torchao_blockwise._compat.torch_types import Args, Function, Kwargs, Types
-from torchao_blockwise.tensors.rounding import RoundingKeys
+from torchao_blockwise.tensors.rounding import Keys
 
 # Attributes that are not copied: the source of a cast, FSDP2's last cast, and the values in the last state dict.
 _OF_ONE_OBJECT = ("cast_of", "shard", "shard_version", "ready", "saved_values")
@@ -27,7 +27,7 @@ class WeightTensor(TorchAOBaseTensor):
 
     layer: str = ""
     rounding_key: Tensor | None = None
-    rounding_keys: RoundingKeys | None = None
+    rounding_keys: Keys | None = None
 
     def _stable_hash_for_caching(self) -> str:
         """Return a hash of the type, the attributes and the inner tensors, on which a compiled graph may depend.
