@@ -65,7 +65,11 @@ def test_what_is_sent_makes_the_whole(config, rows, ranks):
         shard = rows_of(whole, rank, ranks)
         shard.pending_master.cast_is_done()
         (payload,), state = shard.fsdp_pre_all_gather(None, None, None, None, None)
-        assert payload.dtype == torch.uint8 and payload.shape == state.layout.payload_shape and payload.is_contiguous()
+        assert (
+            payload.dtype == torch.uint8
+            and payload.shape == state.layout.payload_shape(state.layout.padded_shape)
+            and payload.is_contiguous()
+        )
         sent.append(payload)
     gathered, _ = shard.fsdp_post_all_gather((torch.cat(sent),), state, torch.float32)
     assert type(gathered) is type(whole.detach()) and torch.equal(gathered, whole)

@@ -22,7 +22,7 @@ def recipe_state(model: nn.Module) -> dict[str, dict[str, int]]:
     stream of its random bits, and how many times they were drawn, as plain integers. Empty for other recipes. Each
     data-parallel rank has a different seed, so each must save its own state. Synchronizes with the device.
     """
-    return {name: dict(zip(_NUMBERS, state_of(keys))) for name, keys in _keys(model)}
+    return {name: dict(zip(_NUMBERS, map(int, state_of(keys)[:3]))) for name, keys in _keys(model)}
 
 
 def load_recipe_state(model: nn.Module, state: Mapping[str, Mapping[str, int]]) -> None:
@@ -41,20 +41,20 @@ def load_recipe_state(model: nn.Module, state: Mapping[str, Mapping[str, int]]) 
             f"load_recipe_state: {name!r} is missing from the state, but the model rounds its gradients "
             "stochastically; use the recipe_state of a model that was converted in the same way"
         )
-    starts = []
+    restored = []
     for name, keys in found.items():
         try:
             seed, stream, use = (state[name][number] for number in _NUMBERS)
             start = state_of(keys)._replace(seed=seed, stream=stream, use=use)
             # Raises if a number has too many bits.
-            starts += [(key, key_of(start, device)) for device, key in keys.items()]
+            restored += [(key, key_of(start, device)) for device, key in keys.items()]
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(
                 f"load_recipe_state: {name!r} must have the integers {', '.join(_NUMBERS)}, got {state[name]!r}; "
                 f"pass the result of recipe_state ({error})"
             ) from None
-    for key, start in starts:
-        key.copy_(start)
+    for key, value in restored:
+        key.copy_(value)
 
 
 def _keys(model: nn.Module) -> Iterator[tuple[str, Keys]]:

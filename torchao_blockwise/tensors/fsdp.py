@@ -22,7 +22,6 @@ from torchao_blockwise.tensors.blockwise_fp8 import BlockwiseFP8Tensor
 from torchao_blockwise.tensors.config import TrainingConfig
 from torchao_blockwise.tensors.nvfp4 import NVFP4Tensor
 from torchao_blockwise.tensors.quantized import QuantizedTensor
-from torchao_blockwise.tensors.rounding import carry_key
 
 if TYPE_CHECKING:
     from torchao_blockwise.tensors.master_weight import MasterWeightTensor
@@ -60,19 +59,17 @@ class ShardLayout:
         return self._with_size(min(self.padded_shape[self.dim], self.shape[self.dim] - self.start))
 
     @property
-    def packs(self) -> bool:
-        """Whether 4-bit codes are sent packed; FSDP2 supports sizes other than the shard's only for even rows."""
-        return self.dim == 0 and self.shape[0] % self.ranks == 0
-
-    @property
     def travels_as_stored(self) -> bool:
-        """Whether the stored payload is sent; otherwise one 4-bit code a byte."""
-        return self.packs or self.config.weight_format.element.per_byte == 1
+        """Whether the stored payload is sent, and not one 4-bit code a byte.
 
-    @property
-    def payload_shape(self) -> tuple[int, ...]:
-        """Shape of the payload that the rank sends, in bytes."""
-        return self.config.weight_format.qdata_shape(*self.padded_shape) if self.packs else self.padded_shape
+        FSDP2 supports sizes other than the shard's only for even rows.
+        """
+        is_even = self.dim == 0 and self.shape[0] % self.ranks == 0
+        return is_even or self.config.weight_format.element.per_byte == 1
+
+    def payload_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape in which a payload of this shape is sent, in bytes."""
+        return self.config.weight_format.qdata_shape(*shape) if self.travels_as_stored else shape
 
     def _with_size(self, size: int) -> tuple[int, ...]:
         return (*self.shape[: self.dim], size, *self.shape[self.dim + 1 :])
@@ -139,7 +136,9 @@ def pre_all_gather(
     payload, layout = shard.qdata.view(torch.uint8), shard.part
     if not layout.travels_as_stored:
         payload = shard.fmt.element.unpack(payload, shard.shape[-1]).contiguous()
-    return (_padded(payload, layout.payload_shape),), Gather(layout, shard.scale, shard.global_scale)
+    return (_padded(payload, layout.payload_shape(layout.padded_shape)),), Gather(
+        layout, shard.scale, shard.global_scale
+    )
 
 
 def _padded(x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
@@ -152,7 +151,7 @@ def _padded(x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
 
 
 def post_all_gather(
-    master: torch.Tensor,
+    weight: Any,
     all_gather_outputs: tuple[torch.Tensor, ...],
     metadata: Gather,
     param_dtype: torch.dtype,
@@ -168,23 +167,19 @@ def post_all_gather(
     if metadata.scale is None:
         if out is not None:
             return None
-        whole = type(master)(_whole(gathered, layout.shape), layout.config)
-        whole.layer = getattr(master, "layer", "")  # type: ignore[attr-defined]  # a master weight's
-        return whole, ()
+        return type(weight)(_whole(gathered, layout.shape), layout.config).inherit(weight), ()
     element = layout.config.weight_format.element
-    payload = _whole(gathered, layout.config.weight_format.qdata_shape(*layout.shape) if layout.packs else layout.shape)
+    payload = _whole(gathered, layout.payload_shape(layout.shape))
     if out is None:
         qdata = payload.view(element.storage_dtype) if layout.travels_as_stored else element.pack(payload)
-        made = quantized(qdata, layout, metadata.scale, metadata.global_scale, param_dtype)
-        carry_key(master, made)
-        made.layer = getattr(master, "layer", "")
+        made = quantized(qdata, layout, metadata.scale, metadata.global_scale, param_dtype).inherit(weight)
         return made, () if layout.travels_as_stored else (qdata,)
     # With tensor parallelism, it is a DTensor.
-    weight: Any = _compat.local_of(out)
+    whole: Any = _compat.local_of(out)
     if not layout.travels_as_stored:
-        with _compat.keeping_version(weight.qdata):
-            weight.qdata.copy_(element.pack(payload))
-    weight.scale, weight.global_scale = metadata.scale, metadata.global_scale
+        with _compat.keeping_version(whole.qdata):
+            whole.qdata.copy_(element.pack(payload))
+    whole.scale, whole.global_scale = metadata.scale, metadata.global_scale
     return None
 
 

@@ -16,10 +16,9 @@ from torchao_blockwise._compat.fakes import is_fake
 from torchao_blockwise._compat.torch_types import Args, Function, Kwargs, Operation, Types
 from torchao_blockwise.formats import HIGH_PRECISION_DTYPES, Operand
 from torchao_blockwise.tensors import fsdp
-from torchao_blockwise.tensors.base import WeightTensor
+from torchao_blockwise.tensors.base import WeightTensor, layers_of
 from torchao_blockwise.tensors.config import TrainingConfig
 from torchao_blockwise.tensors.operations import Result, is_sum, is_update, result_of
-from torchao_blockwise.tensors.rounding import carry_key
 from torchao_blockwise.tensors.transposed_weight import TransposedWeight, swaps_last_dims
 from torchao_blockwise.tensors.weight_operands import kept_copies, weight_operand, weight_options
 from torchao_blockwise.tensors.weight_uses import note_read
@@ -191,7 +190,11 @@ class MasterWeightTensor(WeightTensor):
             for master in masters:
                 note_read(master)
         if torch.Tag.inplace_view in func.tags and args[0] is first:
-            return _change_shape(first, func, plain_args[1:], plain_kwargs)
+            # As with plain tensors, aliases keep their shape and strides.
+            with _compat.counting_changes():
+                hp = func(first.hp.detach(), *plain_args[1:], **plain_kwargs)
+            _take_over(first, first._like(hp))
+            return first
         with _compat.counting_changes():
             out = func(*plain_args, **plain_kwargs)
         if _compat.schema_of(func).is_mutable:
@@ -223,7 +226,7 @@ class MasterWeightTensor(WeightTensor):
 
         out = pytree.tree_map_only(torch.Tensor, rewrap, out)
         if func is aten.clone.default and isinstance(out, cls):
-            carry_key(first, out, copied=True)
+            out.inherit(first, copied=True)
         if func is aten._to_copy.default and isinstance(out, cls):
             fsdp.carry_shard(first, out)
             _link(first, out)
@@ -231,11 +234,7 @@ class MasterWeightTensor(WeightTensor):
 
     def _like(self, hp: torch.Tensor) -> MasterWeightTensor:
         """Return a weight of the same layer with other values."""
-        other = type(self)(hp, self.config)
-        if self.layer:
-            other.layer = self.layer
-        carry_key(self, other)
-        return other
+        return type(self)(hp, self.config).inherit(self)
 
 
 @functools.cache
@@ -247,20 +246,16 @@ def _warn_of_high_precision_gather() -> None:
     )
 
 
-def _layers(masters: list[MasterWeightTensor]) -> str:
-    return ", ".join(sorted({master.layer for master in masters if master.layer})) or "a converted weight"
-
-
 def _refusal_of_dtype(func: Operation, masters: list[MasterWeightTensor], dtype: torch.dtype) -> str:
     return (
-        f"{func}: {_layers(masters)} can be bfloat16, float16 or float32, got {dtype}; use only one recipe for it, "
+        f"{func}: {layers_of(masters)} can be bfloat16, float16 or float32, got {dtype}; use only one recipe for it, "
         "without another that casts (torchao's float8, accelerate's mixed_precision='fp8'), or weight.hp for its values"
     )
 
 
 def _refusal(func: Operation, masters: list[MasterWeightTensor]) -> str:
     return (
-        f"{func}: {_layers(masters)} would silently be used in high precision; for low precision, call "
+        f"{func}: {layers_of(masters)} would silently be used in high precision; for low precision, call "
         "torch.nn.functional.linear (or nn.Linear; grouped_mm for experts, in transformers "
         'model.set_experts_implementation("grouped_mm")); for high precision, use weight.hp, or exclude the layer '
         "(filter_fn=skip_fqns(...))"
@@ -285,7 +280,7 @@ def _set_data(func: Function, types: Types, args: Args, kwargs: Kwargs) -> None:
     if not isinstance(weight, MasterWeightTensor):
         return func(weight, data.hp)
     if not isinstance(data, MasterWeightTensor):
-        torch_fsdp.check_not_flattened(data, _layers([weight]))
+        torch_fsdp.check_not_flattened(data, layers_of([weight]))
     new = data if isinstance(data, MasterWeightTensor) else MasterWeightTensor(data.detach(), weight.config)
     _take_over(weight, new)
 
@@ -302,20 +297,12 @@ def _link(weight: MasterWeightTensor, cast: MasterWeightTensor) -> None:
         cast.cast_of = weight.hp, _compat.version_of(cast.hp)
 
 
-def _change_shape(weight: MasterWeightTensor, func: Operation, args: Args, kwargs: Kwargs) -> MasterWeightTensor:
-    """Run `weight.t_()` and the like. As with plain tensors, aliases keep their shape and strides."""
-    with _compat.counting_changes():
-        hp = func(weight.hp.detach(), *args, **kwargs)
-    _take_over(weight, weight._like(hp))
-    return weight
-
-
 def _take_over(weight: MasterWeightTensor, new: MasterWeightTensor) -> None:
     """Give `weight` the content of `new`; it stays the same object."""
     with _compat.no_torch_function():
         weight.data = new
     weight.hp, weight.cast_of = new.hp, None
-    carry_key(new, weight)
+    weight.inherit(new)
     weight.shard = None
 
 

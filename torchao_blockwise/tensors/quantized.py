@@ -17,10 +17,9 @@ from torchao.utils import TorchAOBaseTensor
 from torchao_blockwise import _compat, ops
 from torchao_blockwise._compat.torch_types import Args, Function, Kwargs, Operation, Types
 from torchao_blockwise.formats import HIGH_PRECISION_DTYPES, BlockFormat, Operand
-from torchao_blockwise.tensors.base import WeightTensor
+from torchao_blockwise.tensors.base import WeightTensor, layers_of
 from torchao_blockwise.tensors.config import TrainingConfig
 from torchao_blockwise.tensors.pending_master import PendingMaster
-from torchao_blockwise.tensors.rounding import carry_key
 from torchao_blockwise.tensors.state_values import plain_values, same_bits
 from torchao_blockwise.tensors.weight_uses import note_read
 
@@ -136,13 +135,10 @@ class QuantizedTensor(WeightTensor):
     def _make(self, **changed: Any) -> Self:
         """Return a tensor of the same layer and key, with parts and attributes replaced by those that are not None."""
         changed = {name: value for name, value in changed.items() if value is not None}
-        made = type(self).__tensor_unflatten__(
+        made: Self = type(self).__tensor_unflatten__(
             self.parts() | changed, self.__tensor_flatten__()[1] | changed, None, None
         )
-        carry_key(self, made)
-        if self.layer:
-            made.layer = self.layer
-        return made
+        return made.inherit(self)
 
     def _requantize(self, hp: torch.Tensor) -> QuantizedTensor:
         """Quantize `hp` like this tensor."""
@@ -225,25 +221,19 @@ class QuantizedTensor(WeightTensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Operation, types: Types, args: Args, kwargs: Kwargs | None = None
     ) -> Any:
-        implementation = _OPS.get(func)
-        if implementation is None and (result := _compat.decomposed(func, args, kwargs or {})) is not NotImplemented:
+        kwargs = kwargs or {}
+        if (implementation := _OPS.get(func)) is not None:
+            return implementation(func, *args, **kwargs)
+        if (result := _compat.decomposed(func, args, kwargs)) is not NotImplemented:
             return result
-        if implementation is None:
-            raise NotImplementedError(
-                f"{func}: not exact on quantized data ({_names(types, args, kwargs)}), so it is not supported; for a "
-                "GEMM, call torch.nn.functional.linear (or nn.Linear; grouped_mm for experts, in transformers "
-                'model.set_experts_implementation("grouped_mm")), otherwise call .dequantize() first; to train the '
-                "weight, use torchao_blockwise.distributed.MasterWeightOptimizer(torch.optim.AdamW, model, lr=...), or "
-                "keep high-precision weights (master_weights=True)"
-            )
-        return implementation(func, *args, **(kwargs or {}))
-
-
-def _names(types: Types, args: Args, kwargs: Kwargs | None) -> str:
-    """Return the names of the layers whose weights are among the arguments, or the types of the arguments."""
-    leaves = _compat.pytree.tree_leaves((args, kwargs))
-    layers = {x.layer for x in leaves if isinstance(x, QuantizedTensor) and x.layer}
-    return ", ".join(sorted(layers) or [t.__name__ for t in types])
+        layers = layers_of(_compat.pytree.tree_leaves((args, kwargs)), ", ".join(t.__name__ for t in types))
+        raise NotImplementedError(
+            f"{func}: not exact on quantized data ({layers}), so it is not supported; for a GEMM, call "
+            "torch.nn.functional.linear (or nn.Linear; grouped_mm for experts, in transformers "
+            'model.set_experts_implementation("grouped_mm")), otherwise call .dequantize() first; to train the '
+            "weight, use torchao_blockwise.distributed.MasterWeightOptimizer(torch.optim.AdamW, model, lr=...), or "
+            "keep high-precision weights (master_weights=True)"
+        )
 
 
 # --- files ------------------------------------------------------------------------------------------------------------

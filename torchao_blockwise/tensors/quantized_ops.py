@@ -19,7 +19,6 @@ from torchao_blockwise._compat.torch_types import Operation
 from torchao_blockwise.tensors.master_weight import MasterWeightTensor
 from torchao_blockwise.tensors.pending_master import PendingMaster
 from torchao_blockwise.tensors.quantized import QuantizedTensor, as_bits, implements, map_tensors, source_for
-from torchao_blockwise.tensors.rounding import carry_key
 from torchao_blockwise.tensors.transposed_weight import TransposedWeight, swaps_last_dims
 
 aten = torch.ops.aten
@@ -142,7 +141,7 @@ def _transpose(func: Operation, x: QuantizedTensor, *dims: Any) -> QuantizedTens
 def _map_op(func: Operation, x: QuantizedTensor, *args: Any, **kwargs: Any) -> QuantizedTensor:
     result = map_tensors(x, lambda t: func(t, *args, **kwargs))
     if func is aten.clone.default:
-        carry_key(x, result, copied=True)
+        result.inherit(x, copied=True)
     if func in (aten.detach.default, aten.alias.default):
         result.pending_master = x.pending_master
         # `weight.data` belongs to a weight that trains, although it does not require grad itself.
@@ -272,10 +271,7 @@ def _add_adapter(
             f"{func}: an adapter b @ a can be added only to a converted weight; dequantize() it first"
         )
     hp = torch.baddbmm(weight.dequantize(), b, a, beta=beta, alpha=alpha)
-    total = MasterWeightTensor(hp, dataclasses.replace(weight.config, master_weights=True))
-    total.layer = weight.layer
-    carry_key(weight, total)
-    return total
+    return MasterWeightTensor(hp, dataclasses.replace(weight.config, master_weights=True)).inherit(weight)
 
 
 @implements(aten.add_.Tensor, aten.sub_.Tensor)

@@ -17,16 +17,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from torchao_blockwise import _compat, ops
+from torchao_blockwise import _compat
 from torchao_blockwise._compat.torch_types import Args, Function, Kwargs, Operation, Types
-from torchao_blockwise.formats import BlockFormat, Operand
+from torchao_blockwise.formats import BlockFormat
+from torchao_blockwise.ops.quantization.reference import expand_blocks
 from torchao_blockwise.tensors import fsdp
 from torchao_blockwise.tensors.blockwise_fp8 import BlockwiseFP8Tensor
 from torchao_blockwise.tensors.fsdp import ShardLayout
 from torchao_blockwise.tensors.nvfp4 import NVFP4Tensor
 from torchao_blockwise.tensors.pending_master import PendingMaster
 from torchao_blockwise.tensors.quantized import OPS_OF_SHARDS, QuantizedTensor
-from torchao_blockwise.tensors.rounding import carry_key
 from torchao_blockwise.tensors.state_values import same_bits
 
 if TYPE_CHECKING:
@@ -75,10 +75,6 @@ class QuantizedShard(QuantizedTensor):
         return self.part.config.weight_format
 
     @property
-    def power_of_2_scales(self) -> bool:
-        return self.part.config.power_of_2_scales
-
-    @property
     def awaits_cast(self) -> bool:
         return self.pending_master.awaits_cast
 
@@ -96,23 +92,16 @@ class QuantizedShard(QuantizedTensor):
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Return qdata · scale [· global_scale] of the rows."""
         self._check()
-        block = self.fmt.block[0] if self.dim() == 2 else 1
-        border, end = self.part.start % block, self.part.start + self.shape[0]
-        framed = self.qdata
-        if border:
-            # Prepend zeros up to a block boundary to align rows with their scales; as bytes, since autocast lacks FP8.
-            payload = self.qdata.view(torch.uint8)
-            framed = torch.cat([payload.new_zeros(border, *payload.shape[1:]), payload]).view(self.qdata.dtype)
-        scale = self.scale[self.part.start // block : -(-end // block)]
-        if not self.numel():
-            return torch.empty(self.shape, dtype=dtype or self.dtype, device=self.device)
+        fmt, start, end = self.fmt, self.part.start, self.part.start + self.shape[0]
+        block = fmt.block[0] if self.dim() == 2 else 1
+        # The shard may begin inside of a block.
+        border, (rows, columns) = start % block, self.shape[-2:]
+        scale = self.scale[start // block : -(-end // block)].float()
+        values = fmt.element.decode(self.qdata, columns) * expand_blocks(scale, fmt, border + rows, columns)[border:]
         global_scale = self.global_scale
-        if global_scale is not None and global_scale.dim():
-            global_scale = global_scale[self.part.start : end]
-        operand = Operand(framed, scale, global_scale, self.fmt.name)
-        values = ops.dequantize(operand, dtype=dtype or self.dtype, columns=self.shape[-1])
-        # Clone, because a DTensor that starts at a storage offset cannot be saved asynchronously.
-        return values[border:].clone() if border else values
+        if global_scale is not None:
+            values *= global_scale[start:end, None, None] if global_scale.dim() else global_scale
+        return values.to(dtype or self.dtype)
 
     def with_values(self, values: torch.Tensor) -> QuantizedShard:
         """Return a shard of the same rows with other values, which wait for a cast."""
@@ -216,12 +205,8 @@ class _Padded:
         self.rows, self.is_filled = last, False
 
     def copy_(self, chunk: QuantizedShard) -> None:
-        global_scale = None if chunk.global_scale is None else chunk.global_scale.clone()
-        rows = QuantizedShard(chunk.qdata.clone(), chunk.scale.clone(), chunk.part, chunk.dtype, global_scale)
-        carry_key(chunk, rows)
-        if chunk.awaits_cast:
-            rows.take_values(chunk.values())
-        self.rows, self.is_filled = rows, True
+        copy: Any = chunk.clone()
+        self.rows, self.is_filled = copy.inherit(chunk), True
 
     def narrow(self, dim: int, start: int, length: int) -> QuantizedShard | _Padded:
         if not length:
@@ -252,8 +237,8 @@ def _chunk(func: Function, types: Types, args: Args, kwargs: Kwargs) -> Any:
     for rank in range(ranks):
         part = ShardLayout(weight.layer, tuple(weight.shape), weight.dtype, 0, rank, ranks, config)
         rows = slice(part.start, part.start + part.local_shape[0])
-        shard = QuantizedShard(weight.qdata[rows], weight.scale, part, weight.dtype, weight.global_scale)
-        carry_key(weight, shard)
+        parts = weight.qdata[rows], weight.scale, part, weight.dtype, weight.global_scale
+        shard = QuantizedShard(*parts).inherit(weight)
         if pending is not None and pending.hp is not None:
             # The scales were computed from this rank's values; the first cast computes them from those of all ranks.
             shard.pending_master.hp, shard.pending_master.awaits_cast = pending.hp.detach()[rows], True
@@ -264,7 +249,8 @@ def _chunk(func: Function, types: Types, args: Args, kwargs: Kwargs) -> Any:
 
 def _new_zeros(func: Function, types: Types, args: Args, kwargs: Kwargs) -> Any:
     """Return the padded shard after `torch.chunk`, or a shard itself where FSDP2 pads it; otherwise plain zeros."""
-    x, shape = args[0], args[1:]
+    x: Any = args[0]
+    shape = args[1:]
     if isinstance(x, QuantizedShard):
         if shape == (x.part.padded_shape,) != (x.shape,):
             return x.detach()
