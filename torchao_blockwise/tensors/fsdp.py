@@ -172,7 +172,7 @@ def post_all_gather(
     payload = _whole(gathered, layout.payload_shape(layout.shape))
     if out is None:
         qdata = payload.view(element.storage_dtype) if layout.travels_as_stored else element.pack(payload)
-        made = quantized(qdata, layout, metadata.scale, metadata.global_scale, param_dtype).inherit(weight)
+        made = quantized(qdata, metadata, param_dtype).inherit(weight)
         return made, () if layout.travels_as_stored else (qdata,)
     # With tensor parallelism, it is a DTensor.
     whole: Any = _compat.local_of(out)
@@ -189,14 +189,9 @@ def _whole(gathered: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     return gathered.view(-1)[:size].view(shape)
 
 
-def quantized(
-    qdata: torch.Tensor,
-    layout: ShardLayout,
-    scale: torch.Tensor | None,
-    global_scale: torch.Tensor | None,
-    dtype: torch.dtype,
-) -> QuantizedTensor:
-    """Return the whole weight with this payload and these scales."""
+def quantized(qdata: torch.Tensor, gather: Gather, dtype: torch.dtype) -> QuantizedTensor:
+    """Return the whole weight with this payload and the scales of `gather`."""
+    layout, scale, global_scale = gather
     config, fmt = layout.config, layout.config.weight_format
     assert scale is not None
     if fmt is FP8_128X128:
