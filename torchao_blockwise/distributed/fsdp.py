@@ -29,6 +29,7 @@ from torchao_blockwise.tensors import MasterWeightTensor, QuantizedShard
 from torchao_blockwise.tensors.config import TrainingConfig
 from torchao_blockwise.tensors.fsdp import ShardLayout, attach, is_current
 from torchao_blockwise.tensors.unchanged import Scope, scopes_of
+from torchao_blockwise.tensors.weight_operands import raise_unchanged
 
 _KINDS = (MasterWeightTensor, QuantizedShard)
 _SUBJECT = "sync_weight_scales"
@@ -91,10 +92,7 @@ class Root:
         if any(scope in self.scopes for scope in self._open_scopes()):
             for p, shard in self.masters:
                 if isinstance(shard, QuantizedShard) and not is_current(_master(p)):
-                    raise RuntimeError(
-                        f"weights_unchanged: {p.name} was changed inside the scope, which keeps quantized shards of "
-                        "the old values; exit the scope before optimizer steps, loads and edits"
-                    )
+                    raise_unchanged(p.name, "changed")
             return
         self.sync()
         torch_fsdp.release_held_gathers(self.states, _KINDS)

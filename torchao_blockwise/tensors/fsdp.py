@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from torchao_blockwise import _compat
 from torchao_blockwise._compat import torch_fsdp
@@ -136,18 +137,14 @@ def pre_all_gather(
     payload, layout = shard.qdata.view(torch.uint8), shard.part
     if not layout.travels_as_stored:
         payload = shard.fmt.element.unpack(payload, shard.shape[-1]).contiguous()
-    return (_padded(payload, layout.payload_shape(layout.padded_shape)),), Gather(
-        layout, shard.scale, shard.global_scale
-    )
+    payload = _padded(payload, layout.payload_shape(layout.padded_shape))
+    return (payload,), Gather(layout, shard.scale, shard.global_scale)
 
 
 def _padded(x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     """Return `x` padded with zeros to `shape`, or `x` itself if it has that shape."""
-    if tuple(x.shape) == shape:
-        return x
-    larger = x.new_zeros(shape)
-    larger[tuple(slice(n) for n in x.shape)] = x
-    return larger
+    missing = [wanted - size for size, wanted in zip(x.shape, shape)]
+    return F.pad(x, [n for more in reversed(missing) for n in (0, more)]) if any(missing) else x
 
 
 def post_all_gather(

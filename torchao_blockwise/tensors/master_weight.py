@@ -182,8 +182,8 @@ class MasterWeightTensor(WeightTensor):
         result = result_of(func, first.dim(), first_alone)
         if result is Result.REFUSED:
             others = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor) and x is not first]
-            written = _written(func, args, kwargs)
-            if len(written) != 1 or written[0] is not first or not is_update(func, first.shape, others):
+            is_written = [x is first for x in _written(func, args, kwargs)] == [True]
+            if not is_written or not is_update(func, first.shape, others):
                 raise NotImplementedError(_refusal(func, masters))
             result = Result.PLAIN
         if result is not Result.WEIGHT:
@@ -200,10 +200,8 @@ class MasterWeightTensor(WeightTensor):
         if _compat.schema_of(func).is_mutable:
             # Autograd checks the versions of saved tensors: eager layers save the weight, compiled ones its values.
             # Fused and foreach operations do not increment the version of a subclass.
-            for master in _written(func, args, kwargs):
-                for changed in (master, master.hp):
-                    if not changed.is_inference():
-                        torch.autograd.graph.increment_version(changed)
+            written = [x for master in _written(func, args, kwargs) for x in (master, master.hp)]
+            torch.autograd.graph.increment_version([x for x in written if not x.is_inference()])
             # In-place operations return their argument; their foreach forms return nothing.
             return kwargs.get("out", args[0]) if isinstance(out, torch.Tensor) else out
         if result is Result.PLAIN:

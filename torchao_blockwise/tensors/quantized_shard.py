@@ -250,7 +250,7 @@ def _chunk(func: Function, types: Types, args: Args, kwargs: Kwargs) -> Any:
 def _new_zeros(func: Function, types: Types, args: Args, kwargs: Kwargs) -> Any:
     """Return the padded shard after `torch.chunk`, or a shard itself where FSDP2 pads it; otherwise plain zeros."""
     x: Any = args[0]
-    shape = args[1:]
+    shape = () if kwargs else args[1:]
     if isinstance(x, QuantizedShard):
         if shape == (x.part.padded_shape,) != (x.shape,):
             return x.detach()

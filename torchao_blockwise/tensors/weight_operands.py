@@ -55,7 +55,7 @@ def weight_operand(
 
     def quantized() -> Operand:
         values = hp if rounded_to is None else hp.to(rounded_to)
-        amax = amax_over(values, amax_groups, options.scale_per_group) if amax_groups else None
+        amax = amax_over(values, amax_groups, options.scale_per_group)
         return ops.quantize_by(values, options, tensor_amax=amax, backend=backend)[columnwise]
 
     kept = kept_copies(hp)
@@ -126,19 +126,21 @@ def kept_copies(hp: torch.Tensor) -> KeptCopies | None:
 
 
 def group_names(groups: Iterable[torch.distributed.ProcessGroup]) -> str:
-    """Return the names of process groups as one string, the format of `amax_over`.
+    """Return the names of process groups in a string, the format of `amax_over`.
 
     Compiled graphs and schemas of operations support strings, but not process groups.
     """
     return ",".join(group.group_name for group in groups)
 
 
-def amax_over(x: torch.Tensor, groups: str, per_matrix: bool = False) -> torch.Tensor:
-    """Return the amax of the tensor of which `x` is a part, f32 scalar.
+def amax_over(x: torch.Tensor, groups: str, per_matrix: bool = False) -> torch.Tensor | None:
+    """Return the amax of the tensor of which `x` is a part, f32 scalar; None if `x` is the whole tensor.
 
     groups: `group_names` of the process groups over which the tensor is split. per_matrix: return the amax of each
         matrix [.., M, K] of which `x` has a part, f32 [..].
     """
+    if not groups:
+        return None
     # Reduce bits as integers, because a MAX of floats over ranks loses NaN.
     return _largest_over(tensor_amax_bits_op(x, None, per_matrix, ops.Backend.AUTO), groups)
 
