@@ -52,6 +52,16 @@ def test_a_copy_to_another_device_is_gathered_as_its_source():
         master.to("cpu", copy=True).fsdp_pre_all_gather(None, None, None, None, None)
 
 
+def test_a_weight_gathered_in_high_precision_has_the_same_random_bits():
+    layer, config = nn.Linear(24, 40), replace(NVFP4, stochastic_rounding=True)
+    quantize_(layer, config)
+    layer.weight.shard = ShardLayout("w", (40, 24), torch.float32, 0, 0, 1, config)
+    sent, state = layer.weight.fsdp_pre_all_gather(None, None, None, None, None)
+    whole, _ = layer.weight.fsdp_post_all_gather(sent, state, torch.float32)
+    assert torch.equal(whole.hp, layer.weight.hp) and whole.layer == "weight"
+    assert whole.rounding_key is layer.weight.rounding_key
+
+
 def test_a_model_without_shards_has_nothing_to_do():
     sync_weight_scales(mlp(FP8))
 

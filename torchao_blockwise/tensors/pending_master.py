@@ -79,8 +79,8 @@ class PendingMaster:
 
     def moved(self, device: torch.device | None) -> PendingMaster:
         """Return the same pending values on another device."""
-        other = PendingMaster(None if self.hp is None else self.hp.to(device))
-        other.changed, other.awaits_cast, other._master_of = self.changed, self.awaits_cast, self._master_of
+        other = copy.copy(self)
+        other.hp = None if self.hp is None else self.hp.to(device)
         return other
 
     def master(self, weight: torch.Tensor) -> torch.Tensor | None:
