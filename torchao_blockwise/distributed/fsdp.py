@@ -217,11 +217,6 @@ def lay_out_shards(parameters: Iterable[FsdpParameter]) -> None:
     """Set the layouts of quantized shards, which `fully_shard` does not know: name, ranks, and gathered dtype."""
     for p in parameters:
         if isinstance(p.local, QuantizedShard):
-            if p.offloaded:
-                raise ValueError(
-                    f"fully_shard: {p.name} {list(p.shape)} is a quantized Parameter, which must stay on its device; "
-                    "do not use CPUOffloadPolicy, or convert with master_weights=True"
-                )
             p.local.part = _layout_of(p, p.local.part.config)
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
@@ -197,8 +197,7 @@ class _Padded:
     """Stands for the padded shard: it holds the chunk that is copied into it, in new memory, so that the whole weight
     can be freed."""
 
-    # FSDP2 does not offload it.
-    is_meta = True
+    is_meta = False
 
     def __init__(self, last: QuantizedShard):
         # Without rows in any padded shard into which no chunk is copied.
@@ -215,6 +214,13 @@ class _Padded:
 
     def view(self, size: int) -> _Padded:
         return self
+
+    def cpu(self) -> NoReturn:
+        part = self.rows.part
+        raise ValueError(
+            f"fully_shard: {part.name} {list(part.shape)} is a quantized Parameter, which must stay on its device; do "
+            "not use CPUOffloadPolicy, or convert with master_weights=True"
+        )
 
 
 def _chunk(func: Function, types: Types, args: Args, kwargs: Kwargs) -> Any:
