@@ -55,7 +55,7 @@ def weight_operand(
 
     def quantized() -> Operand:
         values = hp if rounded_to is None else hp.to(rounded_to)
-        amax = amax_over(values, amax_groups, options.scale_per_group)
+        amax = amax_over(values, amax_groups, options.scale_per_group) if amax_groups else None
         return ops.quantize_by(values, options, tensor_amax=amax, backend=backend)[columnwise]
 
     kept = kept_copies(hp)
