@@ -111,16 +111,6 @@ def test_operations(config):
     assert flops(lambda: ops.add_grouped_matmul_(torch.zeros(3, 64, 48), x, dy, ends)) == along_tokens
 
 
-def test_every_operation_that_multiplies_has_a_formula():
-    """Of all that are defined: those whose implementation runs a product of matrices."""
-    from torch.utils.flop_counter import flop_registry
-
-    names = ("matmul", "add_matmul_", "grouped_matmul", "add_grouped_matmul_", "master_matmul", "quantized_matmul")
-    names += ("grad_weight",)
-    ours = [getattr(OPS, name) for name in dir(OPS) if isinstance(getattr(OPS, name), torch._ops.OpOverloadPacket)]
-    assert {op for op in ours if op in flop_registry} == {getattr(OPS, name) for name in names}
-
-
 @both_formats
 def test_meta_tensors_are_counted(config):
     """Shapes are all that is asked."""
