@@ -47,6 +47,10 @@ def test_operands_are_padded_as_it_wants_them(machine, product, bias, b_fmt):
     got = cublas.matmul(a, b, *options)
     expected = ops.matmul(a, b, out_dtype=options[0], bias=options[1], backend="reference")
     torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-6)
+    if not bias:
+        total = torch.ones(m, n)
+        cublas.add_matmul(total, a, b)
+        assert torch.equal(total, 1 + got)
 
 
 # (M, N, K): one row and one block, K that does not fill 16 bytes, tiles of rows and of scales that are not full.
