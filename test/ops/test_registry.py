@@ -16,7 +16,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torchao_blockwise import ops
 from torchao_blockwise._compat import pytree
 from torchao_blockwise.formats import (
-    FORMATS,
     FP8_1X128,
     FP8_128X128,
     NVFP4_1X16,
@@ -282,31 +281,3 @@ def test_meta_and_fake_tensors_take_the_fake(double):
     assert type(double(fake, None, 3)) is type(fake)
     with mode:
         assert type(double(torch.empty(2, 3), None, 3)) is type(fake)
-
-
-@pytest.mark.parametrize("of_groups", (None, Groups(ENDS), Groups(ENDS, ENDS + 1)), ids=("none", "ends", "tables"))
-def test_whole_values_are_compiled(of_groups, define, fresh_dynamo):
-    """Taken apart and put together in one graph, without a break; inputs of it are tensors alone."""
-
-    def fake(x, groups, options):
-        return Copies(x._replace(qdata=x.qdata.new_empty(x.qdata.shape), scale=x.scale.new_empty(x.scale.shape)), None)
-
-    def run(x, groups, options):
-        factor = options.padded + (0 if groups is None else sum(t.sum() for t in groups if t is not None))
-        return Copies(x._replace(qdata=x.qdata.clone(), scale=(x.scale.float() * factor).to(x.scale.dtype)), None)
-
-    arguments = f"{operand('x')}, {groups('Tensor?')}, {OPTIONS}, str backend"
-    op = define(arguments, "Tensor[]", run, takes=(Operand, Groups, CastOptions), fake=fake)
-    targets = []
-
-    def backend(graph, inputs):
-        targets.extend(node.target for node in graph.graph.nodes)
-        return graph.forward
-
-    def both(x, of_groups):
-        return op(x, of_groups, CastOptions(FORMATS[x.format_name], padded=True), Backend.AUTO)
-
-    for x in (OPERAND, WITH_GLOBAL):
-        compiled = torch.compile(both, backend=backend, fullgraph=True)
-        assert_same(compiled(x, of_groups), both(x, of_groups))
-    assert targets.count(op.overload) == 2
