@@ -105,7 +105,7 @@ def test_a_list_is_as_each_alone(fmt, backend, device):
     check_split(*many(device), fmt, torch.bfloat16, backend)
 
 
-@backends
+@pytest.mark.parametrize("backend", ("reference", "triton", None), ids=str)
 @formats
 def test_a_list_of_nothing(fmt, backend):
     nothing, bits = Shards.of([], [], [], torch.float32, fmt), torch.tensor([3], dtype=torch.int32)
