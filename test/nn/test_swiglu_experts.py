@@ -46,6 +46,7 @@ def results_of(module, x, dy, ends, run=None):
 
 def test_each_weight_keeps_its_recipe():
     module = experts_of(FP8, 3)
+    assert repr(module) == "SwiGLUExperts(experts=3, dim=64, hidden=96)"
     module.down = experts_of(NVFP4, 3).down
     inputs = inputs_of(ROUTINGS["ragged"])
 
