@@ -134,6 +134,19 @@ def forward_backward(layer, x, dy=None):
     return out.detach(), x.grad, *(p.grad for p in layer.parameters())
 
 
+def tokens(*shape: int, dtype=torch.float32, seed: int = 3, device="cpu") -> torch.Tensor:
+    return random_tensor(1, *shape, dtype=dtype, seed=seed, device=device)[0] / 64
+
+
+def named_results(layer, x, dy=None, run=None) -> dict[str, torch.Tensor]:
+    """Output and gradients of one pass from fresh gradients, by `run`, if it is not the layer."""
+    layer.zero_grad()
+    x = x.detach().requires_grad_()
+    out = (layer if run is None else run)(x)
+    out.backward(torch.ones_like(out) if dy is None else dy)
+    return {"out": out.detach(), "x": x.grad, **{name: p.grad for name, p in layer.named_parameters()}}
+
+
 @contextlib.contextmanager
 def weight_calls(on_copy=lambda copy: None):
     """Counts what is really computed of master weights for products.

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import FP8, HADAMARD, NVFP4, RECIPES, both_formats, every_recipe, replace, weight, weight_calls
-from named_results import tokens
+from helpers import FP8, HADAMARD, NVFP4, RECIPES, both_formats, every_recipe, replace, tokens, weight, weight_calls
 from products_by_hand import grouped_by_hand
 from torch import nn
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import FP8, NVFP4
-from named_results import tokens
+from helpers import FP8, NVFP4, tokens
 from torch import nn
 from torchao.quantization import quantize_
 
