@@ -21,6 +21,9 @@ def test_other_weights_run_pytorchs_operations():
     assert torch.equal(swiglu_linear(gate, up, w), F.linear(F.silu(gate) * up, w))
     master = MasterWeightTensor(w, NVFP4)
     assert torch.equal(swiglu_linear(gate, up, master), F.linear(F.silu(gate) * up, master))
+    mlp, x = SwiGLUMLP(64, 96), tokens(130, 64)
+    gate, up = mlp.gate_up(x).chunk(2, -1)
+    assert torch.equal(mlp(x), mlp.down(F.silu(gate) * up))
 
 
 def test_autocast_casts_gate_and_up():
