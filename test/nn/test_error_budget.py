@@ -36,7 +36,7 @@ CASES += [
 
 
 def why_never(backend: str, config) -> str | None:
-    """Why products of a recipe cannot run on a backend by name, by what the backend needs; None if they must."""
+    """Return why a named backend cannot compute the GEMMs of a recipe on this GPU, or None if it must."""
     fp8, capability = config.activation_format is FP8_1X128, torch.cuda.get_device_capability()
     if backend == "gluon" and not (fp8 and capability == (9, 0)):
         return "Gluon kernels multiply FP8 on Hopper GPUs, by Triton 3.6 or newer"

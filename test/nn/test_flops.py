@@ -67,7 +67,7 @@ def test_graphs_of_compilers(model, config):
             return torch._functorch.aot_autograd.make_boxed_func(run)
 
         torch._dynamo.reset()
-        # PyTorch compiles its grouped product in bf16 alone.
+        # PyTorch compiles its grouped GEMM only in bf16.
         run = torch.compile(make(model, config, torch.bfloat16), backend=aot_autograd(fw_compiler=count))
         run(tokens(model).bfloat16().requires_grad_()).sum().backward()
         return counts

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("no_interpreter", "fresh_dynamo")
 
 
 class RoundedOnce(MLP):
-    """What a fused one computes."""
+    """The unfused equivalent of a fused MLP."""
 
     def forward(self, x):
         return swiglu_linear(self.gate(x), self.up(x), self.down.weight, self.down.bias)

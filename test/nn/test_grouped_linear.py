@@ -128,7 +128,7 @@ def test_a_quantized_parameter_trains_like_a_master_weight(kind, config, require
 
 @every_recipe
 def test_main_grad_of_experts_stored_transposed(config, device):
-    """Added in fp32, in place; `.grad` is left alone, and empty experts' gradients too."""
+    """Added in fp32, in place; `.grad` and the gradients of empty experts do not change."""
     w = nn.Parameter(MasterWeightTensor(experts(config, device=device).hp.mT.contiguous(), config))
     total, dy = torch.full(w.shape, 0.5, device=device), tokens(9, 40, seed=7, device=device)
 

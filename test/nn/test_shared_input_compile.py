@@ -67,7 +67,7 @@ class Residual(nn.Module):
 @both_formats
 @every_variant
 def test_a_checkpointed_region_is_one_graph(config, variant):
-    """Layers in it share, and the gradients of all who read the input are summed in the order of the plain model."""
+    """Layers in it share, and the gradients of all readers of the input are summed in the order of the plain model."""
     config = replace(config, **variant)
     expected = forward_backward(Residual(config, fused=False, checkpointed=False), tokens(33))
     forward, backward, results = saved_by_graphs(Residual(config), tokens(33))

@@ -114,7 +114,7 @@ class Layer(nn.Module):
 @pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.parametrize("config", (FP8, NVFP4, None), ids=("fp8", "nvfp4", "high_precision"))
 def test_a_layer_compiles_to_one_graph_for_every_routing(config):
-    # PyTorch traces its own product in bf16 alone.
+    # PyTorch traces its own grouped GEMM only in bf16.
     dtype = torch.bfloat16 if config is None else torch.float32
     layer, counter = Layer(config, 4, 2).to(dtype), CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(layer, backend=counter, fullgraph=True)
