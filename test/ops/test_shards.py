@@ -107,8 +107,8 @@ def test_a_list_is_as_each_alone(fmt, backend, device):
 
 @pytest.mark.parametrize("backend", ("reference", "triton", None), ids=str)
 @formats
-def test_a_list_of_nothing(fmt, backend):
-    nothing, bits = Shards.of([], [], [], torch.float32, fmt), torch.tensor([3], dtype=torch.int32)
+def test_a_list_of_nothing(fmt, backend, device):
+    nothing, bits = Shards.of([], [], [], torch.float32, fmt), torch.tensor([3], dtype=torch.int32, device=device)
     shards.partial_block_amax_op(bits, nothing, backend)
     shards.block_scales_op(bits.float(), [], [], bits, [], fmt, False, backend)
     shards.partial_cast_op([], nothing, bits.float(), WHOLE, backend)
