@@ -48,7 +48,6 @@ class Machine:
     def forget(self) -> None:
         """What the package remembers of the machine, which was another one."""
         backend.compute_capability.cache_clear()
-        _compat.why_old_triton.cache_clear()
 
     def has_gpu_of(self, capability: tuple[int, int]) -> None:
         """CUDA devices have this compute capability. No tensor is on one."""

@@ -37,18 +37,6 @@ def has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-@functools.cache
-def why_old_triton() -> str | None:
-    """Return why the installed Triton cannot build the kernels, which need 3.6 or newer, or None if it can."""
-    try:
-        import triton
-    except Exception as error:
-        return f"triton cannot be imported ({type(error).__name__}: {error}); reinstall it"
-    if tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 6):
-        return f"the kernels need Triton 3.6 or newer, got {triton.__version__} (pip install -U triton)"
-    return None
-
-
 # Copies many tensors in few launches; exists in torch 2.11 to 2.13.
 foreach_copy_ = torch._foreach_copy_
 
@@ -163,14 +151,6 @@ def version_of(x: torch.Tensor) -> int:
     return x._version
 
 
-def carry_grad_dtype(source: torch.Tensor, target: torch.Tensor) -> None:
-    """Copy `grad_dtype` from `source` to `target` if the program has set it."""
-    dtype = getattr(source, "grad_dtype", source.dtype)
-    # Since torch 2.15 an override may equal the dtype of the tensor.
-    if getattr(source, "_has_grad_dtype_override", dtype != source.dtype):
-        target.grad_dtype = dtype
-
-
 def is_held(x: torch.Tensor) -> bool:
     """Whether `x` has owners besides its Python object, so that `torch.utils.swap_tensors` would refuse it."""
     holders: Callable[[], int] = x._use_count  # type: ignore[attr-defined]
@@ -260,22 +240,8 @@ def wait_for(work: torch.ScriptObject) -> None:
         handle.wait()
 
 
-def all_gather(out: torch.Tensor, x: torch.Tensor, group: ProcessGroup | None) -> None:
-    """Gather each rank's `x` into `out`. Uses the name since torch 2.13, in which the older one warns."""
-    dist = torch.distributed
-    (getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor)(out, x, group=group)
-
-
-def reduce_scatter(out: torch.Tensor, x: torch.Tensor, group: ProcessGroup | None) -> None:
-    """Write the sum over ranks of this rank's part of `x` to `out`. Uses the name since torch 2.13."""
-    dist = torch.distributed
-    (getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor)(out, x, group=group)
-
-
 def max_over_ranks(x: torch.Tensor, group: str) -> torch.Tensor:
     """Return the elementwise maximum over the ranks of the process group with this name; can be compiled."""
-    from torch.distributed import _functional_collectives  # noqa: F401  # defines them
-
     collectives = torch.ops._c10d_functional
     return collectives.wait_tensor(collectives.all_reduce(x, "max", group))
 

@@ -60,11 +60,6 @@ def is_offloaded_by_accelerate(module: torch.nn.Module) -> bool:
     return bool(getattr(getattr(module, "_hf_hook", None), "offload", False))
 
 
-def transformers_quantizes() -> bool:
-    """Whether transformers called `quantize_` while loading a model with a `TorchAoConfig`."""
-    return _compat.quantize_call()[2] == "transformers.integrations.torchao"
-
-
 def is_silu(activation: torch.nn.Module) -> bool:
     """Whether `activation` is SiLU, by its class in PyTorch or transformers."""
     cls = type(activation)

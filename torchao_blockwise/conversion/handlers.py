@@ -181,7 +181,8 @@ def convert_module(module: nn.Module, config: TrainingConfig, *, parameter_name:
     RuntimeError if PyTorch or torchao is too old.
     """
     _versions.check()
-    if hugging_face.transformers_quantizes():
+    model, filter_fn, caller = _compat.quantize_call()
+    if caller == "transformers.integrations.torchao":
         raise ValueError(
             f"from_pretrained: a TorchAoConfig with a {type(config).__name__} would freeze the loaded weights and save "
             f"them unconverted; use quantization_config={config.in_transformers}(...) from "
@@ -191,7 +192,6 @@ def convert_module(module: nn.Module, config: TrainingConfig, *, parameter_name:
     weights = weights_of(module, parameter_name).values()
     if weights and all(_trains_by(weight, config) for weight in weights):
         return module
-    model, filter_fn = _compat.quantize_call()[:2]
     model = module if model is None else model
     if filter_fn is None:
         # Called directly, or for a name in an FqnToConfig.
@@ -294,7 +294,8 @@ def swap(weight: nn.Parameter, converted: torch.Tensor) -> None:
     if isinstance(converted, QuantizedTensor) and weight.requires_grad:
         converted.pending_master = PendingMaster(weight.detach())
     new = nn.Parameter(converted, requires_grad=weight.requires_grad)
-    _compat.carry_grad_dtype(weight, new)
+    if (dtype := getattr(weight, "grad_dtype", weight.dtype)) != weight.dtype:
+        new.grad_dtype = dtype
     own = (
         {*itertools.chain(*weight.__tensor_flatten__()), *_OF_THE_CONTENT}
         if isinstance(weight, (MasterWeightTensor, QuantizedTensor))

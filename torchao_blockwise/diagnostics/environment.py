@@ -89,8 +89,6 @@ def _of_triton(device: torch.device) -> Iterator[Finding]:
     if not _compat.has_triton():
         yield Finding(kind, "triton is not installed: everything is computed by eager PyTorch (pip install triton)")
         return
-    if reason := _compat.why_old_triton():
-        yield Finding(kind, reason)
     if backend.interpreting():
         yield Finding(
             kind,

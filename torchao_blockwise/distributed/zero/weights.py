@@ -146,7 +146,8 @@ def _gathered(sent: torch.Tensor, group: dist.ProcessGroup, what: str) -> torch.
     """Return [ranks, n], the buffers that ranks have sent."""
     received = sent.new_empty(dist.get_world_size(group), sent.numel())
     with name_absent_ranks("MasterWeightOptimizer", what, group):
-        _compat.all_gather(received.view(-1), sent, group)
+        # The older name warns since PyTorch 2.13.
+        (getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor)(received.view(-1), sent, group=group)
     return received
 
 
@@ -225,7 +226,8 @@ def _reduce_scatter(weights: Sequence[PrimaryWeight], group: dist.ProcessGroup) 
         weight.weight.grad = None
     received = torch.empty_like(sent[0])
     with name_absent_ranks("MasterWeightOptimizer", f"average the gradients of {len(weights)} weights", group):
-        _compat.reduce_scatter(received, sent.div_(len(of_ranks)).view(-1), group)
+        reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+        reduce_scatter(received, sent.div_(len(of_ranks)).view(-1), group=group)
     for weight, mean in zip(weights, _pieces(received, of_ranks[weights[0].rank])):
         weight.master.grad = mean.clone() if weight.master.grad is None else weight.master.grad.add_(mean)
 
