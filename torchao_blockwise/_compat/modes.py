@@ -1,4 +1,4 @@
-"""Dispatch modes, and what they need to know about tensors."""
+"""Dispatch modes, fake tensors and hooks: what can intercept an operation or a forward pass."""
 
 from __future__ import annotations
 
@@ -7,14 +7,18 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 __all__ = [
+    "FakeTensor",
+    "FakeTensorMode",
     "TorchDispatchMode",
     "is_intercepted",
     "is_profiling",
     "is_traceable_wrapper_subclass",
+    "runs_alone",
     "storage_of",
     "without_modes",
 ]
@@ -60,3 +64,9 @@ def is_intercepted(values: Iterable[Any]) -> bool:
         if isinstance(value, torch.Tensor) and (type(value) not in _PLAIN or value.is_meta):
             return True
     return False
+
+
+def runs_alone(module: torch.nn.Module) -> bool:
+    """Whether `module` has no hooks and uses the forward pass of its class."""
+    hooks = module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks
+    return not ("forward" in module.__dict__ or any(hooks))

@@ -13,8 +13,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from torchao_blockwise import _compat
-from torchao_blockwise._compat import fakes
-from torchao_blockwise._compat.modes import is_traceable_wrapper_subclass, storage_of
+from torchao_blockwise._compat.modes import FakeTensorMode, is_traceable_wrapper_subclass, storage_of
 from torchao_blockwise.diagnostics.live_memory import LiveMemory, plain_tensors
 from torchao_blockwise.tensors import QuantizedTensor
 
@@ -133,7 +132,7 @@ def run_fake_step(
         parts = {name: like(part) for name in names if (part := getattr(x, name)) is not None}
         return type(x).__tensor_unflatten__(parts, context, x.shape, x.stride())
 
-    with fakes.fake_mode():
+    with FakeTensorMode(allow_non_fake_inputs=True):
         tensors: dict[str, torch.Tensor] = {name: plain(x) for name, x in model.named_buffers()}
         for name, p in model.named_parameters():
             tensors[name] = made = nn.Parameter(like(p), requires_grad=p.requires_grad)
