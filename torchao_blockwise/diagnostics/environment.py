@@ -79,7 +79,7 @@ def findings(device: torch.device) -> list[Finding]:
 def _of_versions() -> Iterator[Finding]:
     if reason := _versions.why_too_old():
         yield Finding(PROBLEM, reason)
-    if reason := torch_fsdp.why_unknown():
+    if reason := torch_fsdp.install():
         yield Finding(NOTE, reason)
 
 

@@ -32,7 +32,8 @@ from torchao_blockwise.tensors.unchanged import Scope, scopes_of
 
 _KINDS = (MasterWeightTensor, QuantizedShard)
 _SUBJECT = "sync_weight_scales"
-_NOTE = "root"
+# The attribute of FSDP2's states, or of the object that they share, that holds their root.
+_ROOT = "torchao_blockwise_root"
 
 
 def sync_weight_scales(model: nn.Module) -> None:
@@ -115,22 +116,22 @@ class Root:
                 _master(p).shard = shard
 
     def _open_scopes(self) -> list[Scope]:
-        return scopes_of(torch_fsdp.modules_of(self.states[0])[0])
+        return scopes_of(torch_fsdp.module_of(self.states[0]))
 
 
 def _root_of(
     owner: object, states: tuple[torch_fsdp.State, ...], names: Mapping[torch.Tensor, str] | None = None
 ) -> Root:
     """Return the root of `states`, created once and stored with `owner`, which lives as long as they do."""
-    notes = torch_fsdp.notes_of(owner)
-    root = notes.get(_NOTE)
+    root: Root | None = getattr(owner, _ROOT, None)
     if root is None or root.states != states:
         for state in states:
             # Roots that were created before FSDP2 knew the real one.
-            torch_fsdp.notes_of(state).pop(_NOTE, None)
+            vars(state).pop(_ROOT, None)
         # Tensors created in inference mode could not be changed in training.
         with torch.inference_mode(False):
-            root = notes[_NOTE] = Root(states, names or {})
+            root = Root(states, names or {})
+        setattr(owner, _ROOT, root)
     return root
 
 
@@ -159,7 +160,7 @@ def _master(p: FsdpParameter) -> MasterWeightTensor:
 def _shard_of_master(p: FsdpParameter) -> QuantizedShard | ShardLayout:
     master = _master(p)
     layout = _layout_of(p, master.config)
-    if len(p.modules) > 1 and not all(isinstance(module, nn.Linear) for module in p.modules):
+    if len(p.places) > 1 and not all(isinstance(module, nn.Linear) for module, _ in p.places):
         # Modules other than linear layers, such as embeddings, need the values.
         return layout
     fmt = master.config.weight_format
@@ -176,28 +177,23 @@ def _cast_of_master(p: FsdpParameter, shard: QuantizedShard) -> PartialCast:
     split_groups: tuple[dist.ProcessGroup, ...] = ()
     if shard.global_scale is not None:
         shard.global_scale = torch.empty_like(shard.global_scale)
-        split_groups = p.split_groups if shard.global_scale.dim() == 0 else _groups_of_matrices(p)
+        if shard.global_scale.dim() == 0:
+            split_groups = tuple(group for group, _ in p.splits)
+        elif any(dim >= len(p.shape) - 2 for _, dim in p.splits):
+            raise ValueError(
+                f"fully_shard: {p.name} {list(p.shape)} is split inside of experts by tensor parallelism, and each of "
+                "its experts has a separate tensor scale; distribute whole experts over ranks (ExpertParallel), or use "
+                "scale_per_expert=False"
+            )
     blocks = shard.scale.numel()
     scale = torch.empty(blocks + bool(split_groups), dtype=shard.scale.dtype, device=shard.device)
     shard.scale = scale[:blocks].view(shard.scale.shape)
     return cast_of_shard(shard, _master(p).hp)._replace(scale=scale, split_groups=split_groups)
 
 
-def _groups_of_matrices(p: FsdpParameter) -> tuple[dist.ProcessGroup, ...]:
-    """Return the groups over which single experts are split: none, since each has a separate tensor scale."""
-    if any(dim >= len(p.shape) - 2 for dim in p.split_dims):
-        raise ValueError(
-            f"fully_shard: {p.name} {list(p.shape)} is split in dim {max(p.split_dims)} by tensor parallelism, and "
-            "each of its experts has a separate tensor scale; distribute whole experts over ranks (ExpertParallel), "
-            "or use scale_per_expert=False"
-        )
-    return ()
-
-
 def _reshard_wholly(states: tuple[torch_fsdp.State, ...]) -> None:
     """Reshard to all ranks: FSDP2 cannot gather tensors with all-gather hooks, such as ours, from fewer ranks."""
-    partial = torch_fsdp.partial_reshards(states)
-    modules: list[Any] = [module for module, shards in partial if any(isinstance(x, _KINDS) for x in shards)]
+    modules = torch_fsdp.partial_reshards(states, _KINDS)
     for module in modules:
         module.set_reshard_after_forward(True, recurse=False)
     if modules:
@@ -257,4 +253,4 @@ def _digest(tensors: Iterable[torch.Tensor]) -> str:
     return hashlib.blake2b(data, digest_size=4).hexdigest()
 
 
-torch_fsdp.before_gathers(_before_gathers)
+torch_fsdp.before_gathers = _before_gathers

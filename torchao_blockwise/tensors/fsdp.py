@@ -129,7 +129,7 @@ def carry_shard(master: MasterWeightTensor, copy: MasterWeightTensor) -> None:
 
 def check_supported(module: torch.nn.Module) -> None:
     """Raise RuntimeError if shards cannot be cast with the FSDP2 of this PyTorch version."""
-    reason = torch_fsdp.why_unknown()
+    reason = torch_fsdp.install()
     if reason is not None:
         raise RuntimeError(f"FSDP2 gathers a weight of {module}: {reason}")
 
