@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
     from torch.distributed import ProcessGroup
 
-    from torchao_blockwise._compat.torch_types import Store
-
 pytree = torch.utils._pytree
 
 _Wrapper = TypeVar("_Wrapper", bound=torch.Tensor)
@@ -262,9 +260,9 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def default_store() -> Store:
-    """Return the key-value store with which `torch.distributed` was initialized."""
-    return torch.distributed.distributed_c10d._get_default_store()  # type: ignore[return-value]
+def default_store() -> Any:
+    """Return the key-value store with which `torch.distributed` was initialized. PyTorch's stubs lack its `clone`."""
+    return torch.distributed.distributed_c10d._get_default_store()
 
 
 def nccl_timeout(group: ProcessGroup) -> timedelta | None:
