@@ -8,7 +8,6 @@ import inspect
 import itertools
 import re
 import sys
-from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
 
@@ -81,29 +80,25 @@ def ignored_on_load(model: torch.nn.Module) -> set[str]:
     return {*(named or ()), *[r"rotary_emb\.inv_freq$"] * is_theirs}
 
 
-def _model_maker(config: Any) -> Callable[..., Any]:
-    """Return what makes the first architecture in `config` that transformers has, else a causal LM or a base model."""
-    import transformers
-
-    for name in config.architectures or ():
-        named: Any = getattr(transformers, name, None)
-        if isinstance(named, type) and issubclass(named, transformers.PreTrainedModel):
-            return named._from_config
-    for auto in (transformers.AutoModelForCausalLM, transformers.AutoModel):
-        if type(config) in auto._model_mapping:
-            return auto.from_config
-    raise ValueError(f"transformers {transformers.__version__} has no model for {type(config).__name__}; upgrade it")
-
-
 def model_on_meta(config: Any, dtype: torch.dtype | None, options: dict[str, Any]) -> Any:
-    """Return the model that `config` names, with Parameters and buffers on the meta device.
+    """Return the model that `config` names, else a causal LM or a base model, on the meta device.
 
     dtype: default that of `config`, else bfloat16. What transformers keeps in fp32 when it loads files is in fp32.
     Raises ValueError if transformers has no model for `config`.
     """
-    make, dtype = _model_maker(config), dtype or config.dtype or torch.bfloat16
+    import transformers
+
+    named = (getattr(transformers, name, None) for name in config.architectures or ())
+    classes = [c for c in named if isinstance(c, type) and issubclass(c, transformers.PreTrainedModel)]
+    autos = transformers.AutoModelForCausalLM, transformers.AutoModel
+    makers = [c._from_config for c in classes] + [a.from_config for a in autos if type(config) in a._model_mapping]
+    if not makers:
+        raise ValueError(
+            f"transformers {transformers.__version__} has no model for {type(config).__name__}; upgrade it"
+        )
+    dtype = dtype or config.dtype or torch.bfloat16
     with torch.device("meta"):
-        model = make(config, dtype=dtype, **options)
+        model = makers[0](config, dtype=dtype, **options)
     kept = {*(getattr(model, "_keep_in_fp32_modules_strict", None) or ())}
     if dtype is torch.float16:
         kept.update(kept_in_fp32(model) or ())
@@ -130,24 +125,6 @@ def materialize(model: Any, device: torch.device) -> None:
     for x in itertools.chain(model.parameters(), saved):
         x._is_hf_initialized = True
     model.initialize_weights()
-
-
-def advise_on_stored_formats(kind: type, advice: str) -> None:
-    """Append `advice` to transformers' error about quantized files that are loaded with a config of class `kind`."""
-    from transformers.quantizers.auto import AutoHfQuantizer
-
-    merge = AutoHfQuantizer.merge_quantization_configs
-
-    @functools.wraps(merge)
-    def advising(stored: Any, given: Any) -> Any:
-        try:
-            return merge(stored, given)
-        except ValueError as error:
-            if not isinstance(given, kind):
-                raise
-            raise ValueError(f"{error} {advice}") from None
-
-    AutoHfQuantizer.merge_quantization_configs = staticmethod(advising)  # type: ignore[method-assign,assignment]
 
 
 _given_state_dict: ContextVar[dict[str, Any] | None] = ContextVar("given_state_dict", default=None)
