@@ -174,21 +174,6 @@ def counting_changes() -> AbstractContextManager[object]:
     return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), exclude)
 
 
-@functools.cache
-def functional_gathers() -> set[Operation]:
-    """Return the operations with which DTensor gathers the shards of a tensor."""
-    if not torch.distributed.is_available():
-        return set()
-    from torch.distributed import _functional_collectives  # noqa: F401  # defines them
-
-    gathers = torch.ops._c10d_functional
-    return {
-        gathers.all_gather_into_tensor.default,
-        gathers.wait_tensor.default,
-        gathers._wrap_tensor_autograd.default,
-    }
-
-
 def all_to_all(x: torch.Tensor, received: list[int], sent: list[int], group: ProcessGroup) -> torch.Tensor:
     """Exchange rows of `x`, differentiably. received, sent: rows from and to each rank.
 

@@ -8,7 +8,6 @@ import inspect
 import itertools
 import re
 import sys
-from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -127,11 +126,8 @@ def materialize(model: Any, device: torch.device) -> None:
     model.initialize_weights()
 
 
-_given_state_dict: ContextVar[dict[str, Any] | None] = ContextVar("given_state_dict", default=None)
-
-
-def remember_given_state_dicts() -> None:
-    """Wrap `PreTrainedModel.save_pretrained` to record its `state_dict` argument for `given_state_dict`.
+def remember_given_state_dicts(kind: type) -> None:
+    """Wrap `save_pretrained` to set its `state_dict` argument as `given_state_dict` of a quantizer of class `kind`.
 
     transformers passes only the model to a quantizer, and drops the state dict, which Trainer has gathered.
     """
@@ -142,18 +138,13 @@ def remember_given_state_dicts() -> None:
 
     @functools.wraps(save)
     def remembering(*args: Any, **kwargs: Any) -> Any:
-        token = _given_state_dict.set(signature.bind(*args, **kwargs).arguments.get("state_dict"))
-        try:
-            return save(*args, **kwargs)
-        finally:
-            _given_state_dict.reset(token)
+        given = signature.bind(*args, **kwargs).arguments
+        quantizer = getattr(given["self"], "hf_quantizer", None)
+        if isinstance(quantizer, kind):
+            vars(quantizer)["given_state_dict"] = given.get("state_dict")
+        return save(*args, **kwargs)
 
     PreTrainedModel.save_pretrained = remembering  # type: ignore[method-assign]
-
-
-def given_state_dict() -> dict[str, Any] | None:
-    """Return the `state_dict` argument of the running `save_pretrained`, or None."""
-    return _given_state_dict.get()
 
 
 def count_stored_bytes(kind: type) -> None:

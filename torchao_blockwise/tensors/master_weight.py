@@ -206,7 +206,7 @@ class MasterWeightTensor(WeightTensor):
             return kwargs.get("out", args[0]) if isinstance(out, torch.Tensor) else out
         if result is Result.PLAIN:
             return out
-        if func in _compat.functional_gathers():
+        if func.namespace == "_c10d_functional":
             fsdp.warn_of_high_precision_gather()
             out = _compat.waited(out)
         shapes = [master.shape for master in masters] if result is Result.DERIVED else None
