@@ -108,13 +108,13 @@ class FsdpParameter:
         return self._source.sharded_param
 
 
-def state_of(module: torch.nn.Module) -> FSDPState | None:
-    """Return FSDP2's state of a module to which `fully_shard` was applied, else None."""
+def states_of(modules: Iterable[torch.nn.Module]) -> list[FSDPState]:
+    """Return FSDP2's states, each once, of those of `modules` to which `fully_shard` was applied."""
     if not torch.distributed.is_available():
-        return None
+        return []
     from torch.distributed.fsdp import FSDPModule
 
-    return module._get_fsdp_state() if isinstance(module, FSDPModule) else None
+    return list(dict.fromkeys(module._get_fsdp_state() for module in modules if isinstance(module, FSDPModule)))
 
 
 def release_held_gathers(states: Iterable[FSDPState], kinds: tuple[type, ...]) -> None:

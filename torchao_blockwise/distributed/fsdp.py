@@ -45,7 +45,7 @@ def sync_weight_scales(model: nn.Module) -> None:
     Raises ValueError if ranks differ in their weights, configs or dtypes, RuntimeError if a rank is missing. Both name
     the rank and the weight.
     """
-    states = _states_of(model)
+    states = torch_fsdp.states_of(model.modules())
     # Before the first forward pass states do not know their root; they are synchronized together.
     fresh = tuple(state for state in states if torch_fsdp.scope_of(state) is None)
     scopes = [torch_fsdp.scope_of(state) or (fresh[0], fresh) for state in states]
@@ -56,12 +56,7 @@ def sync_weight_scales(model: nn.Module) -> None:
 
 def parameters_of(model: nn.Module, names: Mapping[torch.Tensor, str]) -> list[FsdpParameter]:
     """Return the parameters that FSDP2 shards in `model`, also before the first forward pass."""
-    return torch_fsdp.parameters_of(_states_of(model), names)
-
-
-def _states_of(model: nn.Module) -> list[torch_fsdp.State]:
-    found = dict.fromkeys(map(torch_fsdp.state_of, model.modules()))
-    return [state for state in found if state is not None]
+    return torch_fsdp.parameters_of(torch_fsdp.states_of(model.modules()), names)
 
 
 def _before_gathers(state: torch_fsdp.State) -> None:
@@ -103,12 +98,11 @@ class Root:
     @torch.no_grad()
     def sync(self) -> None:
         self.scopes = self._open_scopes()
-        casts = [(p, s, _cast_of_master(p, s)) for p, s in self.masters if isinstance(s, QuantizedShard)]
+        casts = [(p.group, s, _cast_of_master(p, s)) for p, s in self.masters if isinstance(s, QuantizedShard)]
         waiting = [(p, p.local) for p in self.parameters if isinstance(p.local, QuantizedShard) and p.local.awaits_cast]
         # Amaxes are reduced by position, so all ranks must have loaded values for the same weights.
         _check_same([p for p, _ in waiting], [f"values for {p.name}" for p, _ in waiting])
-        casts += [(p, shard, _cast_of_loaded(p, shard)) for p, shard in waiting]
-        cast_shards([(p.group, shard, cast) for p, shard, cast in casts])
+        cast_shards(casts + [(p.group, shard, _cast_of_loaded(p, shard)) for p, shard in waiting])
         for p, shard in self.masters:
             if isinstance(shard, QuantizedShard):
                 attach(shard, _master(p))

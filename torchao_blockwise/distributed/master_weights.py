@@ -105,7 +105,7 @@ def _cast(
                 error, reason = refusal
                 raise error(f"{name}: weight {i} ({type(w).__name__}, shape {list(w.shape)}) {reason}")
     if weights:
-        write_masters(name, weights, masters, starts, _group(name, group), targets)
+        write_masters(name, weights, masters, starts, own_group(name, group), targets)
 
 
 def write_masters(
@@ -142,12 +142,11 @@ def _options(w: QuantizedTensor) -> CastOptions:
     return CastOptions(w.fmt, getattr(w, "power_of_2_scales", False), w.dtype)
 
 
-def _group(name: str, group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    """Return the group to reduce over, by default all ranks; None if there is only this process."""
-    if group is None:
-        if not (dist.is_available() and dist.is_initialized()):
-            return None
-        group = dist.group.WORLD
+def own_group(name: str, group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """Return `group`, by default that of all ranks; None if there is only this process."""
+    if group is None and not (dist.is_available() and dist.is_initialized()):
+        return None
+    group = group or dist.group.WORLD
     if dist.get_rank(group) < 0:
         raise ValueError(f"{name}: rank {dist.get_rank()} is not in the group; call it only on the group's ranks")
     return group

@@ -36,8 +36,8 @@ class Scope:
         self.keep = keep
         self.modules = set(model.modules())
         self.places: list[tuple[nn.Module, str, Any, Any, KeptCopies]] = []
-        states = [state for state in map(torch_fsdp.state_of, self.modules) if state is not None]
-        sharded = {place for p in torch_fsdp.parameters_of(states, {}) for place in p.places}
+        shards = torch_fsdp.parameters_of(torch_fsdp.states_of(self.modules), {})
+        sharded = {place for p in shards for place in p.places}
         for prefix, module in model.named_modules():
             for attribute, parameter in _compat.parameters_of(module).items():
                 if parameter is None:
