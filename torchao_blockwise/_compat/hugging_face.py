@@ -120,10 +120,25 @@ def materialize(model: Any, device: torch.device) -> None:
         model.to_empty(device=device)
         model.tie_weights()
     # transformers initializes what it has not loaded.
-    saved = itertools.chain(*(_compat.saved_buffers_of(module).values() for module in model.modules()))
-    for x in itertools.chain(model.parameters(), saved):
+    for x in model.state_dict(keep_vars=True).values():
         x._is_hf_initialized = True
     model.initialize_weights()
+
+
+def advise_on_stored_formats(kind: type, advice: str) -> None:
+    """Append `advice` to transformers' error about quantized files that are loaded with a config of class `kind`."""
+    from transformers.quantizers.auto import AutoHfQuantizer
+
+    merge = AutoHfQuantizer.merge_quantization_configs
+
+    @functools.wraps(merge)
+    def advising(stored: Any, given: Any) -> Any:
+        try:
+            return merge(stored, given)
+        except ValueError as error:
+            raise ValueError(f"{error} {advice}" if isinstance(given, kind) else str(error)) from None
+
+    AutoHfQuantizer.merge_quantization_configs = staticmethod(advising)  # type: ignore[method-assign,assignment]
 
 
 def remember_given_state_dicts(kind: type) -> None:

@@ -45,6 +45,10 @@ from transformers.utils.quantization_config import QuantizationConfigMixin  # no
 from torchao_blockwise.integrations.pretrained import from_pretrained  # noqa: E402, F401  # a public name
 
 hugging_face.count_stored_bytes(QuantizedTensor)
+_USE_OURS = (
+    "For files that are quantized, call from_pretrained(path, recipe) of torchao_blockwise.integrations.transformers, "
+    "which converts the model and loads their values."
+)
 
 
 class BlockwiseConfig(QuantizationConfigMixin, metaclass=ConfigClass):
@@ -114,6 +118,7 @@ class NVFP4Config(BlockwiseConfig):
     recipe = _NVFP4
 
 
+hugging_face.advise_on_stored_formats(BlockwiseConfig, _USE_OURS)
 # `quantize_` refuses these configs with a message that names the training config.
 AOBaseConfig.register(BlockwiseConfig)
 for _config in (BlockwiseFP8Config, NVFP4Config):
@@ -153,10 +158,7 @@ class BlockwiseQuantizer(HfQuantizer):
         for folder in {Path(file).parent for file in checkpoint_files or ()}:
             method = quantization_settings(folder).get("quant_method")
             if method not in (None, BlockwiseFP8Config.method, NVFP4Config.method):
-                raise ValueError(
-                    f"from_pretrained: {folder} is quantized by {method!r}; call from_pretrained(path, recipe) of "
-                    "torchao_blockwise.integrations.transformers, which converts the model and loads quantized values"
-                )
+                raise ValueError(f"from_pretrained: {folder} is quantized by {method!r}. {_USE_OURS}")
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> nn.Module:
         config = self.quantization_config
