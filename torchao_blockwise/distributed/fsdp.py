@@ -54,11 +54,6 @@ def sync_weight_scales(model: nn.Module) -> None:
         _root_of(owner, below, names).sync()
 
 
-def parameters_of(model: nn.Module, names: Mapping[torch.Tensor, str]) -> list[FsdpParameter]:
-    """Return the parameters that FSDP2 shards in `model`, also before the first forward pass."""
-    return torch_fsdp.parameters_of(torch_fsdp.states_of(model.modules()), names)
-
-
 def _before_gathers(state: torch_fsdp.State) -> None:
     if not _compat.in_backward():
         _root_of(*(torch_fsdp.scope_of(state) or (state, (state,)))).begin_pass()

@@ -160,12 +160,10 @@ def _why_not(
     if target is w.qdata:
         return None
     _, size = ops.shard_entries(start, master.numel(), w.shape[-1], w.fmt)
-    fits = target is not None and target.itemsize == 1 and target.shape == (size,) and target.device == device
-    if target is None or not fits or not target.is_contiguous():
-        got = "none"
-        if target is not None:
-            got = (
-                f"{target.dtype} of shape {list(target.shape)} with strides {list(target.stride())} on {target.device}"
-            )
-        return ValueError, f"needs a flat shard of {size} bytes on {device} for elements [{start}, {end}), got {got}"
-    return None
+    got = "none"
+    if target is not None:
+        fits = target.itemsize == 1 and target.shape == (size,) and target.device == device
+        if fits and target.is_contiguous():
+            return None
+        got = f"{target.dtype} of shape {list(target.shape)} with strides {list(target.stride())} on {target.device}"
+    return ValueError, f"needs a flat shard of {size} bytes on {device} for elements [{start}, {end}), got {got}"

@@ -17,7 +17,8 @@ import torch.distributed as dist
 from torch import nn
 
 from torchao_blockwise import _compat
-from torchao_blockwise.distributed.fsdp import lay_out_shards, parameters_of
+from torchao_blockwise._compat import torch_fsdp
+from torchao_blockwise.distributed.fsdp import lay_out_shards
 from torchao_blockwise.distributed.zero.groups import (
     MASTER,
     UNNAMED,
@@ -88,7 +89,7 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         self._reduces, self._averaged = shard == "zero2", False
         self._model = model
         self._names: dict[torch.Tensor, str] = {p: name for name, p in model.named_parameters()}
-        lay_out_shards(parameters_of(model, self._names))
+        lay_out_shards(torch_fsdp.parameters_of(torch_fsdp.states_of(model.modules()), self._names))
         # In the order of the collectives.
         self._weights: dict[torch.Tensor, PrimaryWeight] = {}
         # Calls add_param_group for each group. The options come from the wrapped optimizer.
