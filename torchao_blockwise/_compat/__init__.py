@@ -10,6 +10,7 @@ import sys
 import types
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -19,8 +20,6 @@ from torchao_blockwise._compat import stored_graphs, torch_fsdp
 from torchao_blockwise._compat.torch_types import Args, Kwargs, Operation
 
 if TYPE_CHECKING:
-    from datetime import timedelta
-
     from torch.distributed import ProcessGroup
 
 pytree = torch.utils._pytree

@@ -12,18 +12,8 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
-__all__ = [
-    "FakeTensor",
-    "FakeTensorMode",
-    "TorchDispatchMode",
-    "is_capturing",
-    "is_intercepted",
-    "is_profiling",
-    "is_traceable_wrapper_subclass",
-    "runs_alone",
-    "storage_of",
-    "without_modes",
-]
+# Other names of this module than its own.
+__all__ = ["FakeTensor", "FakeTensorMode", "TorchDispatchMode", "is_traceable_wrapper_subclass"]
 
 
 def without_modes() -> AbstractContextManager[Any]:

@@ -179,12 +179,10 @@ def check_not_flattened(x: torch.Tensor, layer: str) -> None:
 
     layer: the name of the layer whose weight `x` has replaced.
     """
-    if torch.distributed.is_available():
-        from torch.distributed.fsdp import FlatParameter
-
-        if isinstance(x._base, FlatParameter):
-            raise NotImplementedError(
-                f"FullyShardedDataParallel (FSDP1) has flattened the weight of {layer} into a plain tensor, and the "
-                "layer would train in high precision; use torch.distributed.fsdp.fully_shard (FSDP2), or leave the "
-                "layer unconverted"
-            )
+    # How PyTorch itself recognizes a FlatParameter.
+    if getattr(x._base, "_is_flat_param", False):
+        raise NotImplementedError(
+            f"FullyShardedDataParallel (FSDP1) has flattened the weight of {layer} into a plain tensor, and the layer "
+            "would train in high precision; use torch.distributed.fsdp.fully_shard (FSDP2), or leave the layer "
+            "unconverted"
+        )
