@@ -201,11 +201,8 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         """
         self._take_loaded_values(self._weights.values())
         packed = super().state_dict()
-        parameters = self._parameters()
-        packed["state"] = dict(packed["state"])
-        for index, parameter in enumerate(parameters):
-            weight = self._weights.get(parameter)
-            if weight is not None:
+        for index, parameter in enumerate(self._parameters()):
+            if (weight := self._weights.get(parameter)) is not None:
                 packed["state"][index] = {**packed["state"].get(index, {}), MASTER: weight.master.detach()}
         if self._part is not None:
             packed["shard"] = self._part
@@ -257,8 +254,8 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
 
     def _add_masters(self, groups: Sequence[dict[str, Any]]) -> list[PrimaryWeight]:
         """Create masters of the quantized parameters in `groups`, with ZeRO this rank's shards."""
-        weights = [p for g in groups for p in g["params"] if quantized_of(p) is not None and p not in self._weights]
-        weights = list(dict.fromkeys(weights))
+        given = dict.fromkeys(p for group in groups for p in group["params"])
+        weights = [p for p in given if quantized_of(p) is not None and p not in self._weights]
         rank, ranks = (self._part or {"rank": 0, "ranks": 1}).values()
         quantized_only = []
         for weight, edges in zip(weights, flat_edges([w.numel() for w in weights], ranks)):
@@ -335,14 +332,13 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
     def _others(self) -> list[torch.Tensor]:
         return [p for p in self._parameters() if p not in self._weights]
 
+    @torch.no_grad()
     def _evaluate(self, closure: Callable[[], Any]) -> Any:
-        with torch.no_grad():
-            # Optimizers such as L-BFGS evaluate several times.
-            self._write()
+        # Optimizers such as L-BFGS evaluate several times.
+        self._write()
         with torch.enable_grad():
             loss = closure()
-        with torch.no_grad():
-            self._set_master_gradients()
+        self._set_master_gradients()
         return loss
 
     @staticmethod
