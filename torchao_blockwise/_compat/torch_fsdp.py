@@ -128,10 +128,10 @@ def release_held_gathers(states: Iterable[FSDPState], kinds: tuple[type, ...]) -
             group._to_sharded()
 
 
-def scope_of(state: FSDPState) -> tuple[object, tuple[FSDPState, ...]] | None:
-    """Return (object that the states share, all states below the root of `state`); None before the first forward."""
+def scope_of(state: FSDPState) -> tuple[object, tuple[FSDPState, ...]]:
+    """Return (object that the states share, all states below the root of `state`); before the first forward only it."""
     context = state._state_ctx
-    return (context, tuple(context.all_states)) if context.all_states else None
+    return (context, tuple(context.all_states)) if context.all_states else (state, (state,))
 
 
 def parameters_of(states: Iterable[FSDPState], names: Mapping[torch.Tensor, str]) -> list[FsdpParameter]:
@@ -152,13 +152,8 @@ def module_of(state: FSDPState) -> Any:
 
 def partial_reshards(states: Iterable[FSDPState], kinds: tuple[type, ...]) -> list[Any]:
     """Return modules with a shard of one of `kinds` that reshard to fewer ranks (`reshard_after_forward=int`)."""
-    return [
-        module_of(state)
-        for state in states
-        if any(
-            g.post_forward_mesh_info not in (None, g.mesh_info) and _has_shard(g, kinds) for g in _groups_of([state])
-        )
-    ]
+    groups = [group for group in _groups_of(states) if _has_shard(group, kinds)]
+    return [group.modules[0] for group in groups if group.post_forward_mesh_info not in (None, group.mesh_info)]
 
 
 def _has_shard(group: FSDPParamGroup, kinds: tuple[type, ...]) -> bool:

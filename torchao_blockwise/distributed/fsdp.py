@@ -45,10 +45,7 @@ def sync_weight_scales(model: nn.Module) -> None:
     Raises ValueError if ranks differ in their weights, configs or dtypes, RuntimeError if a rank is missing. Both name
     the rank and the weight.
     """
-    states = torch_fsdp.states_of(model.modules())
-    # Before the first forward pass states do not know their root; they are synchronized together.
-    fresh = tuple(state for state in states if torch_fsdp.scope_of(state) is None)
-    scopes = [torch_fsdp.scope_of(state) or (fresh[0], fresh) for state in states]
+    scopes = map(torch_fsdp.scope_of, torch_fsdp.states_of(model.modules()))
     names: dict[torch.Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     for owner, below in dict.fromkeys(scopes):
         _root_of(owner, below, names).sync()
@@ -56,7 +53,7 @@ def sync_weight_scales(model: nn.Module) -> None:
 
 def _before_gathers(state: torch_fsdp.State) -> None:
     if not _compat.in_backward():
-        _root_of(*(torch_fsdp.scope_of(state) or (state, (state,)))).begin_pass()
+        _root_of(*torch_fsdp.scope_of(state)).begin_pass()
 
 
 class Root:
@@ -99,10 +96,7 @@ class Root:
         _check_same([p for p, _ in waiting], [f"values for {p.name}" for p, _ in waiting])
         cast_shards(casts + [(p.group, shard, _cast_of_loaded(p, shard)) for p, shard in waiting])
         for p, shard in self.masters:
-            if isinstance(shard, QuantizedShard):
-                attach(shard, _master(p))
-            else:
-                _master(p).shard = shard
+            attach(shard, _master(p))
 
     def _open_scopes(self) -> list[Scope]:
         return scopes_of(torch_fsdp.module_of(self.states[0]))

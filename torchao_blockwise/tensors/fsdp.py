@@ -105,9 +105,10 @@ def is_gathered_quantized(weight: torch.Tensor) -> bool:
     return shard is not None and not isinstance(shard, ShardLayout)
 
 
-def attach(shard: QuantizedShard, master: MasterWeightTensor) -> None:
+def attach(shard: QuantizedShard | ShardLayout, master: MasterWeightTensor) -> None:
     """Let FSDP2 send `shard` for `master`, as long as the values of `master` do not change."""
-    shard.version = None if master.hp.is_inference() else _compat.version_of(master.hp)
+    if not isinstance(shard, ShardLayout):
+        shard.version = None if master.hp.is_inference() else _compat.version_of(master.hp)
     master.shard = shard
 
 
