@@ -136,7 +136,9 @@ def advise_on_stored_formats(kind: type, advice: str) -> None:
         try:
             return merge(stored, given)
         except ValueError as error:
-            raise ValueError(f"{error} {advice}" if isinstance(given, kind) else str(error)) from None
+            if not isinstance(given, kind):
+                raise
+            raise ValueError(f"{error} {advice}") from None
 
     AutoHfQuantizer.merge_quantization_configs = staticmethod(advising)  # type: ignore[method-assign,assignment]
 
