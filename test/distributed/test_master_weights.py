@@ -1,4 +1,4 @@
-"""Partial cast of sharded masters: the bits of the whole on any ranks, one all-reduce, and errors in place of hangs."""
+"""Partial cast of sharded masters: bitwise identical to the whole on any ranks, one all-reduce, clear errors."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ REFUSALS = {
     "twice": ([NVFP4, FP8, FP8], [None] * 3, [None] * 3, None, ValueError("is the same tensor as weight 1;")),
     "one row": ([ONE_ROW], [FLAT], [0], None, ValueError("has blocks of 1x16; create it with square blocks")),
     "a view": ([VIEW], [FLAT], [0], None, ValueError("is a view that is not contiguous; pass the original weight")),
-    "start alone": ([FP8], [None], [5], None, ValueError("has no master and start offset 5; pass both")),
+    "only a start": ([FP8], [None], [5], None, ValueError("has no master and start offset 5; pass both")),
     "no start": ([FP8], [FLAT], [None], None, ValueError("has a master and start offset None; pass both")),
     "dtype": ([FP8], [FLAT.double()], [0], None, TypeError("float16 or float32, got torch.float64; cast")),
     "shape": ([FP8], [FLAT.view(4, 16)], [0], None, ValueError("flat, contiguous master, got shape [4, 16]")),
