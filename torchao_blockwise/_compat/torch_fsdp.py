@@ -128,10 +128,10 @@ def release_held_gathers(states: Iterable[FSDPState], kinds: tuple[type, ...]) -
             group._to_sharded()
 
 
-def scope_of(state: FSDPState) -> tuple[object, tuple[FSDPState, ...]]:
-    """Return (object that the states share, all states below the root of `state`); before the first forward only it."""
+def scope_of(state: FSDPState) -> tuple[object, tuple[FSDPState, ...]] | None:
+    """Return (object that the states share, all states below the root of `state`); None before the first forward."""
     context = state._state_ctx
-    return (context, tuple(context.all_states)) if context.all_states else (state, (state,))
+    return (context, tuple(context.all_states)) if context.all_states else None
 
 
 def parameters_of(states: Iterable[FSDPState], names: Mapping[torch.Tensor, str]) -> list[FsdpParameter]:

@@ -45,7 +45,10 @@ def sync_weight_scales(model: nn.Module) -> None:
     Raises ValueError if ranks differ in their weights, configs or dtypes, RuntimeError if a rank is missing. Both name
     the rank and the weight.
     """
-    scopes = map(torch_fsdp.scope_of, torch_fsdp.states_of(model.modules()))
+    states = torch_fsdp.states_of(model.modules())
+    # Before the first forward pass states do not know their root; they are synchronized together.
+    fresh = tuple(state for state in states if torch_fsdp.scope_of(state) is None)
+    scopes = [torch_fsdp.scope_of(state) or (fresh[0], fresh) for state in states]
     names: dict[torch.Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     for owner, below in dict.fromkeys(scopes):
         _root_of(owner, below, names).sync()
@@ -53,7 +56,7 @@ def sync_weight_scales(model: nn.Module) -> None:
 
 def _before_gathers(state: torch_fsdp.State) -> None:
     if not _compat.in_backward():
-        _root_of(*torch_fsdp.scope_of(state)).begin_pass()
+        _root_of(*(torch_fsdp.scope_of(state) or (state, (state,)))).begin_pass()
 
 
 class Root:
