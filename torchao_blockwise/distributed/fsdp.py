@@ -11,7 +11,6 @@ that an earlier pass left gathered are released and gathered again.
 
 from __future__ import annotations
 
-import hashlib
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -24,7 +23,7 @@ from torchao_blockwise import _compat
 from torchao_blockwise._compat import torch_fsdp
 from torchao_blockwise._compat.torch_fsdp import FsdpParameter
 from torchao_blockwise.distributed.cast import PartialCast, cast_of_shard, run_partial_casts
-from torchao_blockwise.distributed.rank_consistency import check_same
+from torchao_blockwise.distributed.rank_consistency import check_same, digest
 from torchao_blockwise.tensors import MasterWeightTensor, QuantizedShard
 from torchao_blockwise.tensors.config import TrainingConfig
 from torchao_blockwise.tensors.fsdp import ShardLayout, attach, is_current
@@ -229,14 +228,10 @@ def _described(p: FsdpParameter) -> str:
     local: Any = p.local
     gathered = f"{local.config.of_all_ranks}"
     if isinstance(local, QuantizedShard) and not local.awaits_cast:
-        gathered += f", scales {_digest(x for x in (local.scale, local.global_scale) if x is not None)}"
+        scales = [x.reshape(-1).view(torch.uint8).cpu() for x in (local.scale, local.global_scale) if x is not None]
+        gathered += f", scales {digest(b''.join(x.numpy().tobytes() for x in scales))}"
     kind = f"{type(local).__name__} {local.dtype}, dim {p.dim} over {p.ranks} ranks"
     return f"{p.name} {list(p.shape)} ({kind}), gathered from {p.dtype} as {gathered}"
-
-
-def _digest(tensors: Iterable[torch.Tensor]) -> str:
-    data = b"".join(x.contiguous().view(-1).view(torch.uint8).cpu().numpy().tobytes() for x in tensors)
-    return hashlib.blake2b(data, digest_size=4).hexdigest()
 
 
 torch_fsdp.before_gathers = _before_gathers

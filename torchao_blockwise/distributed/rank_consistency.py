@@ -46,12 +46,12 @@ def check_same(subject: str, ranks: Sequence[int], entries: Iterable[str]) -> No
     if len(ranks) == 1 or dist.get_backend() == "fake":
         return
     store, me = _compat.default_store(), dist.get_rank()
-    prefix = f"torchao_blockwise/{_digest(f'{subject} {ranks}')}"
+    prefix = f"torchao_blockwise/{digest(f'{subject} {ranks}'.encode())}"
     # All ranks have the same count, because all take part in each round.
     prefix = f"{prefix}/{store.add(f'{prefix}/rounds/{me}', 1)}"
     text = "\n".join(entries)
     store.set(f"{prefix}/text/{me}", text)
-    store.set(f"{prefix}/digest/{me}", _digest(text))
+    store.set(f"{prefix}/digest/{me}", digest(text.encode()))
     keys = {rank: f"{prefix}/digest/{rank}" for rank in ranks}
     if missing := _absent(store, keys, store.timeout):
         raise RuntimeError(
@@ -68,8 +68,8 @@ def check_same(subject: str, ranks: Sequence[int], entries: Iterable[str]) -> No
         )
 
 
-def _digest(text: str) -> str:
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+def digest(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
 def _absent(store: Any, keys: dict[int, str], timeout: datetime.timedelta) -> list[int]:
