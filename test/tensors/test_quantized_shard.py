@@ -136,6 +136,10 @@ def test_refuses_what_rows_are_not():
             refused()
     with pytest.raises(ValueError, match=r"weight \[40, 33\] is a quantized Parameter, and Shard\(1\) would"):
         torch.chunk(whole, 2, dim=1)
+    # As `fully_shard` does with CPUOffloadPolicy on a GPU.
+    chunks = torch.chunk(whole, 2)
+    with pytest.raises(ValueError, match=r"weight \[40, 33\] is a quantized Parameter, which must stay.*CPUOffload"):
+        whole.new_zeros(chunks[0].shape).to("meta")
 
 
 @both_formats

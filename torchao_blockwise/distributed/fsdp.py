@@ -27,6 +27,7 @@ from torchao_blockwise.distributed.rank_consistency import check_same, digest
 from torchao_blockwise.tensors import MasterWeightTensor, QuantizedShard
 from torchao_blockwise.tensors.config import TrainingConfig
 from torchao_blockwise.tensors.fsdp import ShardLayout, attach, is_current
+from torchao_blockwise.tensors.quantized_shard import refused_offload
 from torchao_blockwise.tensors.unchanged import Scope, scopes_of
 
 _KINDS = (MasterWeightTensor, QuantizedShard)
@@ -204,10 +205,7 @@ def lay_out_shards(parameters: Iterable[FsdpParameter]) -> None:
     for p in parameters:
         if isinstance(p.local, QuantizedShard):
             if p.offloaded:
-                raise ValueError(
-                    f"fully_shard: {p.name} {list(p.shape)} is a quantized Parameter, which must stay on its device; "
-                    "do not use CPUOffloadPolicy, or convert with master_weights=True"
-                )
+                raise refused_offload(p.name, p.shape)
             p.local.part = _layout_of(p, p.local.part.config)
 
 

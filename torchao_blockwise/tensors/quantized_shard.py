@@ -12,6 +12,7 @@ each forward pass casts again.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -191,6 +192,8 @@ class QuantizedShard(QuantizedTensor):
             func, args = aten.alias.default, args[:1]
         if func is aten.slice.Tensor and args[0].chunks is not None:
             return _narrow(*args)
+        if func is aten._to_copy.default and args[0].chunks is not None:
+            raise refused_offload(args[0].part.name, args[0].part.shape)
         if func not in OPS_OF_SHARDS:
             raise NotImplementedError(
                 f"{func}: not exact on the shard of a quantized weight, so it is not supported; copy values into the "
@@ -202,6 +205,14 @@ class QuantizedShard(QuantizedTensor):
             # The copy has its own pending values: the optimizer has the master of the original weight.
             out.take_values(args[0].values())
         return out
+
+
+def refused_offload(name: str, shape: Sequence[int]) -> ValueError:
+    """The error for the shard of a quantized Parameter that `fully_shard` moves to the CPU."""
+    return ValueError(
+        f"fully_shard: {name} {list(shape)} is a quantized Parameter, which must stay on its device; do not use "
+        "CPUOffloadPolicy, or convert with master_weights=True"
+    )
 
 
 def _copy_(x: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
