@@ -69,8 +69,7 @@ class FsdpParameter:
     names: names of parameters, used if FSDP2 has not set them yet.
     shape: of the parameter within the FSDP2 group. dtype: the dtype in which the mixed precision policy gathers.
     mesh_ranks: all ranks that shard or replicate it. places: (module, attribute) of each module that holds it. splits:
-    (process group, dim) of each further split, by tensor or expert parallelism. offloaded: whether the offload policy
-    keeps the shard on the CPU.
+    (process group, dim) of each further split, by tensor or expert parallelism.
     """
 
     def __init__(self, source: FSDPParam, names: Mapping[torch.Tensor, str]):
@@ -89,7 +88,6 @@ class FsdpParameter:
         self.mesh_ranks: tuple[int, ...] = tuple(mesh.mesh.mesh.flatten().tolist())
         self.dtype: torch.dtype = source.mp_policy.param_dtype or dtensor.dtype
         self.device = source.device
-        self.offloaded = source.offload_to_cpu
         self.places = (info.module, info.param_name), *zip(info.shared_modules, info.shared_param_names)
         self.splits = [
             (dtensor.device_mesh.get_group(i), placement.dim)

@@ -24,7 +24,7 @@ from torchao_blockwise._compat import hugging_face, torch_fsdp
 from torchao_blockwise.conversion.filters import SKIP_REASON, FilterFn, warn_of_plain
 from torchao_blockwise.conversion.state_dicts import keep_state_dicts_no_longer, keep_state_dicts_plain
 from torchao_blockwise.conversion.weights import Held, expert_weights, held_parameters, matrices, weights_of
-from torchao_blockwise.formats import FP8_128X128, HIGH_PRECISION_DTYPES
+from torchao_blockwise.formats import FP8_128X128, HIGH_PRECISION_DTYPES, StochasticRounding
 from torchao_blockwise.nn.converted import (
     KNOWN_FORWARDS,
     ConvertedLinear,
@@ -45,7 +45,7 @@ from torchao_blockwise.tensors import (
 )
 from torchao_blockwise.tensors.config import ConfigClass, check_config
 from torchao_blockwise.tensors.pending_master import PendingMaster
-from torchao_blockwise.tensors.rounding import RoundingKeys
+from torchao_blockwise.tensors.rounding import STREAMS_A_WEIGHT, start_key
 from torchao_blockwise.tensors.state_values import plain_values
 
 # Packages whose subclasses of `nn.Linear` quantize their weights themselves.
@@ -199,7 +199,8 @@ def convert_module(module: nn.Module, config: TrainingConfig, *, parameter_name:
             if not _trains_by(weight, config):
                 swap(weight, _converted(weight, config))
                 if config.stochastic_rounding:
-                    RoundingKeys.of_weight(config.seed, numbers[weight]).attach(weight)
+                    stream = STREAMS_A_WEIGHT * numbers[weight]
+                    start_key(weight, StochasticRounding(config.seed, stream))
             weight.layer = f"{fqn}.{name}".lstrip(".")  # type: ignore[attr-defined]  # ours by now
             for held_name, holder in held[weight]:
                 keep_state_dicts_plain(holder)

@@ -16,7 +16,7 @@ from torchao_blockwise.conversion.filters import SKIP_REASON, FilterFn
 from torchao_blockwise.conversion.handlers import planned_layers
 from torchao_blockwise.conversion.state_dicts import is_converted
 from torchao_blockwise.conversion.weights import expert_weights, held_parameters, matrices
-from torchao_blockwise.tensors import MasterWeightTensor, QuantizedTensor, TrainingConfig, fsdp
+from torchao_blockwise.tensors import MasterWeightTensor, QuantizedShard, QuantizedTensor, TrainingConfig
 from torchao_blockwise.tensors.config import check_config
 
 CONVERTED, SKIPPED, CANNOT, REPLACED = "converted", "skipped", "cannot convert", "replaced"
@@ -189,6 +189,7 @@ def _bytes(weight: torch.Tensor, shape: tuple[int, ...], config: TrainingConfig 
         quantized = weight.nbytes if is_quantized else 0
         return before, quantized or before, quantized
     # FSDP2 leaves the weights of its root module gathered, in place of the shards of masters.
-    is_stored = not config.master_weights or is_quantized or fsdp.is_gathered_quantized(weight)
+    shard = getattr(_compat.local_of(weight), "shard", None)
+    is_stored = not config.master_weights or is_quantized or isinstance(shard, QuantizedShard)
     quantized = config.weight_format.nbytes(*shape, scale_per_matrix=config.scale_per_expert) if is_stored else 0
     return before, (before if config.master_weights else 0) + quantized, quantized

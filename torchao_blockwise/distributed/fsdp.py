@@ -27,8 +27,8 @@ from torchao_blockwise.distributed.rank_consistency import check_same, digest
 from torchao_blockwise.tensors import MasterWeightTensor, QuantizedShard
 from torchao_blockwise.tensors.config import TrainingConfig
 from torchao_blockwise.tensors.fsdp import ShardLayout, attach, is_current
-from torchao_blockwise.tensors.quantized_shard import refused_offload
 from torchao_blockwise.tensors.unchanged import Scope, scopes_of
+from torchao_blockwise.tensors.weight_operands import raise_unchanged
 
 _KINDS = (MasterWeightTensor, QuantizedShard)
 _SUBJECT = "sync_weight_scales"
@@ -81,11 +81,8 @@ class Root:
         """Cast the shards and release gathered weights, unless `weights_unchanged` says that they are current."""
         if any(scope in self.scopes for scope in self._open_scopes()):
             for p, shard in self.masters:
-                if isinstance(shard, QuantizedShard) and not is_current(shard, _master(p)):
-                    raise RuntimeError(
-                        f"weights_unchanged: {p.name} was changed inside the scope, which keeps quantized shards of "
-                        "the old values; exit the scope before optimizer steps, loads and edits"
-                    )
+                if isinstance(shard, QuantizedShard) and not is_current(_master(p)):
+                    raise_unchanged(p.name, "changed")
             return
         self.sync()
         torch_fsdp.release_held_gathers(self.states, _KINDS)
@@ -204,8 +201,6 @@ def lay_out_shards(parameters: Iterable[FsdpParameter]) -> None:
     """Set the layouts of quantized shards, which `fully_shard` does not know: name, ranks, and gathered dtype."""
     for p in parameters:
         if isinstance(p.local, QuantizedShard):
-            if p.offloaded:
-                raise refused_offload(p.name, p.shape)
             p.local.part = _layout_of(p, p.local.part.config)
 
 
