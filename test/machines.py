@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from torchao_blockwise import _compat
-from torchao_blockwise._compat import cuda_graphs
+from torchao_blockwise._compat import modes
 from torchao_blockwise.ops import backend, operands
 from torchao_blockwise.ops.groups import ends
 
@@ -48,7 +48,6 @@ class Machine:
     def forget(self) -> None:
         """What the package remembers of the machine, which was another one."""
         backend.compute_capability.cache_clear()
-        _compat.why_old_triton.cache_clear()
 
     def has_gpu_of(self, capability: tuple[int, int]) -> None:
         """CUDA devices have this compute capability. No tensor is on one."""
@@ -86,7 +85,7 @@ class Machine:
 
     def captures_a_graph(self) -> None:
         """All that runs is captured in a CUDA graph."""
-        self.patch.setattr(cuda_graphs, "is_capturing", lambda x: True)
+        self.patch.setattr(modes, "is_capturing", lambda x: True)
 
     def reads_no_group_ends(self) -> None:
         """As on a GPU, the host looks at no value of the ends of groups."""

@@ -41,41 +41,27 @@ def last_line(done: subprocess.CompletedProcess) -> str:
 # --- Triton's cache of kernels ----------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def unwritable(tmp_path, monkeypatch):
-    """Triton's cache folder, below a file: permissions would not stop root."""
+@pytest.mark.parametrize("name", ("cache", "file/cache", "."))
+def test_kernels_are_kept_elsewhere_where_tritons_cache_cannot_be_written(name, tmp_path, monkeypatch):
+    """A folder below a file, because permissions would not stop root. A new folder and an existing one are kept."""
     triton = pytest.importorskip("triton")
-    (tmp_path / "file").write_text("")
-    monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path / "file" / "cache"))
-    return tmp_path / "file" / "cache"
-
-
-def test_kernels_are_kept_elsewhere_where_tritons_cache_cannot_be_written(unwritable):
     from triton.runtime.cache import get_cache_manager
 
-    def build():
-        return get_cache_manager("0123").put(b"kernel", "kernel.bin")
-
-    with pytest.warns(UserWarning, match="set TRITON_CACHE_DIR to a folder that can be written") as warned:
-        path = triton_launcher.with_cache(build)
-    assert str(unwritable) in str(warned[0].message) and Path(path).read_bytes() == b"kernel"
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert triton_launcher.with_cache(build) == path
-
-
-@pytest.mark.parametrize("error", (FileNotFoundError(2, "No such file or directory", "gcc"), OSError("else")), ids=str)
-def test_other_errors_of_a_build_stay(tmp_path, monkeypatch, error):
-    triton = pytest.importorskip("triton")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(triton.knobs.cache, "dir", "cache")
-
-    def build():
-        raise error
-
-    with pytest.raises(OSError) as raised:
-        triton_launcher.with_cache(build)
-    assert raised.value is error
+    (tmp_path / "file").write_text("")
+    folder = str(tmp_path / name)
+    monkeypatch.setattr(triton.knobs.cache, "dir", folder)
+    triton_launcher.use_writable_cache.cache_clear()
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            triton_launcher.use_writable_cache()
+            path = get_cache_manager("0123").put(b"kernel", "kernel.bin")
+    assert Path(path).read_bytes() == b"kernel"
+    if name == "file/cache":
+        (one,) = warned
+        assert folder in str(one.message) and "set TRITON_CACHE_DIR to a folder that can be written" in str(one.message)
+    else:
+        assert not warned and path.startswith(folder)
 
 
 @pytest.mark.gpu

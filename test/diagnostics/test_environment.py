@@ -19,9 +19,8 @@ def patch(monkeypatch):
     """A machine without findings."""
     for owner, name, value in (
         (_versions, "why_too_old", None),
-        (torch_fsdp, "why_unknown", None),
+        (torch_fsdp, "install", None),
         (_compat, "has_triton", True),
-        (_compat, "why_old_triton", None),
         (backend, "interpreting", False),
         (triton_launcher, "why_by_triton", None),
         (environment, "driver_version", None),
@@ -36,10 +35,9 @@ def patch(monkeypatch):
 # (what differs, the device, the kind of finding, a part of its sentence)
 CASES = {
     "old torch": ((_versions, "why_too_old", lambda: "needs torch"), CPU, PROBLEM, "needs torch"),
-    "fsdp": ((torch_fsdp, "why_unknown", lambda: "FSDP2 of PyTorch"), CPU, NOTE, "FSDP2 of PyTorch"),
+    "fsdp": ((torch_fsdp, "install", lambda: "FSDP2 of PyTorch"), CPU, NOTE, "FSDP2 of PyTorch"),
     "no triton": ((_compat, "has_triton", lambda: False), GPU, PROBLEM, "pip install triton"),
     "no triton on a cpu": ((_compat, "has_triton", lambda: False), CPU, NOTE, "pip install triton"),
-    "old triton": ((_compat, "why_old_triton", lambda: "need Triton"), GPU, PROBLEM, "need Triton"),
     "interpreter": ((backend, "interpreting", lambda: True), GPU, PROBLEM, "unset it to train"),
     "interpreter on a cpu": ((backend, "interpreting", lambda: True), CPU, NOTE, "thousands of times slower"),
     "launcher": ((triton_launcher, "why_by_triton", lambda: "Triton 3.99"), GPU, NOTE, "host overhead: Triton 3.99"),
@@ -62,7 +60,7 @@ def test_a_missing_compiler_is_a_problem_on_a_gpu_and_problems_come_first(patch)
     assert findings(CPU) == findings(GPU) == []
     patch.delenv("CC")
     patch.setenv("PATH", "")
-    patch.setattr(torch_fsdp, "why_unknown", lambda: "unknown")
+    patch.setattr(torch_fsdp, "install", lambda: "unknown")
     first, second = findings(GPU)
     assert first.kind == PROBLEM and "install gcc" in first.text and [second] == findings(CPU)
 

@@ -1,4 +1,6 @@
-"""Partial cast of sharded masters over ranks: the bits of the whole, one all-reduce, and errors in place of hangs."""
+"""Partial cast of sharded masters over ranks: bitwise identical to the whole, one all-reduce, and errors instead of
+hangs.
+"""
 
 from __future__ import annotations
 
@@ -114,7 +116,7 @@ def check_whole(group, rank, ranks, kind) -> None:
 
 
 def check_shards(group, rank, ranks, kind) -> None:
-    """Payload goes to shard buffers, with canaries beside them; gathered and merged they are the whole."""
+    """Payload is written to shard buffers, with canaries around them. Gathered and merged, they are the whole."""
     weights = Weights(kind)
     bounds = drawn_bounds(weights, ranks, seed=ranks)
     masters, starts = weights.shards(bounds, rank)
@@ -149,7 +151,7 @@ def gather(mine: torch.Tensor, group, ranks: int) -> list[torch.Tensor]:
 
 
 def check_nan(group, rank, ranks) -> None:
-    """What one rank has reaches the scales of all: NaN above Inf, Inf above all numbers."""
+    """A value of one rank reaches the scales of all: NaN above Inf, Inf above all numbers."""
     weights = Weights("mixed")
     for w in weights.hp:
         if w.numel() > 3:
@@ -159,7 +161,7 @@ def check_nan(group, rank, ranks) -> None:
 
 
 def check_collectives(group, rank, ranks) -> None:
-    """One MAX all-reduce a call, and ranks compare their layouts at the first one alone."""
+    """Each call runs one MAX all-reduce, and only in the first call ranks compare their layouts."""
     weights = Weights("mixed")
     weights.model.append(fp8(zeros(16, 16 * ranks, dtype=torch.bfloat16)))
     weights.hp.append(torch.ones(16, 16 * ranks, device=device()))
@@ -223,7 +225,7 @@ def check_missing(group, rank, ranks) -> None:
     if rank == 1:
         kind = ValueError
         message = r"weight 0 \(BlockwiseFP8Tensor, shape \[8, 24\]\) has 192 elements, but its master is for \[0, 500\)"
-    with store_timeout(3), pytest.raises(kind, match=f"cast_master_weights_to_fp8: {message}"):
+    with store_timeout(3), pytest.raises(kind, match=f"cast_master_weights: {message}"):
         cast_master_weights_to_fp8([fp8(zeros(8, 24))], [master], [0], group)
 
 
@@ -244,7 +246,7 @@ def check_default_group(group, rank, ranks) -> None:
 def check_outsider(group, rank, ranks) -> None:
     """Called by all ranks; the last one is not in the group."""
     if rank >= ranks:
-        message = f"cast_master_weights_to_fp8: rank {rank} is not in the group; call it only on the group's ranks"
+        message = f"cast_master_weights: rank {rank} is not in the group; call it only on the group's ranks"
         with raises(ValueError, message):
             cast_master_weights_to_fp8([fp8(zeros(8, 8))], [None], [None], group)
 

@@ -377,7 +377,8 @@ def test_a_fallback_to_tritons_launcher_is_logged_once(monkeypatch, caplog):
 
     monkeypatch.setattr(triton, "__version__", "3.99.0")
     monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
-    cached = triton_launcher.why_by_triton, triton_launcher.launching, triton_launcher._log_once
+    monkeypatch.setattr(triton_launcher, "use_writable_cache", lambda: None)
+    cached = triton_launcher.why_by_triton, triton_launcher.launching
     for function in cached:
         function.cache_clear()
     try:

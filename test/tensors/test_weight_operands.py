@@ -15,7 +15,7 @@ from machines import Machine
 from torch import nn
 
 from torchao_blockwise import MasterWeightTensor, weights_unchanged
-from torchao_blockwise._compat import cuda_graphs
+from torchao_blockwise._compat import modes
 from torchao_blockwise.testing import assert_bitwise_equal
 
 pytestmark = pytest.mark.usefixtures("no_interpreter")
@@ -144,5 +144,5 @@ def test_inductors_first_run_counts_as_a_capture(stream, is_first_run, captures,
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: captures)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "graphs")
     x = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 0))
-    assert cuda_graphs.is_capturing(x) is (captures or is_first_run)
-    assert not cuda_graphs.is_capturing(torch.zeros(1))
+    assert modes.is_capturing(x) is (captures or is_first_run)
+    assert not modes.is_capturing(torch.zeros(1))

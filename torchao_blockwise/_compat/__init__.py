@@ -10,6 +10,7 @@ import sys
 import types
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -19,11 +20,7 @@ from torchao_blockwise._compat import stored_graphs, torch_fsdp
 from torchao_blockwise._compat.torch_types import Args, Kwargs, Operation
 
 if TYPE_CHECKING:
-    from datetime import timedelta
-
     from torch.distributed import ProcessGroup
-
-    from torchao_blockwise._compat.torch_types import Store
 
 pytree = torch.utils._pytree
 
@@ -35,18 +32,6 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 def has_triton() -> bool:
     """Whether Triton is installed; does not import it."""
     return importlib.util.find_spec("triton") is not None
-
-
-@functools.cache
-def why_old_triton() -> str | None:
-    """Return why the installed Triton cannot build the kernels, which need 3.6 or newer, or None if it can."""
-    try:
-        import triton
-    except Exception as error:
-        return f"triton cannot be imported ({type(error).__name__}: {error}); reinstall it"
-    if tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 6):
-        return f"the kernels need Triton 3.6 or newer, got {triton.__version__} (pip install -U triton)"
-    return None
 
 
 # Copies many tensors in few launches; exists in torch 2.11 to 2.13.
@@ -163,14 +148,6 @@ def version_of(x: torch.Tensor) -> int:
     return x._version
 
 
-def carry_grad_dtype(source: torch.Tensor, target: torch.Tensor) -> None:
-    """Copy `grad_dtype` from `source` to `target` if the program has set it."""
-    dtype = getattr(source, "grad_dtype", source.dtype)
-    # Since torch 2.15 an override may equal the dtype of the tensor.
-    if getattr(source, "_has_grad_dtype_override", dtype != source.dtype):
-        target.grad_dtype = dtype
-
-
 def is_held(x: torch.Tensor) -> bool:
     """Whether `x` has owners besides its Python object, so that `torch.utils.swap_tensors` would refuse it."""
     holders: Callable[[], int] = x._use_count  # type: ignore[attr-defined]
@@ -194,21 +171,6 @@ def counting_changes() -> AbstractContextManager[object]:
     """
     exclude = torch._C._dispatch_tls_local_exclude_set().remove(torch._C.DispatchKey.ADInplaceOrView)
     return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), exclude)
-
-
-@functools.cache
-def functional_gathers() -> set[Operation]:
-    """Return the operations with which DTensor gathers the shards of a tensor."""
-    if not torch.distributed.is_available():
-        return set()
-    from torch.distributed import _functional_collectives  # noqa: F401  # defines them
-
-    gathers = torch.ops._c10d_functional
-    return {
-        gathers.all_gather_into_tensor.default,
-        gathers.wait_tensor.default,
-        gathers._wrap_tensor_autograd.default,
-    }
 
 
 def all_to_all(x: torch.Tensor, received: list[int], sent: list[int], group: ProcessGroup) -> torch.Tensor:
@@ -260,22 +222,8 @@ def wait_for(work: torch.ScriptObject) -> None:
         handle.wait()
 
 
-def all_gather(out: torch.Tensor, x: torch.Tensor, group: ProcessGroup | None) -> None:
-    """Gather each rank's `x` into `out`. Uses the name since torch 2.13, in which the older one warns."""
-    dist = torch.distributed
-    (getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor)(out, x, group=group)
-
-
-def reduce_scatter(out: torch.Tensor, x: torch.Tensor, group: ProcessGroup | None) -> None:
-    """Write the sum over ranks of this rank's part of `x` to `out`. Uses the name since torch 2.13."""
-    dist = torch.distributed
-    (getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor)(out, x, group=group)
-
-
 def max_over_ranks(x: torch.Tensor, group: str) -> torch.Tensor:
     """Return the elementwise maximum over the ranks of the process group with this name; can be compiled."""
-    from torch.distributed import _functional_collectives  # noqa: F401  # defines them
-
     collectives = torch.ops._c10d_functional
     return collectives.wait_tensor(collectives.all_reduce(x, "max", group))
 
@@ -296,9 +244,9 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def default_store() -> Store:
-    """Return the key-value store with which `torch.distributed` was initialized."""
-    return torch.distributed.distributed_c10d._get_default_store()  # type: ignore[return-value]
+def default_store() -> Any:
+    """Return the key-value store with which `torch.distributed` was initialized. PyTorch's stubs lack its `clone`."""
+    return torch.distributed.distributed_c10d._get_default_store()
 
 
 def nccl_timeout(group: ProcessGroup) -> timedelta | None:

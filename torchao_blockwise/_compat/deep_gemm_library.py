@@ -10,19 +10,18 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
-import re
-import shutil
 import subprocess
 import sys
 import warnings
 from collections.abc import Callable
 from importlib import metadata
-from pathlib import Path
+
+from torch.torch_version import TorchVersion
 
 Product = Callable[..., None]
 
 _PACKAGE, _MODULE = "sgl-deep-gemm", "deep_gemm"
-_FROM, _BELOW = (0, 1, 4), (0, 2, 0)
+_FROM, _BELOW = TorchVersion("0.1.4"), TorchVersion("0.2.0")
 _SECONDS = 120
 _TRIAL = """
 import torch, deep_gemm
@@ -30,7 +29,7 @@ torch.cuda.set_device({device})
 a = torch.ones(128, 128, device="cuda").to(torch.float8_e4m3fn)
 out = torch.empty(128, 128, device="cuda", dtype=torch.bfloat16)
 deep_gemm.fp8_gemm_nt((a, torch.ones(1, 128, device="cuda").t()), (a, torch.ones(1, 1, device="cuda")), out)
-assert bool((out == 128).all()), "its product of ones is wrong"
+assert bool((out == 128).all()), "its GEMM of ones is wrong"
 """
 
 
@@ -43,11 +42,9 @@ def why_absent() -> str | None:
         version = metadata.version(_PACKAGE)
     except metadata.PackageNotFoundError:
         version = "another package"
-    numbers = re.match(r"(\d+)\.(\d+)\.(\d+)", version)
-    if numbers is None or not _FROM <= tuple(map(int, numbers.groups())) < _BELOW:
-        wanted, below = (".".join(map(str, bound)) for bound in (_FROM, _BELOW))
-        return f"{_MODULE} must be of {_PACKAGE} {wanted} or newer and below {below}, got {version}"
-    return None
+    if _FROM <= version < _BELOW:
+        return None
+    return f"{_MODULE} must be of {_PACKAGE} {_FROM} or newer and below {_BELOW}, got {version}"
 
 
 @functools.cache
@@ -62,7 +59,7 @@ def product_on(device: int) -> Product | str:
     if _devices and device not in _devices:
         return f"its kernels are on the device that the process used first, cuda:{_devices[0]}, got cuda:{device}"
     _devices.append(device)
-    if (reason := _why_no_compiler() or _failure_of_trial(device)) is not None:
+    if (reason := _failure_of_trial(device)) is not None:
         warnings.warn(f"DeepGEMM is installed but cannot be used: {reason}", stacklevel=2)
         return reason
     import deep_gemm
@@ -76,24 +73,15 @@ def product_on(device: int) -> Product | str:
 _devices: list[int] = []
 
 
-def _why_no_compiler() -> str | None:
-    """Return why DeepGEMM does not find nvcc, or None if it does."""
-    found = shutil.which("nvcc")
-    default = Path(found).parent.parent if found else "/usr/local/cuda"
-    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or default
-    nvcc = Path(os.environ.get("DG_JIT_NVCC_COMPILER") or Path(home, "bin", "nvcc"))
-    return None if nvcc.exists() else f"it builds kernels with nvcc, and {nvcc} does not exist; set CUDA_HOME"
-
-
 def _failure_of_trial(device: int) -> str | None:
     """Return the error of a GEMM in another process, or None."""
     command = [sys.executable, "-c", _TRIAL.format(device=device)]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     try:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=_SECONDS, check=False)
-    except subprocess.SubprocessError as error:
+    except subprocess.TimeoutExpired as error:
         return f"its trial in another process failed: {error}"
     if done.returncode == 0:
         return None
     last = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
-    return f"its trial in another process failed: {last}"
+    return f"its trial in another process, which needs CUDA_HOME to build a kernel with nvcc, failed: {last}"

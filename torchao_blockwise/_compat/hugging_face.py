@@ -8,8 +8,6 @@ import inspect
 import itertools
 import re
 import sys
-from collections.abc import Callable
-from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -60,11 +58,6 @@ def is_offloaded_by_accelerate(module: torch.nn.Module) -> bool:
     return bool(getattr(getattr(module, "_hf_hook", None), "offload", False))
 
 
-def transformers_quantizes() -> bool:
-    """Whether transformers called `quantize_` while loading a model with a `TorchAoConfig`."""
-    return _compat.quantize_call()[2] == "transformers.integrations.torchao"
-
-
 def is_silu(activation: torch.nn.Module) -> bool:
     """Whether `activation` is SiLU, by its class in PyTorch or transformers."""
     cls = type(activation)
@@ -86,29 +79,25 @@ def ignored_on_load(model: torch.nn.Module) -> set[str]:
     return {*(named or ()), *[r"rotary_emb\.inv_freq$"] * is_theirs}
 
 
-def _model_maker(config: Any) -> Callable[..., Any]:
-    """Return what makes the first architecture in `config` that transformers has, else a causal LM or a base model."""
-    import transformers
-
-    for name in config.architectures or ():
-        named: Any = getattr(transformers, name, None)
-        if isinstance(named, type) and issubclass(named, transformers.PreTrainedModel):
-            return named._from_config
-    for auto in (transformers.AutoModelForCausalLM, transformers.AutoModel):
-        if type(config) in auto._model_mapping:
-            return auto.from_config
-    raise ValueError(f"transformers {transformers.__version__} has no model for {type(config).__name__}; upgrade it")
-
-
 def model_on_meta(config: Any, dtype: torch.dtype | None, options: dict[str, Any]) -> Any:
-    """Return the model that `config` names, with Parameters and buffers on the meta device.
+    """Return the model that `config` names, else a causal LM or a base model, on the meta device.
 
     dtype: default that of `config`, else bfloat16. What transformers keeps in fp32 when it loads files is in fp32.
     Raises ValueError if transformers has no model for `config`.
     """
-    make, dtype = _model_maker(config), dtype or config.dtype or torch.bfloat16
+    import transformers
+
+    named = (getattr(transformers, name, None) for name in config.architectures or ())
+    classes = [c for c in named if isinstance(c, type) and issubclass(c, transformers.PreTrainedModel)]
+    autos = transformers.AutoModelForCausalLM, transformers.AutoModel
+    makers = [c._from_config for c in classes] + [a.from_config for a in autos if type(config) in a._model_mapping]
+    if not makers:
+        raise ValueError(
+            f"transformers {transformers.__version__} has no model for {type(config).__name__}; upgrade it"
+        )
+    dtype = dtype or config.dtype or torch.bfloat16
     with torch.device("meta"):
-        model = make(config, dtype=dtype, **options)
+        model = makers[0](config, dtype=dtype, **options)
     kept = {*(getattr(model, "_keep_in_fp32_modules_strict", None) or ())}
     if dtype is torch.float16:
         kept.update(kept_in_fp32(model) or ())
@@ -131,8 +120,7 @@ def materialize(model: Any, device: torch.device) -> None:
         model.to_empty(device=device)
         model.tie_weights()
     # transformers initializes what it has not loaded.
-    saved = itertools.chain(*(_compat.saved_buffers_of(module).values() for module in model.modules()))
-    for x in itertools.chain(model.parameters(), saved):
+    for x in model.state_dict(keep_vars=True).values():
         x._is_hf_initialized = True
     model.initialize_weights()
 
@@ -155,11 +143,8 @@ def advise_on_stored_formats(kind: type, advice: str) -> None:
     AutoHfQuantizer.merge_quantization_configs = staticmethod(advising)  # type: ignore[method-assign,assignment]
 
 
-_given_state_dict: ContextVar[dict[str, Any] | None] = ContextVar("given_state_dict", default=None)
-
-
-def remember_given_state_dicts() -> None:
-    """Wrap `PreTrainedModel.save_pretrained` to record its `state_dict` argument for `given_state_dict`.
+def remember_given_state_dicts(kind: type) -> None:
+    """Wrap `save_pretrained` to set its `state_dict` argument as `given_state_dict` of a quantizer of class `kind`.
 
     transformers passes only the model to a quantizer, and drops the state dict, which Trainer has gathered.
     """
@@ -170,18 +155,13 @@ def remember_given_state_dicts() -> None:
 
     @functools.wraps(save)
     def remembering(*args: Any, **kwargs: Any) -> Any:
-        token = _given_state_dict.set(signature.bind(*args, **kwargs).arguments.get("state_dict"))
-        try:
-            return save(*args, **kwargs)
-        finally:
-            _given_state_dict.reset(token)
+        given = signature.bind(*args, **kwargs).arguments
+        quantizer = getattr(given["self"], "hf_quantizer", None)
+        if isinstance(quantizer, kind):
+            vars(quantizer)["given_state_dict"] = given.get("state_dict")
+        return save(*args, **kwargs)
 
     PreTrainedModel.save_pretrained = remembering  # type: ignore[method-assign]
-
-
-def given_state_dict() -> dict[str, Any] | None:
-    """Return the `state_dict` argument of the running `save_pretrained`, or None."""
-    return _given_state_dict.get()
 
 
 def count_stored_bytes(kind: type) -> None:

@@ -1,23 +1,19 @@
-"""Dispatch modes, and what they need to know about tensors."""
+"""Dispatch modes, fake tensors, hooks and CUDA graphs: what intercepts or records operations."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
-__all__ = [
-    "TorchDispatchMode",
-    "is_intercepted",
-    "is_profiling",
-    "is_traceable_wrapper_subclass",
-    "storage_of",
-    "without_modes",
-]
+# Other names of this module than its own.
+__all__ = ["FakeTensor", "FakeTensorMode", "TorchDispatchMode", "is_traceable_wrapper_subclass"]
 
 
 def without_modes() -> AbstractContextManager[Any]:
@@ -60,3 +56,32 @@ def is_intercepted(values: Iterable[Any]) -> bool:
         if isinstance(value, torch.Tensor) and (type(value) not in _PLAIN or value.is_meta):
             return True
     return False
+
+
+def runs_alone(module: torch.nn.Module) -> bool:
+    """Whether `module` has no hooks and uses the forward pass of its class."""
+    hooks = module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks
+    return not ("forward" in module.__dict__ or any(hooks))
+
+
+def is_capturing(x: torch.Tensor) -> bool:
+    """Whether a CUDA graph captures operations on `x`, or inductor does the warm-up run for its CUDA graphs.
+
+    `torch.compile(mode="reduce-overhead")` begins with that run, in the memory pool of its graphs. Inductor frees the
+    pool afterwards, and raises if a tensor that it does not know is still alive in it.
+    """
+    return x.is_cuda and (torch.cuda.is_current_stream_capturing() or _is_first_run(x.device))
+
+
+def _is_first_run(device: torch.device) -> bool:
+    # Imported only if something was compiled in this mode.
+    trees = sys.modules.get("torch._inductor.cudagraph_trees")
+    if trees is None:
+        return False
+    try:
+        manager = trees.get_manager(device.index, create_if_none_exists=False)
+    except AssertionError:
+        # PyTorch 2.11 raises in a thread without CUDA graphs.
+        return False
+    # Inductor runs and records its graphs on this stream, and nothing else there.
+    return manager is not None and bool(torch.cuda.current_stream(device) == manager.stream)

@@ -27,15 +27,8 @@ def keep_graphs_apart() -> None:
     from torch.distributed.tensor import DTensor
 
     dtensor: Any = DTensor
-    hash_of_placement = getattr(dtensor, "_stable_hash_for_caching", None)
-    if hash_of_placement is None:
-        # Without such a method PyTorch flattens the DTensor, and hashes its local tensor.
-        return
-
-    @functools.wraps(hash_of_placement)
-    def hash_of_all(x: DTensor) -> str:
-        local = x._local_tensor
-        own = local._stable_hash_for_caching() if hasattr(local, "_stable_hash_for_caching") else ""
-        return hash_of_placement(x) + own
-
-    dtensor._stable_hash_for_caching = hash_of_all
+    # Without such a method, PyTorch 2.11 flattens the DTensor, and hashes its local tensor.
+    if hash_of_placement := getattr(dtensor, "_stable_hash_for_caching", None):
+        dtensor._stable_hash_for_caching = lambda x: (
+            hash_of_placement(x) + getattr(x._local_tensor, "_stable_hash_for_caching", str)()
+        )

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import functools
 import logging
 import os
+import shutil
 import tempfile
 import warnings
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
@@ -16,7 +19,7 @@ if TYPE_CHECKING:
     from triton.compiler.compiler import CompiledKernel
     from triton.runtime.jit import JITFunction
 
-_T = TypeVar("_T")
+_SLOWER = "kernels are launched by Triton's own launcher, which has more host overhead: %s"
 _log = logging.getLogger(__name__)
 
 # Versions of Triton whose launchers' arguments are known.
@@ -41,11 +44,11 @@ Launcher: TypeAlias = Callable[[int, int, Sequence[Any]], None]
 class Launching:
     """The names of Triton that are needed to launch compiled kernels."""
 
-    def __init__(self, version: tuple[int, ...]):
+    def __init__(self) -> None:
         from triton import knobs
         from triton.runtime import driver
 
-        self._version, self._knobs = version, knobs.runtime
+        self._knobs = knobs.runtime
         self.current_device: Callable[[], int] = driver.active.get_current_device
         self.current_stream: Callable[[int], int] = driver.active.get_current_stream
 
@@ -66,13 +69,13 @@ class Launching:
         behind, launcher = kernel.params[runtime_args:], compiled.run
         needs_memory = launcher.global_scratch_size or launcher.profile_scratch_size
         if needs_memory or getattr(launcher, "gsan_enabled", False) or not all(p.is_constexpr for p in behind):
-            _log_once(f"{kernel.__name__} needs scratch memory or instrumentation")
+            _log.warning(_SLOWER, f"{kernel.__name__} needs scratch memory or instrumentation")
             return None
         options: tuple[Any, ...] = compiled.function, launcher.launch_cooperative_grid, launcher.launch_pdl
         no_hooks, scratch, launch = (None, None, None), (None, None), launcher.launch
         # The values of constexprs are ignored.
         constexprs = (None,) * len(behind)
-        if self._version == (3, 6):
+        if _version() == (3, 6):
             before = *options, *scratch, compiled.packed_metadata, *no_hooks
             return lambda grid, stream, values: launch(grid, 1, 1, stream, *before, *values, *constexprs)
         about = launcher.arg_annotations, launcher.kernel_signature
@@ -80,29 +83,23 @@ class Launching:
         return lambda grid, stream, values: launch(grid, 1, 1, stream, *before, (*values, *constexprs))
 
 
-# Kept until the process ends, when the folders are removed.
-_temporary_caches: list[tempfile.TemporaryDirectory[str]] = []
+@functools.cache
+def use_writable_cache() -> None:
+    """Let Triton cache kernels in a temporary folder, with a warning, if it cannot write to its own folder."""
+    from triton import knobs
 
-
-def with_cache(build: Callable[[], _T]) -> _T:
-    """Return `build()`, which may write compiled kernels; use a temporary folder if Triton's cache is read-only."""
-    try:
-        return build()
-    except OSError as error:
-        from triton import knobs
-
-        folder, path = os.path.abspath(knobs.cache.dir), os.path.abspath(error.filename or os.devnull)
-        if os.path.commonpath((path, folder)) not in (path, folder):
-            # Another error, such as a missing compiler.
-            raise
-        _temporary_caches.append(tempfile.TemporaryDirectory(prefix="torchao_blockwise_", ignore_cleanup_errors=True))
-        knobs.cache.dir = _temporary_caches[-1].name
-        warnings.warn(
-            f"Triton cannot cache kernels in {folder} ({error}), so this process caches them in {knobs.cache.dir}; set "
-            "TRITON_CACHE_DIR to a folder that can be written",
-            stacklevel=2,
-        )
-    return build()
+    folder = knobs.cache.dir
+    with contextlib.suppress(OSError):
+        os.makedirs(folder, exist_ok=True)
+        if os.access(folder, os.W_OK):
+            return
+    knobs.cache.dir = tempfile.mkdtemp(prefix="torchao_blockwise_")
+    atexit.register(shutil.rmtree, knobs.cache.dir, ignore_errors=True)
+    warnings.warn(
+        f"Triton cannot cache kernels in {folder}, so this process caches them in {knobs.cache.dir}; set "
+        "TRITON_CACHE_DIR to a folder that can be written",
+        stacklevel=2,
+    )
 
 
 @functools.cache
@@ -112,11 +109,11 @@ def why_by_triton() -> str | None:
 
     if triton.knobs.runtime.interpret:
         return "Triton's interpreter runs kernels on the CPU"
-    version = tuple(int(part) for part in triton.__version__.split(".")[:2])
-    if version not in _KNOWN:
+    use_writable_cache()
+    if _version() not in _KNOWN:
         known = ", ".join(".".join(map(str, numbers)) for numbers in _KNOWN)
         return f"Triton {triton.__version__} is not one of the versions whose launchers are known: {known}"
-    target = with_cache(lambda: triton.runtime.driver.active.get_current_target())
+    target = triton.runtime.driver.active.get_current_target()
     return None if target.backend == "cuda" else f"kernels are built for {target.backend}, not CUDA"
 
 
@@ -126,13 +123,12 @@ def launching() -> Launching | None:
     import triton
 
     why = why_by_triton()
-    if why is None:
-        return Launching(tuple(int(part) for part in triton.__version__.split(".")[:2]))
-    if not triton.knobs.runtime.interpret:
-        _log_once(why)
-    return None
+    if why is not None and not triton.knobs.runtime.interpret:
+        _log.warning(_SLOWER, why)
+    return Launching() if why is None else None
 
 
-@functools.cache
-def _log_once(why: str) -> None:
-    _log.warning("kernels are launched by Triton's own launcher, which has more host overhead: %s", why)
+def _version() -> tuple[int, ...]:
+    import triton
+
+    return tuple(int(part) for part in triton.__version__.split(".")[:2])

@@ -19,13 +19,10 @@ def own_name(name: str) -> str:
 
 def wrapped_in(model: nn.Module) -> nn.Module:
     """Return the model inside of torch.compile, checkpoint_wrapper and DistributedDataParallel, or `model` itself."""
-    while True:
-        inner: Any = next((m for name, m in model.named_children() if not own_name(name)), None)
-        if inner is None and isinstance(model, nn.parallel.DistributedDataParallel):
-            inner = model.module
-        if inner is None:
-            return model
-        model = inner
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        return wrapped_in(model.module)
+    inner = next((m for name, m in model.named_children() if not own_name(name)), None)
+    return model if inner is None else wrapped_in(inner)
 
 
 def model_of_transformers_in(model: nn.Module) -> nn.Module | None:

@@ -257,7 +257,8 @@ def swap(weight: Any, converted: torch.Tensor) -> None:
     if isinstance(converted, QuantizedTensor) and weight.requires_grad:
         converted.pending_master = PendingMaster(weight.detach())
     new = nn.Parameter(converted, requires_grad=weight.requires_grad)
-    _compat.carry_grad_dtype(weight, new)
+    if (dtype := getattr(weight, "grad_dtype", weight.dtype)) != weight.dtype:
+        new.grad_dtype = dtype
     is_ours = isinstance(weight, (MasterWeightTensor, QuantizedTensor))
     own = {*itertools.chain(*weight.__tensor_flatten__()), *_OF_THE_CONTENT} if is_ours else ()
     attributes = {k: v for k, v in vars(weight).items() if k not in vars(new) and k not in own}
@@ -287,7 +288,7 @@ def unconvert(model: nn.Module) -> nn.Module:
         for p, held in held_parameters(model).items()
         if isinstance(_compat.local_of(p), (MasterWeightTensor, QuantizedTensor))
     }
-    is_sharded = any(torch_fsdp.state_of(module) is not None for module in model.modules())
+    is_sharded = bool(torch_fsdp.states_of(model.modules()))
     reasons = {
         fqn: _SHARDED if is_sharded or _compat.local_of(p) is not p else why_not_swappable(p)
         for p, fqn in weights.items()

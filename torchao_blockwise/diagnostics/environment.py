@@ -79,7 +79,7 @@ def findings(device: torch.device) -> list[Finding]:
 def _of_versions() -> Iterator[Finding]:
     if reason := _versions.why_too_old():
         yield Finding(PROBLEM, reason)
-    if reason := torch_fsdp.why_unknown():
+    if reason := torch_fsdp.install():
         yield Finding(NOTE, reason)
 
 
@@ -89,8 +89,6 @@ def _of_triton(device: torch.device) -> Iterator[Finding]:
     if not _compat.has_triton():
         yield Finding(kind, "triton is not installed: everything is computed by eager PyTorch (pip install triton)")
         return
-    if reason := _compat.why_old_triton():
-        yield Finding(kind, reason)
     if backend.interpreting():
         yield Finding(
             kind,

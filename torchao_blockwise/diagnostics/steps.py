@@ -13,8 +13,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from torchao_blockwise import _compat
-from torchao_blockwise._compat import fakes
-from torchao_blockwise._compat.modes import is_traceable_wrapper_subclass, storage_of
+from torchao_blockwise._compat.modes import FakeTensorMode, is_traceable_wrapper_subclass, storage_of
 from torchao_blockwise.diagnostics.live_memory import LiveMemory, plain_tensors
 from torchao_blockwise.tensors import QuantizedTensor
 
@@ -147,7 +146,7 @@ def run_fake_step(
         parts = {name: like(part) for name in names if (part := getattr(x, name)) is not None}
         return type(x).__tensor_unflatten__(parts, context, x.shape, x.stride())
 
-    with fakes.fake_mode():
+    with FakeTensorMode(allow_non_fake_inputs=True):
         tensors = replacements(model, like, plain)
         fake_batch = _compat.pytree.tree_map_only(torch.Tensor, plain, list(batch))
         return run_step(model, tensors, fake_batch, loss, microbatches)

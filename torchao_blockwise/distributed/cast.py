@@ -145,16 +145,12 @@ def run_partial_casts(casts: Sequence[PartialCast], group: dist.ProcessGroup | N
 
 def _batches(casts: Sequence[PartialCast], device: torch.device) -> list[list[PartialCast]]:
     """Group casts by call. Frames and offloaded values go one by one, so that only one copy is on the device."""
-    together: dict[tuple[CastOptions, str, bool], list[PartialCast]] = {}
-    single = []
+    batches: dict[tuple[CastOptions, str, bool, int | None], list[PartialCast]] = {}
     for cast in casts:
-        if cast.values is None:
-            continue
-        if cast.dim or cast.values.device != device:
-            single.append([cast])
-        else:
-            together.setdefault((cast.options, cast.into, _is_of_whole_blocks(cast)), []).append(cast)
-    return [*together.values(), *single]
+        if cast.values is not None:
+            single = cast.first_block if cast.dim or cast.values.device != device else None
+            batches.setdefault((cast.options, cast.into, _is_of_whole_blocks(cast), single), []).append(cast)
+    return list(batches.values())
 
 
 def _is_of_whole_blocks(cast: PartialCast) -> bool:

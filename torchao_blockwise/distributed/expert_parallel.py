@@ -63,7 +63,7 @@ def dispatch_tokens(
     dist.all_to_all_single(arriving, counts, group=group)
     counts, arriving = counts.view(ranks, most), arriving.view(ranks, most)
     sent, received = torch.stack([counts.sum(1), arriving.sum(1)]).tolist()
-    rows = _exchange(x[: sum(sent)], sent, received, group)
+    rows = _compat.all_to_all(x[: sum(sent)].contiguous(), received, sent, group)
     # Rows come rank by rank, each rank's sorted by expert.
     expert_of_run = torch.arange(most, device=x.device).repeat(ranks)
     ids = torch.repeat_interleave(expert_of_run, arriving.flatten(), output_size=sum(received))
@@ -77,13 +77,9 @@ def combine_tokens(y: torch.Tensor, exchange: TokenExchange, group: dist.Process
     Returns [M, H] in the original order; rows of no expert are zeros.
     """
     rows = unpermute(y, exchange.source, 1)
-    back = _exchange(rows, exchange.received, exchange.sent, group)
+    back = _compat.all_to_all(rows.contiguous(), exchange.sent, exchange.received, group)
     stayed = exchange.tokens - back.shape[0]
     return back if not stayed else torch.cat([back, back.new_zeros(stayed, back.shape[1])])
-
-
-def _exchange(x: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> torch.Tensor:
-    return _compat.all_to_all(x.contiguous(), received, sent, group)
 
 
 class ExpertParallel(ParallelStyle):

@@ -11,7 +11,6 @@ that an earlier pass left gathered are released and gathered again.
 
 from __future__ import annotations
 
-import hashlib
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -24,7 +23,7 @@ from torchao_blockwise import _compat
 from torchao_blockwise._compat import torch_fsdp
 from torchao_blockwise._compat.torch_fsdp import FsdpParameter
 from torchao_blockwise.distributed.cast import PartialCast, cast_of_shard, run_partial_casts
-from torchao_blockwise.distributed.rank_consistency import check_same
+from torchao_blockwise.distributed.rank_consistency import check_same, digest
 from torchao_blockwise.tensors import MasterWeightTensor, QuantizedShard
 from torchao_blockwise.tensors.config import TrainingConfig
 from torchao_blockwise.tensors.fsdp import ShardLayout, attach, is_current
@@ -33,7 +32,8 @@ from torchao_blockwise.tensors.weight_operands import raise_unchanged
 
 _KINDS = (MasterWeightTensor, QuantizedShard)
 _SUBJECT = "sync_weight_scales"
-_NOTE = "root"
+# The attribute of FSDP2's states, or of the object that they share, that holds their root.
+_ROOT = "torchao_blockwise_root"
 
 
 def sync_weight_scales(model: nn.Module) -> None:
@@ -45,23 +45,13 @@ def sync_weight_scales(model: nn.Module) -> None:
     Raises ValueError if ranks differ in their weights, configs or dtypes, RuntimeError if a rank is missing. Both name
     the rank and the weight.
     """
-    states = _states_of(model)
+    states = torch_fsdp.states_of(model.modules())
     # Before the first forward pass states do not know their root; they are synchronized together.
     fresh = tuple(state for state in states if torch_fsdp.scope_of(state) is None)
     scopes = [torch_fsdp.scope_of(state) or (fresh[0], fresh) for state in states]
     names: dict[torch.Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     for owner, below in dict.fromkeys(scopes):
         _root_of(owner, below, names).sync()
-
-
-def parameters_of(model: nn.Module, names: Mapping[torch.Tensor, str]) -> list[FsdpParameter]:
-    """Return the parameters that FSDP2 shards in `model`, also before the first forward pass."""
-    return torch_fsdp.parameters_of(_states_of(model), names)
-
-
-def _states_of(model: nn.Module) -> list[torch_fsdp.State]:
-    found = dict.fromkeys(map(torch_fsdp.state_of, model.modules()))
-    return [state for state in found if state is not None]
 
 
 def _before_gathers(state: torch_fsdp.State) -> None:
@@ -100,32 +90,31 @@ class Root:
     @torch.no_grad()
     def sync(self) -> None:
         self.scopes = self._open_scopes()
-        casts = [(p, s, _cast_of_master(p, s)) for p, s in self.masters if isinstance(s, QuantizedShard)]
+        casts = [(p.group, s, _cast_of_master(p, s)) for p, s in self.masters if isinstance(s, QuantizedShard)]
         waiting = [(p, p.local) for p in self.parameters if isinstance(p.local, QuantizedShard) and p.local.awaits_cast]
         # Amaxes are reduced by position, so all ranks must have loaded values for the same weights.
         _check_same([p for p, _ in waiting], [f"values for {p.name}" for p, _ in waiting])
-        casts += [(p, shard, _cast_of_loaded(p, shard)) for p, shard in waiting]
-        cast_shards([(p.group, shard, cast) for p, shard, cast in casts])
+        cast_shards(casts + [(p.group, shard, _cast_of_loaded(p, shard)) for p, shard in waiting])
         for p, shard in self.masters:
             attach(shard, _master(p))
 
     def _open_scopes(self) -> list[Scope]:
-        return scopes_of(torch_fsdp.modules_of(self.states[0])[0])
+        return scopes_of(torch_fsdp.module_of(self.states[0]))
 
 
 def _root_of(
     owner: object, states: tuple[torch_fsdp.State, ...], names: Mapping[torch.Tensor, str] | None = None
 ) -> Root:
     """Return the root of `states`, created once and stored with `owner`, which lives as long as they do."""
-    notes = torch_fsdp.notes_of(owner)
-    root = notes.get(_NOTE)
+    root: Root | None = getattr(owner, _ROOT, None)
     if root is None or root.states != states:
         for state in states:
             # Roots that were created before FSDP2 knew the real one.
-            torch_fsdp.notes_of(state).pop(_NOTE, None)
+            vars(state).pop(_ROOT, None)
         # Tensors created in inference mode could not be changed in training.
         with torch.inference_mode(False):
-            root = notes[_NOTE] = Root(states, names or {})
+            root = Root(states, names or {})
+        setattr(owner, _ROOT, root)
     return root
 
 
@@ -154,7 +143,7 @@ def _master(p: FsdpParameter) -> MasterWeightTensor:
 def _shard_of_master(p: FsdpParameter) -> QuantizedShard | ShardLayout:
     master = _master(p)
     layout = _layout_of(p, master.config)
-    if len(p.modules) > 1 and not all(isinstance(module, nn.Linear) for module in p.modules):
+    if len(p.places) > 1 and not all(isinstance(module, nn.Linear) for module, _ in p.places):
         # Modules other than linear layers, such as embeddings, need the values.
         return layout
     fmt = master.config.weight_format
@@ -171,28 +160,23 @@ def _cast_of_master(p: FsdpParameter, shard: QuantizedShard) -> PartialCast:
     split_groups: tuple[dist.ProcessGroup, ...] = ()
     if shard.global_scale is not None:
         shard.global_scale = torch.empty_like(shard.global_scale)
-        split_groups = p.split_groups if shard.global_scale.dim() == 0 else _groups_of_matrices(p)
+        if shard.global_scale.dim() == 0:
+            split_groups = tuple(group for group, _ in p.splits)
+        elif any(dim >= len(p.shape) - 2 for _, dim in p.splits):
+            raise ValueError(
+                f"fully_shard: {p.name} {list(p.shape)} is split inside of experts by tensor parallelism, and each of "
+                "its experts has a separate tensor scale; distribute whole experts over ranks (ExpertParallel), or use "
+                "scale_per_expert=False"
+            )
     blocks = shard.scale.numel()
     scale = torch.empty(blocks + bool(split_groups), dtype=shard.scale.dtype, device=shard.device)
     shard.scale = scale[:blocks].view(shard.scale.shape)
     return cast_of_shard(shard, _master(p).hp)._replace(scale=scale, split_groups=split_groups)
 
 
-def _groups_of_matrices(p: FsdpParameter) -> tuple[dist.ProcessGroup, ...]:
-    """Return the groups over which single experts are split: none, since each has a separate tensor scale."""
-    if any(dim >= len(p.shape) - 2 for dim in p.split_dims):
-        raise ValueError(
-            f"fully_shard: {p.name} {list(p.shape)} is split in dim {max(p.split_dims)} by tensor parallelism, and "
-            "each of its experts has a separate tensor scale; distribute whole experts over ranks (ExpertParallel), "
-            "or use scale_per_expert=False"
-        )
-    return ()
-
-
 def _reshard_wholly(states: tuple[torch_fsdp.State, ...]) -> None:
     """Reshard to all ranks: FSDP2 cannot gather tensors with all-gather hooks, such as ours, from fewer ranks."""
-    partial = torch_fsdp.partial_reshards(states)
-    modules: list[Any] = [module for module, shards in partial if any(isinstance(x, _KINDS) for x in shards)]
+    modules = torch_fsdp.partial_reshards(states, _KINDS)
     for module in modules:
         module.set_reshard_after_forward(True, recurse=False)
     if modules:
@@ -237,14 +221,10 @@ def _described(p: FsdpParameter) -> str:
     local: Any = p.local
     gathered = f"{local.config.of_all_ranks}"
     if isinstance(local, QuantizedShard) and not local.awaits_cast:
-        gathered += f", scales {_digest(x for x in (local.scale, local.global_scale) if x is not None)}"
+        scales = [x.reshape(-1).view(torch.uint8).cpu() for x in (local.scale, local.global_scale) if x is not None]
+        gathered += f", scales {digest(b''.join(x.numpy().tobytes() for x in scales))}"
     kind = f"{type(local).__name__} {local.dtype}, dim {p.dim} over {p.ranks} ranks"
     return f"{p.name} {list(p.shape)} ({kind}), gathered from {p.dtype} as {gathered}"
 
 
-def _digest(tensors: Iterable[torch.Tensor]) -> str:
-    data = b"".join(x.contiguous().view(-1).view(torch.uint8).cpu().numpy().tobytes() for x in tensors)
-    return hashlib.blake2b(data, digest_size=4).hexdigest()
-
-
-torch_fsdp.before_gathers(_before_gathers)
+torch_fsdp.before_gathers = _before_gathers

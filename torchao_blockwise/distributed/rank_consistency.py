@@ -3,7 +3,7 @@
 check_same          before data is exchanged by position: all ranks have the same weights
 name_absent_ranks   if a rank is missing, gloo raises but names at most a port: ranks find out which rank it is
 watch_collectives   NCCL does not raise: if a rank never enters a collective, the others wait on the device until
-                    PyTorch ends the process, without naming it. A thread compares the collectives that ranks entered.
+                    PyTorch ends the process, without naming it. A timer compares the collectives that ranks entered.
 
 All use the key-value store of the process group: it works with any backend, does not synchronize with a device, and
 tells which rank is missing.
@@ -15,21 +15,15 @@ import contextlib
 import datetime
 import hashlib
 import logging
-import math
 import threading
-import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import zip_longest
-from typing import TYPE_CHECKING
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
 from torchao_blockwise import _compat
-
-if TYPE_CHECKING:
-    from torchao_blockwise._compat.torch_types import Store
 
 # Subjects and values on which the ranks of a group have agreed.
 _agreed: WeakKeyDictionary[dist.ProcessGroup, set[tuple[object, ...]]] = WeakKeyDictionary()
@@ -52,12 +46,12 @@ def check_same(subject: str, ranks: Sequence[int], entries: Iterable[str]) -> No
     if len(ranks) == 1 or dist.get_backend() == "fake":
         return
     store, me = _compat.default_store(), dist.get_rank()
-    prefix = f"torchao_blockwise/{_digest(f'{subject} {ranks}')}"
+    prefix = f"torchao_blockwise/{digest(f'{subject} {ranks}'.encode())}"
     # All ranks have the same count, because all take part in each round.
     prefix = f"{prefix}/{store.add(f'{prefix}/rounds/{me}', 1)}"
     text = "\n".join(entries)
     store.set(f"{prefix}/text/{me}", text)
-    store.set(f"{prefix}/digest/{me}", _digest(text))
+    store.set(f"{prefix}/digest/{me}", digest(text.encode()))
     keys = {rank: f"{prefix}/digest/{rank}" for rank in ranks}
     if missing := _absent(store, keys, store.timeout):
         raise RuntimeError(
@@ -74,11 +68,11 @@ def check_same(subject: str, ranks: Sequence[int], entries: Iterable[str]) -> No
         )
 
 
-def _digest(text: str) -> str:
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+def digest(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
-def _absent(store: Store, keys: dict[int, str], timeout: datetime.timedelta) -> list[int]:
+def _absent(store: Any, keys: dict[int, str], timeout: datetime.timedelta) -> list[int]:
     """Wait for the keys, and return the ranks whose key is not in the store at the timeout."""
     try:
         store.wait(list(keys.values()), timeout)
@@ -109,8 +103,8 @@ def name_absent_ranks(subject: str, what: str, group: dist.ProcessGroup) -> Iter
     what: the collective, such as "reduce the amaxes". A rank that failed before, or waits in another collective, writes
     no marker.
     """
-    if _watcher is not None:
-        _watcher.enter(subject, what, group)
+    if _watched is not None and _watched[0] is dist.group.WORLD:
+        _watch(subject, what, group, _watched[1])
     try:
         yield
     except RuntimeError as e:
@@ -127,62 +121,10 @@ def name_absent_ranks(subject: str, what: str, group: dist.ProcessGroup) -> Iter
         raise RuntimeError(f"{subject}: rank {me} could not {what} with ranks {ranks}; {why}") from e
 
 
-@dataclass
-class _Entered:
-    """The last collective of a kind that this rank entered, the number of those so far, and when it is late."""
-
-    number: int
-    at: float
-    late: float
-    ranks: list[int]
-    what: str
-
-
-class _Watcher(threading.Thread):
-    """Watches the last collectives that this rank entered, until the process group ends or another watcher starts.
-
-    It uses only the store, since a query of the device would break the capture of a CUDA graph.
-    """
-
-    def __init__(self) -> None:
-        super().__init__(name="torchao_blockwise collective watchdog", daemon=True)
-        # A separate connection, because the main thread may block the first one.
-        self.store = _compat.default_store().clone()
-        self.entered: dict[str, _Entered] = {}
-
-    def enter(self, subject: str, what: str, group: dist.ProcessGroup) -> None:
-        """Count this collective in the store, if NCCL runs it."""
-        if not self.is_alive() or (timeout := _compat.nccl_timeout(group)) is None:
-            return
-        ranks, now = sorted(dist.get_process_group_ranks(group)), time.monotonic()
-        prefix = f"torchao_blockwise/entered/{subject}/{ranks}"
-        number = self.entered[prefix].number + 1 if prefix in self.entered else 1
-        self.store.set(f"{prefix}/{dist.get_rank()}", str(number))
-        what = f"{subject}: rank {dist.get_rank()} waits to {what} with ranks {ranks}"
-        self.entered[prefix] = _Entered(number, now, now + _LATE_SHARE * timeout.total_seconds(), ranks, what)
-
-    def run(self) -> None:
-        while dist.is_initialized() and _watcher is self:
-            for prefix, entered in list(self.entered.items()):
-                if time.monotonic() >= entered.late:
-                    entered.late = math.inf
-                    self._report(prefix, entered)
-            time.sleep(0.5)
-
-    def _report(self, prefix: str, entered: _Entered) -> None:
-        """Log which ranks have entered fewer of these collectives than this rank, if any."""
-        keys = {rank: f"{prefix}/{rank}" for rank in entered.ranks}
-        try:
-            counts = {rank: int(self.store.get(key)) if self.store.check([key]) else 0 for rank, key in keys.items()}
-        except RuntimeError:
-            _log.error("%s; %s", entered.what, _STORE_GONE)
-            return
-        if absent := [rank for rank, count in counts.items() if count < entered.number]:
-            seconds = time.monotonic() - entered.at
-            _log.error("%s; after %.0f s there is no answer from %s: %s", entered.what, seconds, _named(absent), _WHY)
-
-
-_watcher: _Watcher | None = None
+# For each kind of collective, the timer that reports the last one if it is late.
+_timers: dict[str, threading.Timer] = {}
+# The default group whose collectives are watched, and a connection to its store.
+_watched: tuple[object, Any] | None = None
 
 
 def watch_collectives() -> None:
@@ -193,8 +135,40 @@ def watch_collectives() -> None:
     pass and optimizer step. It is not needed for gloo, which raises, and then the error names the ranks.
     Raises ValueError before `init_process_group`.
     """
-    global _watcher
+    global _watched
     if not dist.is_initialized():
         raise ValueError("watch_collectives: no process group; call it after init_process_group")
-    _watcher = _Watcher()
-    _watcher.start()
+    # A separate connection, because a collective may block the first one.
+    _watched = dist.group.WORLD, _compat.default_store().clone()
+
+
+def _watch(subject: str, what: str, group: dist.ProcessGroup, store: Any) -> None:
+    """Count this collective in the store if NCCL runs it, and report it when it is late.
+
+    Only the store is used, since a query of the device would break the capture of a CUDA graph.
+    """
+    if (timeout := _compat.nccl_timeout(group)) is None:
+        return
+    ranks, seconds = sorted(dist.get_process_group_ranks(group)), _LATE_SHARE * timeout.total_seconds()
+    prefix = f"torchao_blockwise/entered/{subject}/{ranks}"
+    if prefix in _timers:
+        _timers[prefix].cancel()
+    keys = {rank: f"{prefix}/{rank}" for rank in ranks}
+    number = store.add(keys[dist.get_rank()], 1)
+    waits = f"{subject}: rank {dist.get_rank()} waits to {what} with ranks {ranks}"
+
+    def report() -> None:
+        """Log which ranks have entered fewer of these collectives than this rank, if any."""
+        try:
+            absent = [rank for rank, key in keys.items() if store.add(key, 0) < number]
+        except RuntimeError:
+            # Or this process has left the group.
+            if dist.is_initialized():
+                _log.error("%s; %s", waits, _STORE_GONE)
+        else:
+            if absent:
+                _log.error("%s; after %.0f s there is no answer from %s: %s", waits, seconds, _named(absent), _WHY)
+
+    timer = _timers[prefix] = threading.Timer(seconds, report)
+    timer.daemon = True
+    timer.start()

@@ -44,7 +44,6 @@ from transformers.utils.quantization_config import QuantizationConfigMixin  # no
 
 from torchao_blockwise.integrations.pretrained import from_pretrained  # noqa: E402, F401  # a public name
 
-hugging_face.remember_given_state_dicts()
 hugging_face.count_stored_bytes(QuantizedTensor)
 _USE_OURS = (
     "For files that are quantized, call from_pretrained(path, recipe) of torchao_blockwise.integrations.transformers, "
@@ -152,7 +151,7 @@ class BlockwiseQuantizer(HfQuantizer):
 
     def get_state_dict_and_metadata(self, model: nn.Module) -> tuple[dict[str, Any] | None, dict[str, Any]]:
         """Return the state dict that was passed to `save_pretrained`, or None for the model's own, which is plain."""
-        return hugging_face.given_state_dict(), {}
+        return vars(self).pop("given_state_dict", None), {}
 
     def _process_model_before_weight_loading(self, model: Any, checkpoint_files: Any = None, **kwargs: Any) -> None:
         """Raise ValueError for files in a format that transformers does not know, such as Model Optimizer's."""
@@ -171,6 +170,9 @@ class BlockwiseQuantizer(HfQuantizer):
 
     def _dequantize(self, model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
         return unconvert(model)
+
+
+hugging_face.remember_given_state_dicts(BlockwiseQuantizer)
 
 
 class UnchangedWeights(TrainerCallback):

@@ -21,7 +21,7 @@ from torch import nn
 
 from torchao_blockwise import _compat
 from torchao_blockwise._compat import hugging_face
-from torchao_blockwise._compat.module_hooks import runs_alone
+from torchao_blockwise._compat.modes import runs_alone
 from torchao_blockwise.formats import HIGH_PRECISION_DTYPES, Copies
 from torchao_blockwise.nn.activations import as_rows
 from torchao_blockwise.nn.converted import ConvertedLinear, DerivedModule, derived_class

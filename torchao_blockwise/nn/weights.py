@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 import torch
 
 from torchao_blockwise import _compat
-from torchao_blockwise._compat import fakes
+from torchao_blockwise._compat.modes import FakeTensor
 from torchao_blockwise.formats import HIGH_PRECISION_DTYPES, StochasticRounding
 from torchao_blockwise.ops.operands import check_dtype
 from torchao_blockwise.tensors import (
@@ -64,11 +64,9 @@ def is_fp8_weight(weight: torch.Tensor) -> bool:
 
 def are_plain(*tensors: torch.Tensor | None) -> bool:
     """Whether none of them is a tensor subclass, such as a DTensor, which operations do not support."""
-    plain = (torch.Tensor, torch.nn.Parameter)
     # Fake tensors represent plain ones. In compiled code, they have the type of the tensor they represent.
-    return all(
-        t is None or type(t) in plain or (not torch.compiler.is_compiling() and fakes.is_fake(t)) for t in tensors
-    )
+    plain = (torch.Tensor, torch.nn.Parameter, FakeTensor)
+    return all(t is None or type(t) in plain for t in tensors)
 
 
 def check_square_blocks(op: str, name: str, weight: torch.Tensor) -> None:

@@ -98,7 +98,7 @@ def architecture(device: torch.device) -> str:
 
 def why_no_compiler() -> str | None:
     """Return why the installed Triton cannot build kernels, or None if it can."""
-    return _compat.why_old_triton() if _compat.has_triton() else "triton is not installed (pip install triton)"
+    return None if _compat.has_triton() else "triton is not installed (pip install triton)"
 
 
 def why_no_triton(device: torch.device, min_capability: tuple[int, int] = (8, 0)) -> str | None:
@@ -108,7 +108,7 @@ def why_no_triton(device: torch.device, min_capability: tuple[int, int] = (8, 0)
     capability = compute_capability(device)
     # Read the environment last, and never on a capable GPU, because that takes 0.6 µs.
     if capability >= min_capability or interpreting():
-        return _compat.why_old_triton()
+        return None
     if device.type != "cuda":
         return f"Triton kernels need a CUDA device, got {device.type} (TRITON_INTERPRET=1 interprets them on a CPU)"
     return "the kernel needs sm_{}{} or newer, got {}".format(*min_capability, architecture(device))

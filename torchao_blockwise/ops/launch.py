@@ -119,4 +119,4 @@ def _launch_by_triton(
     tensor = next(x for x in tensors if isinstance(x, torch.Tensor))
     args = [_in_form(*arg) if type(arg) is tuple else arg for arg in args]
     with torch.cuda.device_of(tensor):
-        return triton_launcher.with_cache(lambda: kernel[(grid,)](*args, **options))
+        return kernel[(grid,)](*args, **options)

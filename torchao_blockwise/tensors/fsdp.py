@@ -116,7 +116,7 @@ def pre_all_gather(
 
     It is the payload as bytes, padded to the largest shard. If rows split unevenly, each 4-bit code takes one byte.
     """
-    if (reason := torch_fsdp.why_unknown()) is not None:
+    if (reason := torch_fsdp.install()) is not None:
         raise RuntimeError(f"FSDP2 gathers a weight of {module}: {reason}")
     is_shard = isinstance(weight, QuantizedTensor)
     shard: Any = weight if is_shard else weight.shard

@@ -12,7 +12,7 @@ from torchao.utils import TorchAOBaseTensor
 
 from torchao_blockwise import _compat
 from torchao_blockwise._compat import pytree, torch_fsdp
-from torchao_blockwise._compat.fakes import is_fake
+from torchao_blockwise._compat.modes import FakeTensor
 from torchao_blockwise._compat.torch_types import Args, Function, Kwargs, Operation, Types
 from torchao_blockwise.formats import HIGH_PRECISION_DTYPES, Operand
 from torchao_blockwise.tensors import fsdp
@@ -130,7 +130,7 @@ class MasterWeightTensor(WeightTensor):
         """Set the storage, as `torch.Tensor.set_` does."""
         # A weight and its values share one storage. When PyTorch creates fake tensors of them, it also sets the storage
         # of the fake values, which is on the meta device, on the fake weight.
-        if args and is_fake(self.hp) and args[0] is self.hp.untyped_storage():
+        if args and isinstance(self.hp, FakeTensor) and args[0] is self.hp.untyped_storage():
             return self
         return super().set_(*args, **kwargs)
 
@@ -206,7 +206,7 @@ class MasterWeightTensor(WeightTensor):
             return kwargs.get("out", args[0]) if isinstance(out, torch.Tensor) else out
         if result is Result.PLAIN:
             return out
-        if func in _compat.functional_gathers():
+        if func.namespace == "_c10d_functional":
             _warn_of_high_precision_gather()
             out = _compat.waited(out)
         shapes = [master.shape for master in masters] if result is Result.DERIVED else None

@@ -52,6 +52,8 @@ _WEIGHT = {
     *("_to_copy", "_unsafe_view"),
 }
 _COLLECTIVES = {"c10d", "_c10d_functional", "_c10d_functional_autograd"}
+# With these operations DTensor gathers shards.
+_GATHERS = {f"_c10d_functional::{name}" for name in ("all_gather_into_tensor", "wait_tensor", "_wrap_tensor_autograd")}
 
 
 @functools.cache
@@ -64,7 +66,7 @@ def result_of(func: Operation, dims: int = 2, first_alone: bool = False) -> Resu
         # The package's own operations quantize their operands.
         return Result.PLAIN
     if func.namespace in _COLLECTIVES:
-        return Result.WEIGHT if func in _compat.functional_gathers() else Result.PLAIN
+        return Result.WEIGHT if _compat.schema_of(func).name in _GATHERS else Result.PLAIN
     if func.namespace not in ("aten", "prims"):
         return Result.REFUSED
     name = _plain_name(func)

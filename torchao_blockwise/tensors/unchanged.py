@@ -34,7 +34,8 @@ class Scope:
         self.keep = keep
         self.modules = set(model.modules())
         self.places: list[tuple[nn.Module, str, Any, Any, KeptCopies]] = []
-        sharded = torch_fsdp.places_of_shards(self.modules)
+        shards = torch_fsdp.parameters_of(torch_fsdp.states_of(self.modules), {})
+        sharded = {place for p in shards for place in p.places}
         for name, parameter in model.named_parameters(remove_duplicate=False):
             prefix, _, attribute = name.rpartition(".")
             module, local = model.get_submodule(prefix), _compat.local_of(parameter)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from torchao_blockwise import _compat, ops
-from torchao_blockwise._compat import cuda_graphs
+from torchao_blockwise._compat import modes
 from torchao_blockwise.formats import CastOptions, Operand
 from torchao_blockwise.ops.quantization.operations import hadamard_amax_bits_op, tensor_amax_bits_op
 from torchao_blockwise.tensors.config import TrainingConfig
@@ -60,7 +60,7 @@ def weight_operand(
 
     kept = kept_copies(hp)
     # A captured CUDA graph must neither read copies, which are freed when the scope exits, nor own them.
-    if kept is None or cuda_graphs.is_capturing(hp):
+    if kept is None or modes.is_capturing(hp):
         return quantized()
     # A copy belongs to the stream that created it, because other streams do not wait for it.
     stream = torch.cuda.current_stream(hp.device) if hp.is_cuda else None

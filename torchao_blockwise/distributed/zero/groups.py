@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 
 from torchao_blockwise import _compat
-from torchao_blockwise.distributed.master_weights import why_not_written
+from torchao_blockwise.distributed.master_weights import own_group, why_not_written
 from torchao_blockwise.distributed.rank_consistency import check_same
-from torchao_blockwise.distributed.zero.weights import PrimaryWeight, gather_parts
+from torchao_blockwise.distributed.zero.weights import NAME, PrimaryWeight, gather_parts
 from torchao_blockwise.tensors import QuantizedShard, QuantizedTensor
 
 # Keys of a group that are not options.
@@ -46,21 +46,17 @@ def described_options(group: dict[str, Any]) -> str:
     return ", ".join(f"{key}={value}" for key, value in sorted(plain.items())) or "no options"
 
 
-def _why_not_stepped(p: torch.Tensor, group: dist.ProcessGroup | None) -> str | None:
-    """Why the optimizer cannot step `p`, or None if it can."""
-    quantized = quantized_of(p)
-    if quantized is None:
-        return None
-    is_shard = isinstance(quantized, QuantizedShard)
-    if group is not None and is_shard:
-        return "is split by FSDP2 already; leave process_group and shard out, which are for whole weights"
-    if _compat.local_of(p) is not p and not is_shard:
+def _why_not_stepped(p: torch.Tensor, quantized: QuantizedTensor, group: dist.ProcessGroup | None) -> str | None:
+    """Why the optimizer cannot step the quantized Parameter `p`, or None if it can."""
+    if isinstance(quantized, QuantizedShard):
+        if group is not None:
+            return "is split by FSDP2 already; leave process_group and shard out, which are for whole weights"
+    elif quantized is not p:
         return "is quantized and split by tensor parallelism; convert with master_weights=True"
     return why_not_written(quantized)
 
 
 def check_parameters(
-    name: str,
     groups: Sequence[dict[str, Any]],
     names: Mapping[torch.Tensor, str],
     group: dist.ProcessGroup | None,
@@ -70,12 +66,13 @@ def check_parameters(
 
     names: of all parameters of the model. group: ranks with the same whole weights; None: the ranks of FSDP2's shards.
     """
-    given = [p for g in groups for p in g["params"]]
     ranks = set() if group is None else set(dist.get_process_group_ranks(group))
-    for p in given:
-        if (reason := _why_not_stepped(p, group)) is not None:
-            raise ValueError(f"{name}: {names.get(p, UNNAMED)} {reason}")
-        if group is None and isinstance(quantized_of(p), QuantizedShard):
+    for p in (p for g in groups for p in g["params"]):
+        if (quantized := quantized_of(p)) is None:
+            continue
+        if (reason := _why_not_stepped(p, quantized, group)) is not None:
+            raise ValueError(f"{NAME}: {names.get(p, UNNAMED)} {reason}")
+        if isinstance(quantized, QuantizedShard):
             ranks |= set(p.device_mesh.mesh.flatten().tolist())
     if len(ranks) > 1:
         entries = [what]
@@ -83,7 +80,7 @@ def check_parameters(
             entries.append(f"group {i}: {described_options(options)}")
             entries += [f"{names.get(p, UNNAMED)} ({_described(p)}) in group {i}" for p in options["params"]]
         entries += [f"{known} ({_described(p)})" for p, known in names.items()]
-        check_same(name, sorted(ranks), entries)
+        check_same(NAME, sorted(ranks), entries)
 
 
 def _described(p: torch.Tensor) -> str:
@@ -92,15 +89,13 @@ def _described(p: torch.Tensor) -> str:
     return f"{kind}, {list(p.shape)} {p.dtype}" + ", frozen" * (not p.requires_grad)
 
 
-def checked_group(name: str, group: dist.ProcessGroup | None, shard: str | None) -> dist.ProcessGroup | None:
+def checked_group(group: dist.ProcessGroup | None, shard: str | None) -> dist.ProcessGroup | None:
     if shard not in (None, "zero1", "zero2"):
-        raise ValueError(f'{name}: shard must be "zero1", "zero2" or None, got {shard!r}')
-    if group is None and shard is not None:
-        if not (dist.is_available() and dist.is_initialized()):
-            raise ValueError(f"{name}: shard={shard!r} needs ranks; call torch.distributed.init_process_group first")
-        group = dist.group.WORLD
-    if group is not None and dist.get_rank(group) < 0:
-        raise ValueError(f"{name}: rank {dist.get_rank()} is not in process_group; make it only on the group's ranks")
+        raise ValueError(f'{NAME}: shard must be "zero1", "zero2" or None, got {shard!r}')
+    if group is None and shard is None:
+        return None
+    if (group := own_group(NAME, group)) is None:
+        raise ValueError(f"{NAME}: shard={shard!r} needs ranks; call torch.distributed.init_process_group first")
     return group
 
 
@@ -125,7 +120,6 @@ def whole_states(
 
 
 def checked_states(
-    name: str,
     state_dict: Mapping[str, Any],
     groups: Sequence[dict[str, Any]],
     weights: Mapping[torch.Tensor, PrimaryWeight],
@@ -133,13 +127,13 @@ def checked_states(
 ) -> tuple[list[tuple[PrimaryWeight, torch.Tensor]], dict[int, dict[str, Any]]]:
     """Return ((weight, loaded master) pairs, states of the wrapped optimizer), of both this rank's shard.
 
-    name: of the optimizer, for errors. shard: this rank and the number of ranks, None if masters are not split.
+    shard: this rank and the number of ranks, None if masters are not split.
     Raises ValueError for another rank's part, or masters of other shapes.
     """
     saved_by = state_dict.get("shard")
     if saved_by is not None and saved_by != shard:
         raise ValueError(
-            f"{name}: the state dict is the part of rank {saved_by['rank']} of {saved_by['ranks']}, this is "
+            f"{NAME}: the state dict is the part of rank {saved_by['rank']} of {saved_by['ranks']}, this is "
             + (f"rank {shard['rank']} of {shard['ranks']}" if shard else "an optimizer with whole masters")
             + "; save full_state_dict() to load it elsewhere"
         )
@@ -152,7 +146,7 @@ def checked_states(
         if parameter is not None:
             state = {key: _placed_as(parameter, value) for key, value in state.items()}
         if weight is not None:
-            state = _own_part(name, weight, state, is_part=saved_by is not None)
+            state = _own_part(weight, state, is_part=saved_by is not None)
             master = state.pop(MASTER, None)
             if master is not None:
                 masters.append((weight, master))
@@ -161,14 +155,14 @@ def checked_states(
     return masters, states
 
 
-def _own_part(name: str, weight: PrimaryWeight, state: dict[str, Any], is_part: bool) -> dict[str, Any]:
+def _own_part(weight: PrimaryWeight, state: dict[str, Any], is_part: bool) -> dict[str, Any]:
     """Return this rank's shard of the states of `weight`, which are unsharded or, if `is_part`, its shard already."""
     whole, master = weight.weight.shape, state.get(MASTER)
     # torch.distributed.checkpoint drops the record of the rank.
     wanted = weight.master.shape if is_part else whole
     if master is not None and master.shape != wanted:
         raise ValueError(
-            f"{name}: the master of {weight.name} must have shape {list(wanted)}, got {list(master.shape)}; load the "
+            f"{NAME}: the master of {weight.name} must have shape {list(wanted)}, got {list(master.shape)}; load the "
             "full_state_dict() of the same model"
         )
     if is_part or not weight.is_split:

@@ -17,7 +17,8 @@ import torch.distributed as dist
 from torch import nn
 
 from torchao_blockwise import _compat
-from torchao_blockwise.distributed.fsdp import lay_out_shards, parameters_of
+from torchao_blockwise._compat import torch_fsdp
+from torchao_blockwise.distributed.fsdp import lay_out_shards
 from torchao_blockwise.distributed.zero.groups import (
     MASTER,
     UNNAMED,
@@ -31,6 +32,7 @@ from torchao_blockwise.distributed.zero.groups import (
     whole_states,
 )
 from torchao_blockwise.distributed.zero.weights import (
+    NAME,
     PrimaryWeight,
     broadcast_from_first,
     clip_gradients,
@@ -78,8 +80,8 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         **optimizer_kwargs: Any,
     ):
         if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)):
-            raise TypeError(f"{_NAME}: optimizer_class must be an optimizer's class, got {optimizer_class!r}")
-        self._group = checked_group(_NAME, process_group, shard)
+            raise TypeError(f"{NAME}: optimizer_class must be an optimizer's class, got {optimizer_class!r}")
+        self._group = checked_group(process_group, shard)
         # This rank and the number of ranks, if they split masters and states.
         self._part: dict[str, int] | None = None
         if shard is not None:
@@ -87,13 +89,13 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         self._reduces, self._averaged = shard == "zero2", False
         self._model = model
         self._names: dict[torch.Tensor, str] = {p: name for name, p in model.named_parameters()}
-        lay_out_shards(parameters_of(model, self._names))
+        lay_out_shards(torch_fsdp.parameters_of(torch_fsdp.states_of(model.modules()), self._names))
         # In the order of the collectives.
         self._weights: dict[torch.Tensor, PrimaryWeight] = {}
         # Calls add_param_group for each group. The options come from the wrapped optimizer.
         super().__init__(model.parameters() if params is None else params, {})
         what = f"{optimizer_class.__name__}, shard {shard}, {described_options(optimizer_kwargs)}"
-        check_parameters(_NAME, self.param_groups, self._names, self._group, what)
+        check_parameters(self.param_groups, self._names, self._group, what)
         self._add_masters(self.param_groups)
         # The wrapped optimizer; its groups hold masters instead of quantized parameters.
         self.inner = optimizer_class([self._inner_group(g) for g in self.param_groups], **optimizer_kwargs)
@@ -109,7 +111,7 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         # Not while the constructor runs, which does this for all groups.
         if hasattr(self, "inner"):
             try:
-                check_parameters(_NAME, [group], self._names, self._group, "add_param_group")
+                check_parameters([group], self._names, self._group, "add_param_group")
             except (RuntimeError, ValueError):
                 self.param_groups.pop()
                 raise
@@ -176,7 +178,7 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         Raises ValueError without "zero2", or if ranks have gradients of different parameters.
         """
         group = self._reducing_group("reduce_gradients")
-        reduce_gradients(list(self._weights.values()), self._others(), group, _NAME)
+        reduce_gradients(list(self._weights.values()), self._others(), group)
         self._averaged = True
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
@@ -199,11 +201,8 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         """
         self._take_loaded_values(self._weights.values())
         packed = super().state_dict()
-        parameters = self._parameters()
-        packed["state"] = dict(packed["state"])
-        for index, parameter in enumerate(parameters):
-            weight = self._weights.get(parameter)
-            if weight is not None:
+        for index, parameter in enumerate(self._parameters()):
+            if (weight := self._weights.get(parameter)) is not None:
                 packed["state"][index] = {**packed["state"].get(index, {}), MASTER: weight.master.detach()}
         if self._part is not None:
             packed["shard"] = self._part
@@ -240,7 +239,7 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         A collective with ZeRO. A state dict without masters, as of the wrapped optimizer, does not change masters.
         Raises ValueError if groups or shapes differ, or for another rank's shard.
         """
-        masters, states = checked_states(_NAME, state_dict, self.param_groups, self._weights, self._part)
+        masters, states = checked_states(state_dict, self.param_groups, self._weights, self._part)
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
         self.inner.load_state_dict({"state": states, "param_groups": state_dict["param_groups"]})
         self._copy_options(self.inner.param_groups, self.param_groups)
@@ -255,8 +254,8 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
 
     def _add_masters(self, groups: Sequence[dict[str, Any]]) -> list[PrimaryWeight]:
         """Create masters of the quantized parameters in `groups`, with ZeRO this rank's shards."""
-        weights = [p for g in groups for p in g["params"] if quantized_of(p) is not None and p not in self._weights]
-        weights = list(dict.fromkeys(weights))
+        given = dict.fromkeys(p for group in groups for p in group["params"])
+        weights = [p for p in given if quantized_of(p) is not None and p not in self._weights]
         rank, ranks = (self._part or {"rank": 0, "ranks": 1}).values()
         quantized_only = []
         for weight, edges in zip(weights, flat_edges([w.numel() for w in weights], ranks)):
@@ -275,7 +274,7 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
             self._weights[weight] = added
         if quantized_only:
             warnings.warn(
-                f"{_NAME}: the masters of {len(quantized_only)} of {len(weights)} weights begin with the quantized "
+                f"{NAME}: the masters of {len(quantized_only)} of {len(weights)} weights begin with the quantized "
                 f"values: {', '.join(quantized_only[:4])}{', ...' * (len(quantized_only) > 4)}; make the optimizer "
                 "before the first forward pass, and let weights require gradients when they are converted",
                 stacklevel=3,
@@ -326,21 +325,20 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
 
     def _reducing_group(self, what: str) -> dist.ProcessGroup:
         if not self._reduces:
-            raise ValueError(f'{_NAME}: {what} is for shard="zero2"; else use torch.nn.utils on the model\'s gradients')
+            raise ValueError(f'{NAME}: {what} is for shard="zero2"; else use torch.nn.utils on the model\'s gradients')
         assert self._group is not None
         return self._group
 
     def _others(self) -> list[torch.Tensor]:
         return [p for p in self._parameters() if p not in self._weights]
 
+    @torch.no_grad()
     def _evaluate(self, closure: Callable[[], Any]) -> Any:
-        with torch.no_grad():
-            # Optimizers such as L-BFGS evaluate several times.
-            self._write()
+        # Optimizers such as L-BFGS evaluate several times.
+        self._write()
         with torch.enable_grad():
             loss = closure()
-        with torch.no_grad():
-            self._set_master_gradients()
+        self._set_master_gradients()
         return loss
 
     @staticmethod
@@ -359,6 +357,3 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
     def _parameters(self) -> list[torch.Tensor]:
         """Return all parameters in the order of a state dict's indices."""
         return list(dict.fromkeys(p for group in self.param_groups for p in group["params"]))
-
-
-_NAME = MasterWeightOptimizer.__name__

@@ -25,8 +25,8 @@ from torchao_blockwise.distributed.rank_consistency import check_same_once, name
 from torchao_blockwise.tensors import QuantizedShard, QuantizedTensor
 from torchao_blockwise.tensors.pending_master import PendingMaster
 
-# The caller in errors of the cast.
-_CAST = "cast_master_weights"
+# The caller in errors.
+NAME = "MasterWeightOptimizer"
 
 
 @dataclass(eq=False)
@@ -101,11 +101,11 @@ def write_weights(weights: Sequence[PrimaryWeight], group: dist.ProcessGroup | N
         quantized, masters = [w.quantized for w in here], [w.master.detach().view(-1) for w in here]
         starts = [w.edges[w.rank] for w in here]
         if group is None:
-            write_masters(_CAST, quantized, masters, starts, None)
+            write_masters(NAME, quantized, masters, starts, None)
             continue
         of_ranks = list(zip(*map(_bytes_of_ranks, here)))
         sent = torch.zeros(max(map(sum, of_ranks)), dtype=torch.uint8, device=device)
-        write_masters(_CAST, quantized, masters, starts, group, _pieces(sent, of_ranks[here[0].rank]))
+        write_masters(NAME, quantized, masters, starts, group, _pieces(sent, of_ranks[here[0].rank]))
         received = _gathered(sent, group, f"gather {len(here)} quantized weights")
         _merge(here, [_pieces(buffer, lengths) for buffer, lengths in zip(received, of_ranks)])
 
@@ -145,8 +145,9 @@ def _merge(weights: Sequence[PrimaryWeight], of_ranks: Sequence[Sequence[torch.T
 def _gathered(sent: torch.Tensor, group: dist.ProcessGroup, what: str) -> torch.Tensor:
     """Return [ranks, n], the buffers that ranks have sent."""
     received = sent.new_empty(dist.get_world_size(group), sent.numel())
-    with name_absent_ranks("MasterWeightOptimizer", what, group):
-        _compat.all_gather(received.view(-1), sent, group)
+    with name_absent_ranks(NAME, what, group):
+        # The older name warns since PyTorch 2.13.
+        (getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor)(received.view(-1), sent, group=group)
     return received
 
 
@@ -164,7 +165,7 @@ def gather_parts(weight: PrimaryWeight, part: torch.Tensor, group: dist.ProcessG
 
 @torch.no_grad()
 def reduce_gradients(
-    weights: Sequence[PrimaryWeight], others: Sequence[torch.Tensor], group: dist.ProcessGroup, subject: str
+    weights: Sequence[PrimaryWeight], others: Sequence[torch.Tensor], group: dist.ProcessGroup
 ) -> None:
     """Average gradients over the ranks of `group`: shards go to the masters of `weights`, `others` change in place.
 
@@ -180,7 +181,7 @@ def reduce_gradients(
     names, shapes = [w.name for w in with_grad], [tuple(grad.shape) for grad in grads]
     entries = [f"a gradient of {name}" for name in names]
     entries += [f"a gradient of shape {list(shape)} of a parameter without a master" for shape in shapes]
-    check_same_once(subject, group, (*names, *shapes), entries)
+    check_same_once(NAME, group, (*names, *shapes), entries)
     for device in dict.fromkeys(w.weight.device for w in with_grad):
         _reduce_scatter([w for w in with_grad if w.weight.device == device], group)
     for kind in dict.fromkeys((grad.device, grad.dtype) for grad in grads):
@@ -224,8 +225,9 @@ def _reduce_scatter(weights: Sequence[PrimaryWeight], group: dist.ProcessGroup) 
             target.copy_(values)
         weight.weight.grad = None
     received = torch.empty_like(sent[0])
-    with name_absent_ranks("MasterWeightOptimizer", f"average the gradients of {len(weights)} weights", group):
-        _compat.reduce_scatter(received, sent.div_(len(of_ranks)).view(-1), group)
+    with name_absent_ranks(NAME, f"average the gradients of {len(weights)} weights", group):
+        reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+        reduce_scatter(received, sent.div_(len(of_ranks)).view(-1), group=group)
     for weight, mean in zip(weights, _pieces(received, of_ranks[weights[0].rank])):
         weight.master.grad = mean.clone() if weight.master.grad is None else weight.master.grad.add_(mean)
 
