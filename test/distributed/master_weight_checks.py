@@ -225,7 +225,7 @@ def check_missing(group, rank, ranks) -> None:
     if rank == 1:
         kind = ValueError
         message = r"weight 0 \(BlockwiseFP8Tensor, shape \[8, 24\]\) has 192 elements, but its master is for \[0, 500\)"
-    with store_timeout(3), pytest.raises(kind, match=f"cast_master_weights: {message}"):
+    with store_timeout(3), pytest.raises(kind, match=f"cast_master_weights_to_fp8: {message}"):
         cast_master_weights_to_fp8([fp8(zeros(8, 24))], [master], [0], group)
 
 
@@ -246,7 +246,7 @@ def check_default_group(group, rank, ranks) -> None:
 def check_outsider(group, rank, ranks) -> None:
     """Called by all ranks; the last one is not in the group."""
     if rank >= ranks:
-        message = f"cast_master_weights: rank {rank} is not in the group; call it only on the group's ranks"
+        message = f"cast_master_weights_to_fp8: rank {rank} is not in the group; call it only on the group's ranks"
         with raises(ValueError, message):
             cast_master_weights_to_fp8([fp8(zeros(8, 8))], [None], [None], group)
 

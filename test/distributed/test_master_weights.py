@@ -13,10 +13,10 @@ from torch import nn
 from torchao_blockwise import BlockwiseFP8Tensor, NVFP4Tensor, _compat
 from torchao_blockwise.distributed import (
     cast,
-    cast_master_weights,
     cast_master_weights_to_fp8,
     cast_master_weights_to_nvfp4,
 )
+from torchao_blockwise.distributed.master_weights import cast_master_weights
 from torchao_blockwise.testing import assert_bitwise_equal, random_tensor
 
 # --- one process ------------------------------------------------------------------------------------------------------
@@ -118,7 +118,7 @@ VIEW = BlockwiseFP8Tensor.from_hp(torch.zeros(16, 4)).t()
 FLAT, BYTES = torch.ones(64), torch.zeros(10, dtype=torch.uint8)
 # (weights, masters, start offsets, buffers or None, the error)
 REFUSALS = {
-    "plain": ([FLAT.view(4, 16)], [FLAT], [0], None, TypeError("must be a BlockwiseFP8Tensor or NVFP4Tensor, got")),
+    "plain": ([FLAT.view(4, 16)], [FLAT], [0], None, TypeError("must be a QuantizedTensor, got Tensor")),
     "lists": ([FP8], [FLAT], [0, 0], None, ValueError("an entry for each weight, got lengths [1, 1, 2]")),
     "twice": ([NVFP4, FP8, FP8], [None] * 3, [None] * 3, None, ValueError("is the same tensor as weight 1;")),
     "one row": ([ONE_ROW], [FLAT], [0], None, ValueError("has blocks of 1x16; create it with square blocks")),
@@ -140,3 +140,10 @@ REFUSALS = {
 def test_refuses(weights, masters, starts, buffers, error):
     with pytest.raises(type(error), match=re.escape(str(error))):
         cast_master_weights(weights, masters, starts, None, buffers)
+
+
+def test_refuses_another_kind_by_name():
+    with pytest.raises(TypeError, match="cast_master_weights_to_fp8: weight 0 must be a BlockwiseFP8Tensor, got NVFP4"):
+        cast_master_weights_to_fp8([NVFP4], [FLAT], [0])
+    with pytest.raises(ValueError, match=r"to_nvfp4: weight 0 \(NVFP4Tensor, shape \[4, 16\]\) has 64 elements"):
+        cast_master_weights_to_nvfp4([NVFP4], [FLAT], [1])

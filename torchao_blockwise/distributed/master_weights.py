@@ -18,7 +18,51 @@ from torchao_blockwise.distributed.cast import CastOptions, PartialCast, run_par
 from torchao_blockwise.distributed.rank_consistency import check_same_once
 from torchao_blockwise.formats import HIGH_PRECISION_DTYPES
 from torchao_blockwise.ops.shards import flat
-from torchao_blockwise.tensors import QuantizedTensor
+from torchao_blockwise.tensors import BlockwiseFP8Tensor, NVFP4Tensor, QuantizedTensor
+
+
+def cast_master_weights_to_fp8(
+    model_weights: Sequence[BlockwiseFP8Tensor],
+    master_weights: Sequence[torch.Tensor | None],
+    start_offsets: Sequence[int | None],
+    group: dist.ProcessGroup | None = None,
+    fsdp_shard_model_weights: Sequence[torch.Tensor | None] | None = None,
+) -> None:
+    """Quantize masters into `model_weights`. Each rank writes the elements that it owns, and all scales.
+
+    model_weights: [.., h, w], the same list on every rank of `group`. Each matrix of the leading dims, such as experts,
+        has separate blocks. Masters are first rounded to the dtype of the weight.
+    master_weights: flat [n] bf16 | f16 | f32, contiguous, or None if other ranks own the weight.
+    start_offsets: index in the flat weight of the master's first element, or None without a master.
+    group: ranks that share the masters. None is the default group, or only this process without one.
+    fsdp_shard_model_weights: flat [n] uint8 or e4m3 buffers for the payload, which then is not written to the weights.
+    One MAX all-reduce of 4 bytes a block for the whole call. The number of launches does not grow with the list. Does
+    not synchronize. Elements that no rank owns count as zeros. NaN and Inf reach the scales of all ranks.
+
+    Raises TypeError for a weight or master of another kind; ValueError for sizes, offsets and devices, and if ranks
+    have different weights; RuntimeError if a rank is missing. All name the weight, and the latter two the rank. Ranks
+    compare their weights in the first call with a list.
+    Source: DeepSeek-V3 report (arXiv 2412.19437), §3.3; docs/numerics.md, "Partial cast".
+    """
+    lists = model_weights, master_weights, start_offsets, fsdp_shard_model_weights
+    _cast("cast_master_weights_to_fp8", BlockwiseFP8Tensor, *lists, group)
+
+
+def cast_master_weights_to_nvfp4(
+    model_weights: Sequence[NVFP4Tensor],
+    master_weights: Sequence[torch.Tensor | None],
+    start_offsets: Sequence[int | None],
+    group: dist.ProcessGroup | None = None,
+    fsdp_shard_model_weights: Sequence[torch.Tensor | None] | None = None,
+) -> None:
+    """`cast_master_weights_to_fp8` for NVFP4 weights in blocks of 16×16; global scales are written too.
+
+    fsdp_shard_model_weights: flat uint8 buffers of the bytes that hold the shard, as many as `ops.shard_entries` says.
+        The first and the last byte may be shared with a neighbor, whose nibble does not change; `ops.merge_shards_`
+        joins gathered buffers.
+    """
+    lists = model_weights, master_weights, start_offsets, fsdp_shard_model_weights
+    _cast("cast_master_weights_to_nvfp4", NVFP4Tensor, *lists, group)
 
 
 def cast_master_weights(
@@ -28,49 +72,40 @@ def cast_master_weights(
     group: dist.ProcessGroup | None = None,
     fsdp_shard_model_weights: Sequence[torch.Tensor | None] | None = None,
 ) -> None:
-    """Quantize masters into `model_weights`. Each rank writes the elements that it owns, and all scales.
+    """`cast_master_weights_to_fp8` for weights of any formats and dtypes, with one all-reduce for all."""
+    lists = model_weights, master_weights, start_offsets, fsdp_shard_model_weights
+    _cast("cast_master_weights", QuantizedTensor, *lists, group)
 
-    model_weights: [.., h, w], FP8 or NVFP4 in blocks of 16×16, the same list on every rank of `group`. Each matrix of
-        the leading dims, such as experts, has separate blocks. Masters are first rounded to the dtype of the weight.
-    master_weights: flat [n] bf16 | f16 | f32, contiguous, or None if other ranks own the weight.
-    start_offsets: index in the flat weight of the master's first element, or None without a master.
-    group: ranks that share the masters. None is the default group, or only this process without one.
-    fsdp_shard_model_weights: flat buffers for the payload, which then is not written to the weights. FP8: [n] uint8 or
-        e4m3. NVFP4: uint8, the bytes that hold the shard, as many as `ops.shard_entries` says. The first and the last
-        byte may be shared with a neighbor, whose nibble does not change; `ops.merge_shards_` joins gathered buffers.
-    One MAX all-reduce of 4 bytes a block for the whole call. The number of launches does not grow with the list. Does
-    not synchronize. Elements that no rank owns count as zeros. NaN and Inf reach the scales of all ranks.
 
-    `cast_master_weights_to_fp8` and `cast_master_weights_to_nvfp4` are other names of this function.
-    Raises TypeError for a weight or master of another kind; ValueError for sizes, offsets and devices, and if ranks
-    have different weights; RuntimeError if a rank is missing. All name the weight, and the latter two the rank. Ranks
-    compare their weights in the first call with a list.
-    Source: DeepSeek-V3 report (arXiv 2412.19437), §3.3; docs/numerics.md, "Partial cast".
-    """
-    weights, masters, starts, targets = model_weights, master_weights, start_offsets, fsdp_shard_model_weights
+def _cast(
+    name: str,
+    kind: type[QuantizedTensor],
+    weights: Sequence[QuantizedTensor],
+    masters: Sequence[torch.Tensor | None],
+    starts: Sequence[int | None],
+    targets: Sequence[torch.Tensor | None] | None,
+    group: dist.ProcessGroup | None,
+) -> None:
     sizes = [len(x) for x in (weights, masters, starts, *(() if targets is None else (targets,)))]
     if len(set(sizes)) > 1:
-        raise ValueError(f"{_NAME}: all lists must have an entry for each weight, got lengths {sizes}")
+        raise ValueError(f"{name}: all lists must have an entry for each weight, got lengths {sizes}")
     first: dict[int, int] = {}
     # Reading attributes of subclasses would take 1 µs each, a third of the host time for a long list.
     with _compat.no_torch_function():
         for i, (w, master, start) in enumerate(zip(weights, masters, starts)):
-            if not isinstance(w, QuantizedTensor):
+            if not isinstance(w, kind):
                 raise TypeError(
-                    f"{_NAME}: weight {i} must be a BlockwiseFP8Tensor or NVFP4Tensor, got {type(w).__name__}"
+                    f"{name}: weight {i} must be a {kind.__name__}, got {type(w).__name__}; weights of several kinds "
+                    f"go through {cast_master_weights.__module__}.cast_master_weights"
                 )
             if (before := first.setdefault(id(w), i)) != i:
-                raise ValueError(f"{_NAME}: weight {i} is the same tensor as weight {before}; list a tied weight once")
+                raise ValueError(f"{name}: weight {i} is the same tensor as weight {before}; list a tied weight once")
             target = w.qdata if targets is None else targets[i]
             if (refusal := _why_not(w, master, start, weights[0].device, target)) is not None:
                 error, reason = refusal
-                raise error(f"{_NAME}: weight {i} ({type(w).__name__}, shape {list(w.shape)}) {reason}")
+                raise error(f"{name}: weight {i} ({type(w).__name__}, shape {list(w.shape)}) {reason}")
     if weights:
-        write_masters(_NAME, weights, masters, starts, own_group(_NAME, group), targets)
-
-
-_NAME = "cast_master_weights"
-cast_master_weights_to_fp8 = cast_master_weights_to_nvfp4 = cast_master_weights
+        write_masters(name, weights, masters, starts, own_group(name, group), targets)
 
 
 def write_masters(
