@@ -25,8 +25,9 @@ from torchao_blockwise.tensors.fsdp import gathered_dtype
 # Layers that vLLM fuses, by the last parts of their names in files, in vLLM's order. Source: vLLM 0.33.0, read on
 # 2026-11-26, `packed_modules_mapping` and the stacked weights of all models. Left out are convolutions and layers that
 # always run in high precision (wk + weights_proj and wkv + wgate of indexers, hyper-connections).
-FUSED_BY_ENGINES = (
-    ("q_proj", "k_proj", "v_proj"),
+_QKV = ("q_proj", "k_proj", "v_proj")
+FUSED_BY_ENGINES: tuple[tuple[str, ...], ...] = (
+    _QKV,
     ("gate_proj", "up_proj"),
     ("w1", "w3"),
     ("q_a_proj", "kv_a_proj_with_mqa"),
@@ -47,16 +48,11 @@ FUSED_BY_ENGINES = (
     ("key_proj", "value_proj"),
     ("gate_proj", "dense_h_to_4h"),
     ("q_a_proj", "kv_a_proj_with_mqa", "g_proj"),
-    ("q_proj", "k_proj", "v_proj", "g_proj"),
-    ("q_proj", "k_proj", "v_proj", "gate_proj"),
-    ("q_proj", "k_proj", "v_proj", "o_gate_proj"),
-    ("q_proj", "k_proj", "v_proj", "output_gate_proj"),
-    ("q_proj", "k_proj", "v_proj", "index_q_proj", "index_k_proj"),
-    ("q_proj", "k_proj", "v_proj", "index_qk_proj"),
-    ("q_proj", "k_proj", "v_proj", "b_proj"),
-    ("q_proj", "k_proj", "v_proj", "b_proj", "f_a_proj"),
-    ("q_proj", "k_proj", "v_proj", "b_proj", "f_a_proj", "g_a_proj"),
-    ("q_proj", "k_proj", "v_proj", "sparse_indexer_q", "sparse_indexer_k", "sparse_indexer_z", "g_proj"),
+    *((*_QKV, x) for x in ("g_proj", "gate_proj", "o_gate_proj", "output_gate_proj", "index_qk_proj", "b_proj")),
+    (*_QKV, "index_q_proj", "index_k_proj"),
+    (*_QKV, "b_proj", "f_a_proj"),
+    (*_QKV, "b_proj", "f_a_proj", "g_a_proj"),
+    (*_QKV, "sparse_indexer_q", "sparse_indexer_k", "sparse_indexer_z", "g_proj"),
 )
 # The amax that leads to a tensor scale of one, and the amax that leads to the smallest normal number.
 TENSOR_MAX = NVFP4_16X16.element.max * NVFP4_16X16.scale_max
@@ -123,17 +119,11 @@ def _amax_bits(weights: list[Any]) -> torch.Tensor:
         bits.append(tensor_amax_bits_op(values, None, False, Backend.AUTO))
         if local is not weight:
             placed.setdefault((weight.device_mesh, weight.placements), []).append(i)
+    of_weights = torch.stack([amax.to(bits[0].device) for amax in bits])
     for (mesh, placements), alike in placed.items():
-        largest = _largest_of_ranks(torch.stack([bits[i] for i in alike]), mesh, placements)
-        for i, amax in zip(alike, largest, strict=True):
-            bits[i] = amax
-    return torch.stack([amax.to(bits[0].device) for amax in bits])
+        from torch.distributed.tensor import DTensor, Partial
 
-
-def _largest_of_ranks(bits: torch.Tensor, mesh: Any, placements: tuple[Any, ...]) -> torch.Tensor:
-    """Return the maximum over the ranks that hold parts of weights with these placements."""
-    from torch.distributed.tensor import DTensor, Partial, Replicate
-
-    held = [p if p.is_replicate() else Partial("max") for p in placements]
-    amaxes = DTensor.from_local(bits, mesh, held, run_check=False)
-    return amaxes.redistribute(placements=[Replicate()] * mesh.ndim).to_local()
+        held = [p if p.is_replicate() else Partial("max") for p in placements]
+        largest = DTensor.from_local(of_weights[alike], mesh, held, run_check=False).full_tensor()
+        of_weights[alike] = largest.to(of_weights.device)
+    return of_weights

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
@@ -38,27 +38,23 @@ def prepare_gather(model: nn.Module) -> bool:
     return is_sharded
 
 
-def gather_weights(tensors: Iterable[tuple[torch.Tensor, bool]]) -> Iterator[torch.Tensor]:
-    """Yield each tensor, gathered, in this order and on all ranks, bitwise identical to the unsharded model's.
+def gather(x: Any, needs_values: bool) -> torch.Tensor:
+    """Return the weight, gathered, on all ranks, bitwise identical to the unsharded model's.
 
-    tensors: (tensor, whether its high-precision values are needed).
     Weights that FSDP2 gathers quantized are sent quantized: one byte an element in FP8, half a byte in NVFP4 if rows
     split evenly. All others are sent in high precision: weights whose values are needed, and those that tensor
     parallelism splits as well.
     """
-    for x, values in tensors:
-        local: Any = _compat.local_of(x)
-        shard = local if isinstance(local, QuantizedShard) else getattr(local, "shard", None)
-        if local is x:
-            yield x
-        # With tensor parallelism in addition, FSDP2's payload and scales cover only a part of the weight.
-        elif isinstance(shard, QuantizedShard) and (local is shard or (not values and shard.part.shape == x.shape)):
-            yield _gather_quantized(x, shard)
-        elif isinstance(local, MasterWeightTensor):
-            hp = local.hp.to(fsdp.gathered_dtype(local))
-            yield MasterWeightTensor(_gather(hp, x, x.shape), local.config)
-        else:
-            yield _gather(local, x, x.shape)
+    local: Any = _compat.local_of(x)
+    shard = local if isinstance(local, QuantizedShard) else getattr(local, "shard", None)
+    if local is x:
+        return local
+    # With tensor parallelism in addition, FSDP2's payload and scales cover only a part of the weight.
+    if isinstance(shard, QuantizedShard) and (local is shard or (not needs_values and shard.part.shape == x.shape)):
+        return _gather_quantized(x, shard)
+    if isinstance(local, MasterWeightTensor):
+        return MasterWeightTensor(_gather(local.hp.to(fsdp.gathered_dtype(local)), x, x.shape), local.config)
+    return _gather(local, x, x.shape)
 
 
 def _gather_quantized(x: Any, shard: QuantizedShard) -> QuantizedTensor:
@@ -95,16 +91,15 @@ def on_all_ranks(shared: bool, work: Callable[[], _T]) -> _T:
     """Return `work()` of this rank; if it raises on a rank, raise the error of the first such rank on all ranks."""
     if not shared:
         return work()
-    result, raised = None, None
+    result = raised = None
     try:
         result = work()
     except Exception as error:
         raised = error
     errors: list[Exception | None] = [None] * dist.get_world_size()
     dist.all_gather_object(errors, raised)
-    for error_of_rank in errors:
-        if error_of_rank is not None:
-            raise error_of_rank
+    if (first := next(filter(None, errors), None)) is not None:
+        raise first
     return result  # type: ignore[return-value]  # it raised nothing
 
 

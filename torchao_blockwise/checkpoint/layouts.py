@@ -23,7 +23,6 @@ from typing import Any, NamedTuple
 import torch
 
 from torchao_blockwise.checkpoint.model_tensors import Part
-from torchao_blockwise.checkpoint.plain_layers import PlainLayers
 from torchao_blockwise.formats import FP8_128X128, NVFP4_1X16, NVFP4_16X16, BlockFormat, Operand
 
 # Added to `quantization_config` if all scales are powers of two. vLLM 0.33 and SGLang 0.5.23 then round the scales of
@@ -48,7 +47,7 @@ class Layout(NamedTuple):
     scale_dtype: the dtype of block scales.
     has_reciprocal: whether the tensor scale divides, with shape [1]; otherwise it multiplies, with shape [].
     power_of_2_scales: whether the format holds only scales that are powers of two.
-    settings: returns `quantization_config`, given the layers that are not quantized.
+    settings: returns `quantization_config`, given the names of layers and of modules of experts that are not quantized.
     """
 
     name: str
@@ -56,7 +55,7 @@ class Layout(NamedTuple):
     format: BlockFormat
     suffixes: tuple[str, ...]
     scale_dtype: torch.dtype
-    settings: Callable[[PlainLayers], dict[str, Any]]
+    settings: Callable[[list[str], list[str]], dict[str, Any]]
     has_reciprocal: bool = False
     power_of_2_scales: bool = False
 
@@ -97,18 +96,18 @@ class Layout(NamedTuple):
         yield from zip(names, (part.of(weight.qdata), part.of(scale.view(weight.scale.dtype)), factor))
 
 
-def _fp8_settings(plain: PlainLayers) -> dict[str, Any]:
+def _fp8_settings(linears: list[str], experts: list[str]) -> dict[str, Any]:
     """The settings that transformers, vLLM and SGLang read."""
     return {
         "activation_scheme": "dynamic",
         "fmt": "e4m3",
-        "modules_to_not_convert": plain.names,
+        "modules_to_not_convert": linears + experts,
         "quant_method": FP8.method,
         "weight_block_size": list(FP8.format.block),
     }
 
 
-def _compressed_tensors_settings(plain: PlainLayers) -> dict[str, Any]:
+def _compressed_tensors_settings(linears: list[str], experts: list[str]) -> dict[str, Any]:
     """The settings that transformers and vLLM read; vLLM looks up single experts, hence the pattern."""
     weights = {
         "num_bits": COMPRESSED_TENSORS.format.element.bits,
@@ -124,11 +123,11 @@ def _compressed_tensors_settings(plain: PlainLayers) -> dict[str, Any]:
         "format": PACKED,
         "quantization_status": "compressed",
         "config_groups": {"group_0": group},
-        "ignore": [*plain.linears, *(rf"re:{re.escape(name)}\..*" for name in plain.experts)],
+        "ignore": [*linears, *(rf"re:{re.escape(name)}\..*" for name in experts)],
     }
 
 
-def _modelopt_settings(plain: PlainLayers) -> dict[str, Any]:
+def _modelopt_settings(linears: list[str], experts: list[str]) -> dict[str, Any]:
     """The settings that vLLM reads."""
     size = MODELOPT.format.block[1]
     weights = {"dynamic": False, "num_bits": MODELOPT.format.element.bits, "type": "float", "group_size": size}
@@ -137,7 +136,7 @@ def _modelopt_settings(plain: PlainLayers) -> dict[str, Any]:
         "quant_algo": _ALGORITHMS[0],
         "group_size": size,
         "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
-        "ignore": plain.names,
+        "ignore": linears + experts,
         "producer": {"name": "torchao_blockwise"},
     }
 
@@ -190,7 +189,7 @@ def why_not_read(config: dict[str, Any]) -> str | None:
             read = f"for {method}, only {' and '.join(map(repr, _ALGORITHMS))} are supported"
             return None if algorithm in _ALGORITHMS else f"quant_algo is {algorithm!r}; {read}"
         if method == COMPRESSED_TENSORS.method:
-            return _why_not_compressed(config.get("format"), config.get("config_groups"))
+            return _why_not_compressed(config)
     except (AttributeError, KeyError, TypeError) as error:
         return f"quantization_config of {method!r} cannot be read ({error!r}); copy config.json again"
     known = ", ".join(dict.fromkeys(repr(layout.method) for layout in LAYOUTS.values()))
@@ -202,18 +201,17 @@ def _why_not_blocks(key: str, value: Any) -> str | None:
     return None if list(value or ()) == block else f"{key} is {value!r}; only {block} is supported"
 
 
-def _why_not_compressed(format: str | None, groups: Any, where: str = "") -> str | None:
-    """Check groups of layers in this format; if formats are mixed, each group in its format.
-
-    where: the name of the group, for the message.
-    """
+def _why_not_compressed(config: dict[str, Any]) -> str | None:
+    """Check the format of all layers or, if formats are mixed, of each group of layers."""
+    format = config.get("format")
     if format == PACKED:
         return None
-    if format == FLOAT:
-        blocks = (group["weights"].get("block_structure") for group in groups.values())
-        return next(filter(None, (_why_not_blocks("block_structure", x) for x in blocks)), None)
-    if format == MIXED and not where:
-        of_groups = ((x.get("format"), {name: x}, f"{name} of {MIXED!r}: ") for name, x in groups.items())
-        return next(filter(None, (_why_not_compressed(*group) for group in of_groups)), None)
-    known = f"{PACKED!r} and blocks of {FLOAT!r} are supported"
-    return f"{where}format is {format!r}; for {COMPRESSED_TENSORS.method}, only {known}"
+    for name, group in config["config_groups"].items():
+        own, where = (group.get("format"), f"{name} of {MIXED!r}: ") if format == MIXED else (format, "")
+        if own == FLOAT:
+            if why := _why_not_blocks("block_structure", group["weights"].get("block_structure")):
+                return why
+        elif own != PACKED:
+            known = f"{PACKED!r} and blocks of {FLOAT!r} are supported"
+            return f"{where}format is {own!r}; for {COMPRESSED_TENSORS.method}, only {known}"
+    return None

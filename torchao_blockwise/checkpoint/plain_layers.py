@@ -8,17 +8,15 @@ differ, both are listed.
 
 from __future__ import annotations
 
-import bisect
 import re
 import warnings
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable
 
 from torch import nn
 
 from torchao_blockwise.checkpoint.files import shown
 from torchao_blockwise.checkpoint.fused_layers import fused_layers
-from torchao_blockwise.checkpoint.model_tensors import DIMS_OF_EXPERTS, Written
+from torchao_blockwise.checkpoint.model_tensors import DIMS_OF_EXPERTS, Part
 
 # Matches path.experts in path.experts.3.up_proj.weight: engines treat all of its experts as one layer.
 _EXPERTS = re.compile(r"(.*\bexperts)\.\d+\.")
@@ -27,18 +25,7 @@ _NUMBER = re.compile(r"\.\d+\b")
 _READ = (".gate_up_proj", ".gate_proj", ".up_proj", ".down_proj")
 
 
-class PlainLayers(NamedTuple):
-    """Names of layers that have one weight, and of modules of experts."""
-
-    linears: list[str]
-    experts: list[str]
-
-    @property
-    def names(self) -> list[str]:
-        return [*self.linears, *self.experts]
-
-
-def check_expert_names(op: str, model: nn.Module, tensors: Iterable[Written]) -> None:
+def check_expert_names(op: str, model: nn.Module, tensors: Iterable[Part]) -> None:
     """Raise ValueError if experts of a transformers model have names that readers do not treat as quantized."""
     if not hasattr(model, "_tied_weights_keys"):
         return
@@ -52,32 +39,32 @@ def check_expert_names(op: str, model: nn.Module, tensors: Iterable[Written]) ->
             )
 
 
-def plain_layers(tensors: Iterable[Written]) -> PlainLayers:
-    """Return the layers of all unquantized tensors with two or more dims.
+def plain_layers(tensors: Iterable[Part]) -> tuple[list[str], list[str]]:
+    """Return (layers, modules of experts) of all unquantized tensors with two or more dims, by name.
 
     A Parameter next to quantized layers is listed by its own name, since its module's name would match them too. Other
     tensors of a quantized layer, such as biases of experts, are not listed: readers look them up with the layer.
     """
     tensors = [x for x in tensors if len(x.shape) > 1]
-    quantized = sorted({name for x in tensors if x.is_quantized for name in (x.name, *x.own)})
+    quantized = {name for x in tensors if x.is_quantized for name in (x.name, *x.own)}
     quantized_layers = {_layer(name) for name in quantized}
     linears: set[str] = set()
     experts: set[str] = set()
     for x in tensors:
-        for name in () if x.is_quantized else dict.fromkeys((x.name, *x.own)):
+        for name in () if x.is_quantized else (x.name, *x.own):
             layer = _layer(name)
             if layer in quantized_layers:
                 continue
             if _is_of_experts(x):
                 experts.add(layer)
-            elif name.endswith(".weight") or (layer and not _begins_one_of(quantized, layer)):
+            elif name.endswith(".weight") or (layer and not any(other.startswith(layer) for other in quantized)):
                 linears.add(layer)
             else:
                 linears.add(name)
-    return PlainLayers(sorted(linears), sorted(experts))
+    return sorted(linears), sorted(experts)
 
 
-def _is_of_experts(x: Written) -> bool:
+def _is_of_experts(x: Part) -> bool:
     """Whether it is an expert's weight, or that of all experts of a layer."""
     is_whole = len(x.shape) == DIMS_OF_EXPERTS and min(x.shape) > 1 and not x.name.endswith(".weight")
     return is_whole or _EXPERTS.match(x.name) is not None
@@ -90,17 +77,16 @@ def _layer(name: str) -> str:
     return name.removesuffix(".weight") if name.endswith(".weight") else name.rpartition(".")[0]
 
 
-def _begins_one_of(names: list[str], start: str) -> bool:
-    """Whether one of the sorted names has this prefix."""
-    i = bisect.bisect_left(names, start)
-    return i < len(names) and names[i].startswith(start)
+def warn_of_readers(tensors: Iterable[Part], block: int | None) -> None:
+    """Warn about layers for which engines refuse the files, or which transformers dequantizes to wrong values.
 
-
-def warn_of_fused(tensors: Sequence[Written], block: int | None) -> None:
-    """Warn about fused layers, and experts of one module, that engines refuse.
-
-    Engines refuse them if only some are quantized, and if the rows of any but the last are not a multiple of `block`.
+    Engines refuse fused layers, and experts of one module, if only some are quantized. vLLM also refuses fused layers
+    if the rows of any but the last are not a multiple of `block`.
+    transformers computes the height of a block as the number of rows over the number of rows of scales. That is right
+    if `block` divides the rows, or if there is only one row of scales. Else its values are wrong, or it raises. The
+    same holds for columns.
     block: None if each row has separate scales.
+    Source: transformers 5.23, integrations/finegrained_fp8.py, `Fp8Dequantize`.
     """
     tensors = sorted(x for x in tensors if len(x.shape) > 1)
     fused = fused_layers(x.name for x in tensors)
@@ -126,25 +112,15 @@ def warn_of_fused(tensors: Sequence[Written], block: int | None) -> None:
             f"vLLM fuses {groups} and refuses files if the rows of any but the last are not a multiple of {block}; "
             f"leave these layers unconverted (skip_fqns({patterns}); convert: --skip)"
         )
-
-
-def warn_of_ragged(tensors: Iterable[Written], block: int) -> None:
-    """Warn about weights that transformers dequantizes with a wrong block size.
-
-    It computes the height of a block as the number of rows over the number of rows of scales. That is right if `block`
-    divides the rows, or if there is only one row of scales. Else its values are wrong, or it raises. The same holds for
-    columns.
-    Source: transformers 5.23, integrations/finegrained_fp8.py, `Fp8Dequantize`.
-    """
-    quantized = sorted(x for x in tensors if x.is_quantized)
-    if ragged := [x for x in quantized if any(n > block and n % block for n in x.shape[-2:])]:
+    cut = [x for x in tensors if x.is_quantized and block and any(n > block and n % block for n in x.shape[-2:])]
+    if cut:
         _warn(
             "if transformers dequantizes the files, as it does without an FP8 GPU, it raises or loads wrong values for "
-            f"{shown([f'{x.name} {list(x.shape)}' for x in ragged])}, because it supports dims above {block} only if "
+            f"{shown([f'{x.name} {list(x.shape)}' for x in cut])}, because it supports dims above {block} only if "
             "they are multiples of it; use checkpoint.load instead, or leave these layers unconverted"
         )
 
 
 def _warn(what: str) -> None:
     """Warn at the call of `export`."""
-    warnings.warn(f"export: {what}", stacklevel=9)
+    warnings.warn(f"export: {what}", stacklevel=8)

@@ -21,9 +21,9 @@ from torchao_blockwise.checkpoint.layouts import FP8
 from torchao_blockwise.checkpoint.model_tensors import (
     ENGINE_SCALES,
     Part,
-    all_parts_on_disk,
     format_of,
     has_power_of_2_scales,
+    parts_on_disk,
     tensors_of,
     unwrapped,
 )
@@ -61,8 +61,8 @@ def load(model: nn.Module, directory: str | os.PathLike[str]) -> None:
     shards, one weight at a time.
     Everything is checked, on all ranks, before the first value changes.
     Raises ValueError for other quantization methods, truncated files, scales that are missing, not finite or of a wrong
-    shape, and tensors of a wrong shape; KeyError for names that do not match. All ranks raise the error of the first
-    rank that fails.
+    shape, and tensors of a wrong shape; KeyError for names that do not match; NotImplementedError for rows that
+    transformers permutes in files. All ranks raise the error of the first rank that fails.
     """
     inner, weights, parts = on_all_ranks(reshard(model), lambda: _prepared(unwrapped("load", model), directory))
     fill(inner, weights, parts)
@@ -79,10 +79,13 @@ def _prepared(
 
 def parts_in_files(model: nn.Module, weights: StoredWeights) -> dict[str, list[Part]]:
     """Return the parts in the files of each tensor of `model`, by the tensor's name."""
+    tensors = tensors_of(model)
     return {
         # Files may store experts as the model does, in one tensor.
-        name: [Part(name)] if name in weights.names and weights.names.isdisjoint(x.name for x in parts) else parts
-        for name, parts in all_parts_on_disk(model, tensors_of(model)).items()
+        name: [Part(name, tuple(tensors[name].shape))]
+        if name in weights.names and weights.names.isdisjoint(x.name for x in parts)
+        else parts
+        for name, parts in parts_on_disk(model).items()
     }
 
 
@@ -96,7 +99,7 @@ def check(model: nn.Module, weights: StoredWeights, parts: Mapping[str, list[Par
     powers_of_2 = {}
     for name, x in tensors_of(model).items():
         for part in parts[name]:
-            powers_of_2[part.name] = weights.check(part.name, part.of(torch.empty(x.shape, device="meta")).shape)
+            powers_of_2[part.name] = weights.check(part.name, part.shape)
             _check_kind(weights, part.name, x)
     return powers_of_2
 

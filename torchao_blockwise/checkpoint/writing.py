@@ -7,6 +7,7 @@ import os
 import re
 import warnings
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from torchao_blockwise import _compat, ops
 from torchao_blockwise._names import did_you_mean
 from torchao_blockwise.checkpoint.files import Folder
 from torchao_blockwise.checkpoint.fused_layers import shared_amaxes
-from torchao_blockwise.checkpoint.gathering import gather_weights, on_first_rank, prepare_gather
+from torchao_blockwise.checkpoint.gathering import gather, on_all_ranks, on_first_rank, prepare_gather
 from torchao_blockwise.checkpoint.layouts import (
     FP8,
     FP8_UE8M0,
@@ -30,17 +31,14 @@ from torchao_blockwise.checkpoint.layouts import (
 )
 from torchao_blockwise.checkpoint.model_tensors import (
     Part,
-    Written,
-    all_parts_on_disk,
     format_of,
     has_power_of_2_scales,
     is_converted,
+    parts_on_disk,
     tensors_of,
     unwrapped,
-    weights_of_embeddings,
-    written,
 )
-from torchao_blockwise.checkpoint.plain_layers import check_expert_names, plain_layers, warn_of_fused, warn_of_ragged
+from torchao_blockwise.checkpoint.plain_layers import check_expert_names, plain_layers, warn_of_readers
 from torchao_blockwise.formats import BlockFormat, Operand
 from torchao_blockwise.tensors import MasterWeightTensor, QuantizedTensor
 
@@ -84,34 +82,30 @@ def export(
     """
     weights, shared = QuantizedWeights("export", model, format), prepare_gather(model)
     folder = on_first_rank(shared, lambda: Folder(directory, shard_bytes))
-    if tied := [n for n in weights_of_embeddings(weights.model) if is_converted(tensors_of(weights.model)[n])]:
+    tensors = tensors_of(weights.model)
+    if tied := [x.own[0] for x in weights.written if is_converted(tensors[x.own[0]]) and not x.is_quantized]:
         warnings.warn(
             f"export: {tied[0]} is also the weight of an embedding, which engines read in high precision, so it is "
             "written in high precision; leave the layer that shares it unconverted (recommended_layers(model))",
             stacklevel=2,
         )
-    failed: Exception | None = None
-    try:
-        for name, x in weights.tensors(are_checked=True):
-            # If its disk is full, the rank still takes part in the collectives, and raises at the end.
-            if folder is not None and failed is None:
-                try:
-                    folder.add(name, x)
-                except Exception as error:
-                    failed = error
-    except BaseException:
-        if folder is not None:
-            folder.discard()
-        raise
+    pairs = weights.pairs(are_checked=True)
 
-    def finish() -> None:
-        assert folder is not None
-        with folder:
-            if failed is not None:
-                raise failed
-            _write_others(weights, folder, tokenizer_from)
+    def write() -> None:
+        with folder or nullcontext():
+            try:
+                for name, x in pairs:
+                    if folder is not None:
+                        folder.add(name, x)
+            except Exception:
+                # If its disk is full, the rank still takes part in the collectives.
+                for _ in pairs:
+                    pass
+                raise
+            if folder is not None:
+                _write_others(weights, folder, tokenizer_from)
 
-    on_first_rank(shared, finish)
+    on_all_ranks(shared, write)
     if requantized := weights.requantized:
         why = "they begin inside of a block of their Parameter"
         if weights.layout.format.has_global_scale:
@@ -123,15 +117,15 @@ def export(
 def _write_others(weights: QuantizedWeights, folder: Folder, tokenizer_from: str | os.PathLike[str] | None) -> None:
     """Write the configs and copy the tokenizer's files."""
     config: Any = getattr(weights.model, "config", None)
-    if hasattr(config, "save_pretrained"):
-        with folder.writing():
-            config.save_pretrained(folder.path)
-        content = json.loads((folder.path / "config.json").read_text())
-        write_settings(folder, content, weights.layout, weights.written, weights.has_power_of_2_scales)
-    generation = getattr(weights.model, "generation_config", None)
-    if generation is not None:
-        with folder.writing():
-            generation.save_pretrained(folder.path)
+    generation: Any = getattr(weights.model, "generation_config", None)
+    for x in (config, generation):
+        if hasattr(x, "save_pretrained"):
+            with folder.writing():
+                x.save_pretrained(folder.path)
+    if (file := folder.path / "config.json").exists():
+        write_settings(
+            folder, json.loads(file.read_text()), weights.layout, weights.written, weights.has_power_of_2_scales
+        )
     source = tokenizer_from if tokenizer_from is not None else getattr(config, "_name_or_path", "")
     if source and Path(source).is_dir():
         folder.copy_tokenizer(Path(source))
@@ -140,22 +134,23 @@ def _write_others(weights: QuantizedWeights, folder: Folder, tokenizer_from: str
 class QuantizedWeights:
     """The tensors that `export` writes for a model: an iterable of (name, tensor) that can be iterated repeatedly.
 
+    written: what the files hold.
     requantized: the names of the weights that the last iteration quantized again.
     """
 
     def __init__(self, op: str, given: nn.Module, format: str) -> None:
         self._given, self.model = given, unwrapped(op, given)
         self.layout = _layout_for(op, self.model, format)
-        tensors = tensors_of(self.model)
-        self._parts = all_parts_on_disk(self.model, tensors)
-        self.written = [*written(self.model, tensors, self._parts)]
+        self._parts = parts_on_disk(self.model)
+        self.written = [part for parts in self._parts.values() for part in parts]
         check_expert_names(op, self.model, self.written)
-        self.has_power_of_2_scales = all(has_power_of_2_scales(x) for x in tensors.values() if is_converted(x))
+        converted = filter(is_converted, tensors_of(self.model).values())
+        self.has_power_of_2_scales = all(has_power_of_2_scales(x) for x in converted)
         self.requantized: list[str] = []
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         prepare_gather(self._given)
-        return self.tensors()
+        return self.pairs()
 
     def metadata(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         """Return {name: (dtype, shape)} in the order of the tensors, without gathering them."""
@@ -173,7 +168,7 @@ class QuantizedWeights:
         """
         return _settings(self.layout, self.written, self.has_power_of_2_scales)
 
-    def tensors(self, are_checked: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
+    def pairs(self, are_checked: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (name, tensor), one weight at a time; the model must be prepared for gathering.
 
         are_checked: raise ValueError if a quantized weight has NaN or Inf; synchronizes for each weight.
@@ -181,29 +176,25 @@ class QuantizedWeights:
         layout, self.requantized = self.layout, []
         rows = layout.format.block[0]
         amaxes = shared_amaxes(self.model) if layout.format.has_global_scale else {}
-        tensors, embeddings = tensors_of(self.model), weights_of_embeddings(self.model)
-        wanted = (
-            (x, name in embeddings or name in amaxes or any(part.cuts(rows) for part in self._parts[name]))
-            for name, x in tensors.items()
-        )
-        for name, x in zip(tensors, gather_weights(wanted), strict=True):
-            parts, is_weight = self._parts[name], isinstance(x, (MasterWeightTensor, QuantizedTensor))
-            if name in embeddings or not is_weight:
-                plain = _values(x).to(tensors[name].dtype) if is_weight else x
-                yield from ((part.name, part.of(plain.detach())) for part in parts)
+        for name, own in tensors_of(self.model).items():
+            parts, is_quantized = self._parts[name], self._parts[name][0].is_quantized
+            x: Any = gather(own, not is_quantized or name in amaxes or any(part.cuts(rows) for part in parts))
+            if not is_quantized:
+                plain = _values(x).to(own.dtype).detach()
+                yield from ((part.name, part.of(plain)) for part in parts)
                 continue
             if name in amaxes:
-                self.requantized.extend(part.name for part in parts)
                 weight = _quantized_again(_values(x), x, layout.format, amaxes[name])
             else:
-                weight = x.quantized() if isinstance(x, MasterWeightTensor) else x.operand()  # type: ignore[attr-defined]
+                weight = x.quantized() if isinstance(x, MasterWeightTensor) else x.operand()
             if are_checked:
                 check_finite(name, weight)
             for part in parts:
-                if part.cuts(rows):
+                if name in amaxes or part.cuts(rows):
                     self.requantized.append(part.name)
-                    own = _quantized_again(part.of(_values(x)), x, layout.format, amaxes.get(name))
-                    yield from layout.tensors(Part(part.name), own)
+                if part.cuts(rows):
+                    again = _quantized_again(part.of(_values(x)), x, layout.format, amaxes.get(name))
+                    yield from layout.tensors(Part(part.name), again)
                 else:
                     yield from layout.tensors(part, weight)
 
@@ -242,7 +233,9 @@ def _layout_for(op: str, model: nn.Module, format: str) -> Layout:
                 f"{op}: {name} trains with scales that are not powers of two, and {layout.name} holds only powers of "
                 f"two; convert the model with power_of_2_scales=True, or export it as {FP8.name}"
             )
-        if x.dim() > 2 and _has_scales_of_experts(_compat.local_of(x)):
+        local: Any = _compat.local_of(x)
+        is_master, scale = isinstance(local, MasterWeightTensor), getattr(local, "global_scale", None)
+        if x.dim() > 2 and (local.config.scale_per_expert if is_master else scale is not None and scale.dim()):
             raise ValueError(
                 f"{op}: each expert of {name} trains with a separate tensor scale (scale_per_expert), but engines use "
                 "one for all experts; call unconvert(model), and convert it with scale_per_expert=False"
@@ -278,14 +271,8 @@ def check_finite(name: str, weight: Operand) -> None:
         )
 
 
-def _values(weight: Any) -> torch.Tensor:
-    return weight.hp if isinstance(weight, MasterWeightTensor) else weight.dequantize()
-
-
-def _has_scales_of_experts(weight: Any) -> bool:
-    if isinstance(weight, QuantizedTensor):
-        return weight.global_scale is not None and weight.global_scale.dim() > 0
-    return bool(weight.config.scale_per_expert)
+def _values(x: Any) -> torch.Tensor:
+    return x.hp if isinstance(x, MasterWeightTensor) else x.dequantize() if isinstance(x, QuantizedTensor) else x
 
 
 def _quantized_again(values: torch.Tensor, weight: Any, fmt: BlockFormat, tensor_amax: torch.Tensor | None) -> Operand:
@@ -296,7 +283,7 @@ def _quantized_again(values: torch.Tensor, weight: Any, fmt: BlockFormat, tensor
 
 
 def write_settings(
-    folder: Folder, config: dict[str, Any], layout: Layout, tensors: Sequence[Written], power_of_2_scales: bool
+    folder: Folder, config: dict[str, Any], layout: Layout, tensors: Sequence[Part], power_of_2_scales: bool
 ) -> None:
     """Write config.json with the quantization settings, and hf_quant_config.json if the format has one.
 
@@ -304,15 +291,12 @@ def write_settings(
     power_of_2_scales: whether all quantized weights have power-of-two scales.
     """
     # NVFP4 files have separate scales for each row.
-    block = None if layout.format.has_global_scale else layout.format.block[0]
-    warn_of_fused(tensors, block)
-    if block is not None:
-        warn_of_ragged(tensors, block)
+    warn_of_readers(tensors, None if layout.format.has_global_scale else layout.format.block[0])
     settings = _settings(layout, tensors, power_of_2_scales)
     folder.write_json("config.json", config | {"quantization_config": settings})
     if layout is MODELOPT:
         folder.write_json("hf_quant_config.json", hf_quant_config(settings))
 
 
-def _settings(layout: Layout, tensors: Sequence[Written], power_of_2_scales: bool) -> dict[str, Any]:
-    return layout.settings(plain_layers(tensors)) | (SCALE_FMT if power_of_2_scales else {})
+def _settings(layout: Layout, tensors: Sequence[Part], power_of_2_scales: bool) -> dict[str, Any]:
+    return layout.settings(*plain_layers(tensors)) | (SCALE_FMT if power_of_2_scales else {})

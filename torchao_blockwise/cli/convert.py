@@ -30,10 +30,7 @@ from torchao_blockwise.checkpoint.layouts import FP8, LAYOUTS
 from torchao_blockwise.checkpoint.model_tensors import (
     ENGINE_SCALES,
     Part,
-    Written,
-    all_parts_on_disk,
-    tensors_of,
-    written,
+    parts_on_disk,
 )
 from torchao_blockwise.checkpoint.plain_layers import check_expert_names
 from torchao_blockwise.checkpoint.stored_weights import StoredWeights
@@ -75,15 +72,15 @@ def run(args: argparse.Namespace) -> int:
 
 def _convert(args: argparse.Namespace, model: nn.Module, weights: StoredWeights) -> tuple[int, float]:
     """Convert, and return (number of quantized tensors, bits per element in the files)."""
-    tensors, layout, files = tensors_of(model), LAYOUTS.get(args.to), weights.files
-    of_model = {x.name: x for x in written(model, tensors, all_parts_on_disk(model, tensors))}
+    layout, files = LAYOUTS.get(args.to), weights.files
+    of_model = {x.name: x for parts in parts_on_disk(model).values() for x in parts}
     check_expert_names("convert", model, of_model.values())
     names = sorted(name for name in weights.names if name in of_model or not re.search(ENGINE_SCALES, name))
     if missing := sorted({x.name for x in of_model.values() if x.is_quantized}.difference(names)):
         raise ValueError(f"{args.input} has no {missing[0]}, which its config.json needs; copy the files again")
     # Files may have layers that the model does not build, such as those for multi-token prediction.
     outputs = [
-        Written(name, x.own if x else (), weights.shape(name), x is not None and x.is_quantized)
+        Part(name, weights.shape(name), x.own if x else (), x is not None and x.is_quantized)
         for name, x in ((name, of_model.get(name)) for name in names)
     ]
     quantized = [x.name for x in outputs if x.is_quantized]
