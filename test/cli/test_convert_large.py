@@ -121,7 +121,7 @@ def test_work_and_memory_stay_in_bounds(experts, tmp_path, counts):
     assert 1 < counts["files"] <= 4 and counts["tensors"] <= 2
     assert counts["pending"] <= SHARD + 2**12
     written = Files(tmp_path / "out")
-    assert len(written.names()) == names + counts["quantized"]
+    assert len(written.tensors) == names + counts["quantized"]
     assert all(file.stat().st_size < 3 * SHARD for file in (tmp_path / "out").glob("*.safetensors"))
 
 
@@ -134,4 +134,4 @@ def test_export_asks_and_holds_as_little(tmp_path, counts):
     checkpoint.export(model, tmp_path / "out", shard_bytes=SHARD)
     assert counts["asked"] == 2 * (LAYERS - DENSE) + 2
     assert counts["pending"] <= SHARD + 2**12
-    assert Files(tmp_path / "out").names() == checkpoint.quantized_weights(model).metadata().keys()
+    assert Files(tmp_path / "out").tensors.keys() == checkpoint.quantized_weights(model).metadata().keys()

@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -88,11 +88,9 @@ class Folder:
 
     def _check_place(self) -> None:
         """Raise unless the folder does not exist, or is empty and can be replaced."""
-        if not self.final.exists():
-            return
-        if not self.final.is_dir():
+        if self.final.exists() and not self.final.is_dir():
             raise FileExistsError(f"export: {self.final} is a file; give a directory, or remove it")
-        if any(self.final.iterdir()):
+        if self.final.exists() and any(self.final.iterdir()):
             raise FileExistsError(f"export: {self.final} exists and is not empty; give another directory, or remove it")
         is_here = self.final == Path.cwd()
         if is_here or self.final.is_mount():
@@ -122,7 +120,7 @@ class Folder:
         """Continue with the files of an earlier run if it had the same plan, else start again."""
         written = self.path / _PLAN
         if not written.exists() or json.loads(written.read_text()) != plan:
-            self.discard()
+            shutil.rmtree(self.path, ignore_errors=True)
             self.path.mkdir()
             self.write_json(_PLAN, plan)
         (self.path / _PART).unlink(missing_ok=True)
@@ -145,8 +143,7 @@ class Folder:
             if kind is None:
                 with self.writing():
                     self._finish()
-                    if self.final.exists():
-                        self.final.rmdir()
+                    # An empty folder is replaced.
                     os.replace(self.path, self.final)
         except OSError as error:
             if self.final.is_dir() and any(self.final.iterdir()):
@@ -157,11 +154,7 @@ class Folder:
             raise
         finally:
             if not self._resumes:
-                self.discard()
-
-    def discard(self) -> None:
-        """Remove the temporary folder."""
-        shutil.rmtree(self.path, ignore_errors=True)
+                shutil.rmtree(self.path, ignore_errors=True)
 
     def add(self, name: str, x: torch.Tensor) -> None:
         """Add a tensor; once `shard_bytes` of them are pending, a file is written."""
@@ -218,6 +211,14 @@ class Folder:
         self.write_json(INDEX, {"metadata": {"total_size": self.nbytes}, "weight_map": where})
 
 
+class Stored(NamedTuple):
+    """A tensor in a file. dtype: as files spell it, for example "F8_E4M3" or "BF16"."""
+
+    file: str
+    dtype: str
+    shape: list[int]
+
+
 class Files:
     """The tensors in a folder of safetensors files, by name. Only a few files are open at a time.
 
@@ -230,8 +231,7 @@ class Files:
         self.path = Path(directory)
         # Not a cache of a method, so that files are closed with the last reference to this object.
         self._opened = functools.lru_cache(_OPEN_FILES)(functools.partial(_opened, self.path))
-        # (file, dtype, shape) of each tensor.
-        self._held: dict[str, tuple[str, str, list[int]]] = {}
+        self.tensors: dict[str, Stored] = {}
         on_disk = sorted(file.name for file in self.path.glob("*.safetensors"))
         listed = self._weight_map()
         self.files = _without_index(self.path, on_disk) if listed is None else sorted(set(listed.values()))
@@ -243,16 +243,16 @@ class Files:
             for name in opened.keys():  # noqa: SIM118  # it is not a dict
                 if listed is not None and listed.get(name) != file:
                     strays += [name] * (name not in listed)
-                elif name in self._held:
+                elif name in self.tensors:
                     raise ValueError(
                         f"load: {self.where(name)} is also in {file}, so the folder contains two checkpoints; remove "
                         "one of them"
                     )
                 else:
                     part = opened.get_slice(name)
-                    self._held[name] = file, str(part.get_dtype()), list(part.get_shape())
+                    self.tensors[name] = Stored(file, str(part.get_dtype()), list(part.get_shape()))
         for name, file in (listed or {}).items():
-            if name not in self._held:
+            if name not in self.tensors:
                 raise ValueError(f"load: {self.path / INDEX} lists {name} in {file}, which lacks it; copy both again")
         if strays:
             why = f"{INDEX} does not list them" if listed is not None else f"the checkpoint is {self.files[0]}"
@@ -269,49 +269,25 @@ class Files:
             raise ValueError(f"load: {index} has no weight_map from tensors to names of files; copy it again")
         return listed
 
-    def names(self) -> set[str]:
-        return set(self._held)
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._held
-
-    def shape(self, name: str) -> list[int]:
-        return self._held[name][2]
-
-    def check_shape(self, name: str, shape: Sequence[int]) -> None:
-        """Raise ValueError unless the tensor has this shape."""
-        if (got := self.shape(name)) != list(shape):
-            raise ValueError(
-                f"load: {self.where(name)} has shape {got}, but the model needs {list(shape)}; use files of "
-                "this model, or copy the file again"
-            )
-
-    def dtype(self, name: str) -> str:
-        """The dtype as files spell it, for example "F8_E4M3" or "BF16"."""
-        return self._held[name][1]
-
     def read(self, name: str) -> torch.Tensor:
         try:
-            tensor: torch.Tensor = self._opened(self._held[name][0]).get_tensor(name)
+            tensor: torch.Tensor = self._opened(self.tensors[name].file).get_tensor(name)
         except Exception as error:
             raise ValueError(f"load: {self.where(name)} cannot be read ({error}); copy the file again") from error
         return tensor
 
     def where(self, name: str) -> str:
         """Return "NAME in FILE", for messages."""
-        return f"{name} in {self.path / self._held[name][0]}"
+        return f"{name} in {self.path / self.tensors[name].file}"
 
-    def config(self) -> dict[str, Any]:
-        """Return `quantization_config` of the model or of its language model; empty for unquantized files."""
-        return quantization_settings(self.path)
 
-    def plain_config(self) -> dict[str, Any]:
-        """Return config.json without quantization settings."""
-        content = _object_in(self.path / "config.json")
-        for part in _parts_of(content):
-            for key in SETTINGS:
-                part.pop(key, None)
-        return content
+def plain_config(folder: Path) -> dict[str, Any]:
+    """Return config.json of the folder without quantization settings."""
+    content = _object_in(folder / "config.json")
+    for part in _parts_of(content):
+        for key in SETTINGS:
+            part.pop(key, None)
+    return content
 
 
 def quantization_settings(folder: Path) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from torch import nn
 from torchao.quantization import quantize_
 
 from torchao_blockwise import conversion, ops
-from torchao_blockwise.checkpoint.files import Folder
+from torchao_blockwise.checkpoint.files import Folder, plain_config
 from torchao_blockwise.checkpoint.fused_layers import clamp_to_normal_scale, fused_layers
 from torchao_blockwise.checkpoint.layouts import FP8, LAYOUTS
 from torchao_blockwise.checkpoint.model_tensors import (
@@ -112,9 +112,9 @@ def _convert(args: argparse.Namespace, model: nn.Module, weights: StoredWeights)
                 if name not in done:
                     folder.add(name, tensor)
         if layout is None:
-            folder.write_json("config.json", files.plain_config())
+            folder.write_json("config.json", plain_config(args.input))
         else:
-            write_settings(folder, files.plain_config(), layout, outputs, args.power_of_2_scales)
+            write_settings(folder, plain_config(args.input), layout, outputs, args.power_of_2_scales)
         folder.copy_tokenizer(args.input)
     return len(quantized), 8 * folder.nbytes / max(1, sum(math.prod(x.shape) for x in outputs))
 

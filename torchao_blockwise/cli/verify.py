@@ -66,8 +66,8 @@ def _by_checksums(files: Files, written: Path) -> list[str]:
         raise ValueError(f"{written} is not JSON ({error}); write it again") from None
     if not isinstance(wanted, dict):
         raise ValueError(f"{written} must contain {{name: checksum}}, got a {type(wanted).__name__}; write it again")
-    problems = _missing(files.path, wanted.keys() - files.names()) + _missing(written, files.names() - wanted.keys())
-    both = sorted(files.names() & wanted.keys())
+    problems = _missing(files.path, wanted.keys() - files.tensors) + _missing(written, files.tensors.keys() - wanted)
+    both = sorted(files.tensors.keys() & wanted)
     got = checksums((name, files.read(name)) for name in both)
     other = [name for name in both if got[name] != wanted[name]]
     print(f"{len(both) - len(other)} tensors are the same, {len(other)} have different bytes")
