@@ -222,7 +222,7 @@ WRONG = {
     ),
     "bytes of scales": (
         ["convert", "plain", "again", "--to", "fp8_block_ue8m0"],
-        "has model_type llama; choose fp8_block and --power-of-2-scales, ",
+        "has model_type llama; choose fp8_block (convert: with --power-of-2-scales), ",
     ),
     "verify": (["verify", "plain", "nowhere"], "has no *.safetensors"),
 }

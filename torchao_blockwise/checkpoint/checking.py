@@ -44,8 +44,5 @@ def checksums(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str]:
     for name, x in tensors:
         names.append(name)
         sums.append(checksum(x))
-    if not sums:
-        return {}
-    devices = {total.device for total in sums}
-    together = torch.stack(sums) if len(devices) == 1 else torch.stack([total.cpu() for total in sums])
-    return {name: f"{total % (1 << 64):016x}" for name, total in zip(names, together.tolist(), strict=True)}
+    together = torch.stack([total.to(sums[0].device) for total in sums]).tolist() if sums else []
+    return {name: f"{total % (1 << 64):016x}" for name, total in zip(names, together, strict=True)}

@@ -23,8 +23,8 @@ _SINGLE = "model.safetensors"
 _PLAN, _PART = "plan.json", "part"
 _SHARD = re.compile(r"model-\d+-of-(\d+)\.safetensors")
 _SHOWN = 3
-# Keys of config.json. compressed-tensors used the second one at first.
-SETTINGS = ("quantization_config", "compression_config")
+# A key of config.json.
+SETTINGS = "quantization_config"
 # Open files are mapped, so everything that was read from them stays in memory.
 _OPEN_FILES = 4
 # The files of a tokenizer.
@@ -61,12 +61,12 @@ class Folder:
     """A folder that is written atomically: files go to a temporary folder next to it, which is renamed at the end.
 
     resume: JSON-able data that determines everything that is written. With it, an interrupted run keeps its finished
-        files in a temporary folder with a fixed name. A later run with equal data continues there: `done` has the
-        names of the tensors that are already written, which need no `add`. Without it an interrupted run removes the
-        temporary folder; a killed process leaves it behind, as a hidden folder.
-    nbytes: the bytes of all tensors so far.
+        files in a temporary folder with a fixed name. A later run with equal data continues there, and does not `add`
+        the tensors in `done` again. Without it an interrupted run removes the temporary folder; a killed process leaves
+        it behind, as a hidden folder.
+    done: {tensor: number of its finished file}. nbytes: the bytes of all tensors so far.
     Raises FileExistsError if the folder exists and is not empty, ValueError if it cannot be replaced, OSError if it
-    cannot be written.
+    cannot be written, also for errors of the file system inside of the `with` statement.
     """
 
     def __init__(self, directory: str | os.PathLike[str], shard_bytes: int, resume: object = None) -> None:
@@ -74,12 +74,12 @@ class Folder:
         self.final, self.shard_bytes = Path(directory).resolve(), shard_bytes
         self._check_place()
         self._pending: dict[str, torch.Tensor] = {}
-        self.nbytes = self._pending_bytes = 0
-        self._shards: list[list[str]] = []
+        self.nbytes = self._pending_bytes = self._count = 0
+        self.done: dict[str, int] = {}
         self._resumes = resume is not None
         # `tempfile` would make a folder that only its owner may read.
         self.path = self.final.parent / f".{self.final.name}-{'unfinished' if self._resumes else secrets.token_hex(4)}"
-        with self.writing():
+        with self._writing():
             self.final.parent.mkdir(parents=True, exist_ok=True)
             if self._resumes:
                 self._take_up(json.loads(json.dumps(resume)))
@@ -100,14 +100,11 @@ class Folder:
             )
 
     @contextmanager
-    def writing(self) -> Iterator[None]:
+    def _writing(self) -> Iterator[None]:
         """A context that turns errors of the file system into an OSError with the folder, the bytes and the fix."""
         try:
             yield
         except (OSError, safetensors().SafetensorError) as error:
-            if error.__cause__ is not None:
-                # An inner context has already added the message.
-                raise
             free = shutil.disk_usage(next(place for place in self.final.parents if place.exists())).free
             after = "run the same command again to continue" if self._resumes else "the temporary folder was removed"
             raise OSError(
@@ -124,27 +121,24 @@ class Folder:
             self.path.mkdir()
             self.write_json(_PLAN, plan)
         (self.path / _PART).unlink(missing_ok=True)
-        while (file := self._shard(len(self._shards))).exists():
+        while (file := self._shard(self._count)).exists():
             with safetensors().safe_open(str(file), framework="pt") as opened:
-                self._shards.append(list(opened.keys()))
+                self.done |= dict.fromkeys(opened.keys(), self._count)
+            self._count += 1
             with file.open("rb") as raw:
                 self.nbytes += file.stat().st_size - 8 - int.from_bytes(raw.read(8), "little")
-
-    @property
-    def done(self) -> set[str]:
-        """The names of the tensors in finished files."""
-        return {name for names in self._shards for name in names}
 
     def __enter__(self) -> Folder:
         return self
 
-    def __exit__(self, kind: object, *rest: object) -> None:
+    def __exit__(self, kind: object, raised: BaseException | None, trace: object) -> None:
         try:
-            if kind is None:
-                with self.writing():
-                    self._finish()
-                    # An empty folder is replaced.
-                    os.replace(self.path, self.final)
+            with self._writing():
+                if raised is not None:
+                    raise raised
+                self._finish()
+                # An empty folder is replaced.
+                os.replace(self.path, self.final)
         except OSError as error:
             if self.final.is_dir() and any(self.final.iterdir()):
                 raise FileExistsError(
@@ -166,31 +160,26 @@ class Folder:
             self._flush()
 
     def write_json(self, name: str, content: object) -> None:
-        with self.writing():
-            (self.path / name).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
+        (self.path / name).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
 
     def copy_tokenizer(self, source: Path) -> None:
         """Copy the tokenizer's files from folder `source`, except symbolic links that lead out of it."""
         for file in (file for pattern in _COPIED for file in sorted(source.glob(pattern))):
             try:
-                found = inside(source, file.name)
+                shutil.copyfile(inside(source, file.name), self.path / file.name)
             except ValueError as reason:
                 warnings.warn(f"export: the tokenizer's {reason}; it is left out", stacklevel=2)
-                continue
-            with self.writing():
-                shutil.copyfile(found, self.path / file.name)
 
     def _flush(self) -> None:
         if not self._pending:
             return
         part = self.path / _PART
-        with self.writing():
-            save_file = importlib.import_module("safetensors.torch").save_file
-            save_file(self._pending, str(part), metadata={"format": "pt"})
-            # safetensors makes the file readable by its owner only; the engine may run as another user.
-            part.chmod(self.path.stat().st_mode & 0o666)
-            part.rename(self._shard(len(self._shards)))
-        self._shards.append(list(self._pending))
+        importlib.import_module("safetensors.torch").save_file(self._pending, str(part), metadata={"format": "pt"})
+        # safetensors makes the file readable by its owner only; the engine may run as another user.
+        part.chmod(self.path.stat().st_mode & 0o666)
+        part.rename(self._shard(self._count))
+        self.done |= dict.fromkeys(self._pending, self._count)
+        self._count += 1
         self._pending, self._pending_bytes = {}, 0
 
     def _shard(self, number: int) -> Path:
@@ -200,15 +189,14 @@ class Folder:
     def _finish(self) -> None:
         self._flush()
         (self.path / _PLAN).unlink(missing_ok=True)
-        if len(self._shards) == 1:
-            self._shard(0).rename(self.path / _SINGLE)
-            return
-        where: dict[str, str] = {}
-        for number, names in enumerate(self._shards):
-            file = f"model-{number + 1:05}-of-{len(self._shards):05}.safetensors"
+        files = [f"model-{number + 1:05}-of-{self._count:05}.safetensors" for number in range(self._count)]
+        if self._count == 1:
+            files = [_SINGLE]
+        else:
+            where = {name: files[number] for name, number in self.done.items()}
+            self.write_json(INDEX, {"metadata": {"total_size": self.nbytes}, "weight_map": where})
+        for number, file in enumerate(files):
             self._shard(number).rename(self.path / file)
-            where |= dict.fromkeys(names, file)
-        self.write_json(INDEX, {"metadata": {"total_size": self.nbytes}, "weight_map": where})
 
 
 class Stored(NamedTuple):
@@ -285,8 +273,7 @@ def plain_config(folder: Path) -> dict[str, Any]:
     """Return config.json of the folder without quantization settings."""
     content = _object_in(folder / "config.json")
     for part in _parts_of(content):
-        for key in SETTINGS:
-            part.pop(key, None)
+        part.pop(SETTINGS, None)
     return content
 
 
@@ -294,10 +281,9 @@ def quantization_settings(folder: Path) -> dict[str, Any]:
     """Return `quantization_config` in config.json of the folder; empty for unquantized files."""
     file = folder / "config.json"
     content = _object_in(file) if file.exists() else {}
-    found = (part[key] for part in _parts_of(content) for key in SETTINGS if part.get(key))
-    config: Any = next(found, {})
+    config: Any = next(filter(None, (part.get(SETTINGS) for part in _parts_of(content))), {})
     if not isinstance(config, dict):
-        raise ValueError(f"load: {SETTINGS[0]} of {file} is a {type(config).__name__}; copy it again")
+        raise ValueError(f"load: {SETTINGS} of {file} is a {type(config).__name__}; copy it again")
     return config
 
 

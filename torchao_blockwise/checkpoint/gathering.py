@@ -80,13 +80,6 @@ def _gather(part: torch.Tensor, x: Any, shape: torch.Size) -> torch.Tensor:
     return placed.full_tensor()
 
 
-def shard_of(whole: torch.Tensor, x: Any) -> torch.Tensor:
-    """Return this rank's part of `whole`, placed as the DTensor `x`, without communication."""
-    from torch.distributed.tensor import distribute_tensor
-
-    return distribute_tensor(whole, x.device_mesh, x.placements, src_data_rank=None).to_local()
-
-
 def on_all_ranks(shared: bool, work: Callable[[], _T]) -> _T:
     """Return `work()` of this rank; if it raises on a rank, raise the error of the first such rank on all ranks."""
     if not shared:
@@ -101,8 +94,3 @@ def on_all_ranks(shared: bool, work: Callable[[], _T]) -> _T:
     if (first := next(filter(None, errors), None)) is not None:
         raise first
     return result  # type: ignore[return-value]  # it raised nothing
-
-
-def on_first_rank(shared: bool, work: Callable[[], _T]) -> _T | None:
-    """Return `work()` on the first rank and None on the others; an error is raised on all ranks."""
-    return on_all_ranks(shared, work if not shared or dist.get_rank() == 0 else lambda: None)

@@ -16,7 +16,7 @@ from torchao_blockwise._compat import hugging_face
 from torchao_blockwise._names import did_you_mean
 from torchao_blockwise.checkpoint.files import shown
 from torchao_blockwise.checkpoint.fused_layers import TENSOR_MAX
-from torchao_blockwise.checkpoint.gathering import on_all_ranks, reshard, shard_of
+from torchao_blockwise.checkpoint.gathering import on_all_ranks, reshard
 from torchao_blockwise.checkpoint.layouts import FP8
 from torchao_blockwise.checkpoint.model_tensors import (
     ENGINE_SCALES,
@@ -105,7 +105,7 @@ def fill(model: nn.Module, weights: StoredWeights, parts: Mapping[str, list[Part
         _fill(x, parts[name], weights)
 
 
-def _fill(x: torch.Tensor, parts: list[Part], weights: StoredWeights) -> None:
+def _fill(x: Any, parts: list[Part], weights: StoredWeights) -> None:
     """Copy the values of its parts in the files to `x`, a tensor of the model or this rank's shard of one."""
     local: Any = _compat.local_of(x)
     is_whole = local is x or (isinstance(local, QuantizedShard) and local.part.shape == x.shape)
@@ -121,8 +121,13 @@ def _fill(x: torch.Tensor, parts: list[Part], weights: StoredWeights) -> None:
         if isinstance(read, QuantizedTensor):
             read = _master_values(read) if is_master else read.dequantize()
         part.of(values).copy_(read.to(values.dtype))
+    if local is not x:
+        from torch.distributed.tensor import distribute_tensor
+
+        # Without communication, since each rank has the values.
+        values = distribute_tensor(values, x.device_mesh, x.placements, src_data_rank=None).to_local()
     if not in_place:
-        target.copy_(values.to(x.device) if local is x else shard_of(values, x))
+        target.copy_(values)
 
 
 def why_requantized(x: torch.Tensor, parts: list[Part], weights: StoredWeights) -> str | None:

@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from torchao_blockwise import _compat, ops
 from torchao_blockwise._names import did_you_mean
 from torchao_blockwise.checkpoint.files import Folder
 from torchao_blockwise.checkpoint.fused_layers import shared_amaxes
-from torchao_blockwise.checkpoint.gathering import gather, on_all_ranks, on_first_rank, prepare_gather
+from torchao_blockwise.checkpoint.gathering import gather, on_all_ranks, prepare_gather
 from torchao_blockwise.checkpoint.layouts import (
     FP8,
     FP8_UE8M0,
@@ -81,7 +82,8 @@ def export(
     directory that is not empty; OSError if it cannot be written.
     """
     weights, shared = QuantizedWeights("export", model, format), prepare_gather(model)
-    folder = on_first_rank(shared, lambda: Folder(directory, shard_bytes))
+    is_first = not shared or dist.get_rank() == 0
+    folder = on_all_ranks(shared, lambda: Folder(directory, shard_bytes) if is_first else None)
     tensors = tensors_of(weights.model)
     if tied := [x.own[0] for x in weights.written if is_converted(tensors[x.own[0]]) and not x.is_quantized]:
         warnings.warn(
@@ -120,8 +122,7 @@ def _write_others(weights: QuantizedWeights, folder: Folder, tokenizer_from: str
     generation: Any = getattr(weights.model, "generation_config", None)
     for x in (config, generation):
         if hasattr(x, "save_pretrained"):
-            with folder.writing():
-                x.save_pretrained(folder.path)
+            x.save_pretrained(folder.path)
     if (file := folder.path / "config.json").exists():
         write_settings(
             folder, json.loads(file.read_text()), weights.layout, weights.written, weights.has_power_of_2_scales
@@ -140,12 +141,12 @@ class QuantizedWeights:
 
     def __init__(self, op: str, given: nn.Module, format: str) -> None:
         self._given, self.model = given, unwrapped(op, given)
-        self.layout = _layout_for(op, self.model, format)
+        converted = {name: x for name, x in tensors_of(self.model).items() if is_converted(x)}
+        self.layout = _layout_for(op, self.model, format, converted)
         self._parts = parts_on_disk(self.model)
         self.written = [part for parts in self._parts.values() for part in parts]
         check_expert_names(op, self.model, self.written)
-        converted = filter(is_converted, tensors_of(self.model).values())
-        self.has_power_of_2_scales = all(has_power_of_2_scales(x) for x in converted)
+        self.has_power_of_2_scales = all(map(has_power_of_2_scales, converted.values()))
         self.requantized: list[str] = []
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -212,17 +213,25 @@ def quantized_weights(model: nn.Module, format: str = FP8.name) -> QuantizedWeig
     return QuantizedWeights("quantized_weights", model, format)
 
 
-def _layout_for(op: str, model: nn.Module, format: str) -> Layout:
+def _layout_for(op: str, model: nn.Module, format: str, converted: dict[str, torch.Tensor]) -> Layout:
     """Return the format with this name; raise ValueError for an unknown name and for a model that it cannot hold."""
     if format not in LAYOUTS:
         raise ValueError(
             f"{op}: format must be one of {', '.join(LAYOUTS)}, got {format!r}{did_you_mean(format, LAYOUTS)}"
         )
-    layout, found = LAYOUTS[format], 0
-    check_model(op, model, layout)
-    for name, x in tensors_of(model).items():
-        if (fmt := format_of(x)) is None:
-            continue
+    layout, model_type = LAYOUTS[format], getattr(getattr(model, "config", None), "model_type", None)
+    if layout is FP8_UE8M0 and isinstance(model_type, str) and not model_type.startswith(UE8M0_MODEL_TYPE):
+        raise ValueError(
+            f"{op}: {layout.name} is for models whose engines read scales called `scale` (model_type "
+            f"{UE8M0_MODEL_TYPE}), and {type(model).__name__} has model_type {model_type}; choose {FP8.name} (convert: "
+            'with --power-of-2-scales), which writes scale_fmt: "ue8m0" for scales that are powers of two'
+        )
+    if not converted:
+        raise ValueError(
+            f"{op}: no weight of {type(model).__name__} is converted; call quantize_ first, or save_pretrained"
+        )
+    for name, x in converted.items():
+        fmt: Any = format_of(x)
         if fmt is not layout.format:
             raise ValueError(
                 f"{op}: {name} trains in {fmt.name}, and {layout.name} holds {layout.format.name}; convert the "
@@ -240,24 +249,7 @@ def _layout_for(op: str, model: nn.Module, format: str) -> Layout:
                 f"{op}: each expert of {name} trains with a separate tensor scale (scale_per_expert), but engines use "
                 "one for all experts; call unconvert(model), and convert it with scale_per_expert=False"
             )
-        found += 1
-    if not found:
-        raise ValueError(
-            f"{op}: no weight of {type(model).__name__} is converted; call quantize_ first, or save_pretrained"
-        )
     return layout
-
-
-def check_model(op: str, model: nn.Module, layout: Layout) -> None:
-    """Raise ValueError if, by the model's config, engines do not read this layout for it."""
-    model_type = getattr(getattr(model, "config", None), "model_type", None)
-    if layout is FP8_UE8M0 and isinstance(model_type, str) and not model_type.startswith(UE8M0_MODEL_TYPE):
-        option = " and --power-of-2-scales" if op == "convert" else ""
-        raise ValueError(
-            f"{op}: {layout.name} is for models whose engines read scales called `scale` (model_type "
-            f"{UE8M0_MODEL_TYPE}), and {type(model).__name__} has model_type {model_type}; choose "
-            f'{FP8.name}{option}, which writes scale_fmt: "ue8m0" for scales that are powers of two'
-        )
 
 
 def check_finite(name: str, weight: Operand) -> None:
@@ -275,11 +267,9 @@ def _values(x: Any) -> torch.Tensor:
     return x.hp if isinstance(x, MasterWeightTensor) else x.dequantize() if isinstance(x, QuantizedTensor) else x
 
 
-def _quantized_again(values: torch.Tensor, weight: Any, fmt: BlockFormat, tensor_amax: torch.Tensor | None) -> Operand:
+def _quantized_again(values: torch.Tensor, weight: Any, fmt: BlockFormat, tensor_amax: torch.Tensor | None) -> Any:
     power_of_2 = has_power_of_2_scales(weight)
-    made = ops.quantize(values.detach(), fmt, power_of_2_scales=power_of_2, tensor_amax=tensor_amax).rowwise
-    assert made is not None
-    return made
+    return ops.quantize(values.detach(), fmt, power_of_2_scales=power_of_2, tensor_amax=tensor_amax).rowwise
 
 
 def write_settings(

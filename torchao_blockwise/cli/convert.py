@@ -32,10 +32,10 @@ from torchao_blockwise.checkpoint.model_tensors import (
     Part,
     parts_on_disk,
 )
-from torchao_blockwise.checkpoint.plain_layers import check_expert_names
 from torchao_blockwise.checkpoint.stored_weights import StoredWeights
-from torchao_blockwise.checkpoint.writing import SHARD_BYTES, check_finite, check_model, write_settings
+from torchao_blockwise.checkpoint.writing import SHARD_BYTES, QuantizedWeights, check_finite, write_settings
 from torchao_blockwise.cli.inputs import UsageError, meta_model
+from torchao_blockwise.tensors import TrainingConfig
 
 HELP = "quantize a checkpoint on disk for inference engines"
 PLAIN = "plain"
@@ -56,13 +56,13 @@ def run(args: argparse.Namespace) -> int:
         if layout.format.has_global_scale and args.power_of_2_scales:
             raise UsageError(f"--power-of-2-scales is only for {FP8.name}; leave it out")
         args.power_of_2_scales |= layout.power_of_2_scales
-        recipes = (conversion.BlockwiseFP8TrainingConfig, conversion.NVFP4TrainingConfig)
+        config: TrainingConfig = conversion.NVFP4TrainingConfig()
+        if not layout.format.has_global_scale:
+            config = conversion.BlockwiseFP8TrainingConfig(power_of_2_scales=args.power_of_2_scales)
         chosen = conversion.recommended_layers(model)
         chosen = chosen & conversion.skip_fqns(*args.skip) if args.skip else chosen
-        quantize_(model, recipes[layout.format.has_global_scale](), filter_fn=chosen)
+        quantize_(model, config, filter_fn=chosen)
     try:
-        if layout is not None:
-            check_model("convert", model, layout)
         quantized, bits = _convert(args, model, StoredWeights(args.input))
     except (OSError, ValueError, NotImplementedError) as error:
         raise UsageError(str(error)) from None
@@ -73,8 +73,8 @@ def run(args: argparse.Namespace) -> int:
 def _convert(args: argparse.Namespace, model: nn.Module, weights: StoredWeights) -> tuple[int, float]:
     """Convert, and return (number of quantized tensors, bits per element in the files)."""
     layout, files = LAYOUTS.get(args.to), weights.files
-    of_model = {x.name: x for parts in parts_on_disk(model).values() for x in parts}
-    check_expert_names("convert", model, of_model.values())
+    parts = parts_on_disk(model).values() if layout is None else [QuantizedWeights("convert", model, args.to).written]
+    of_model = {x.name: x for found in parts for x in found}
     names = sorted(name for name in weights.names if name in of_model or not re.search(ENGINE_SCALES, name))
     if missing := sorted({x.name for x in of_model.values() if x.is_quantized}.difference(names)):
         raise ValueError(f"{args.input} has no {missing[0]}, which its config.json needs; copy the files again")
@@ -98,7 +98,7 @@ def _convert(args: argparse.Namespace, model: nn.Module, weights: StoredWeights)
             print(f"continuing after {len(done)} tensors that an interrupted run has written")
         for x in _with_progress(outputs):
             target = layout if x.is_quantized else None
-            if done.issuperset([x.name] if target is None else target.names(x.name)):
+            if done.keys() >= {*([x.name] if target is None else target.names(x.name))}:
                 continue
             values, found = _values(weights, x.name, torch.bfloat16 if target is None else torch.float32), {}
             if target is None:

@@ -140,8 +140,7 @@ def _model_config(folder: Path) -> PreTrainedConfig:
             "upgrade transformers, or make the model yourself, convert it, and call checkpoint.load"
         ) from error
     for part in (config, config.get_text_config(decoder=True)):
-        for name in SETTINGS:
-            vars(part).pop(name, None)
+        vars(part).pop(SETTINGS, None)
     return config
 
 
