@@ -97,7 +97,7 @@ def test_settings_are_those_of_a_preset_of_compressed_tensors():
     """Its decompressor gives the values of our files in test_from_pretrained.py."""
     pytest.importorskip("compressed_tensors")
     quantization = importlib.import_module("compressed_tensors.quantization")
-    group = layouts.COMPRESSED_TENSORS.settings(*PLAIN)["config_groups"]["group_0"]
+    group = layouts.COMPRESSED_TENSORS.settings["config_groups"]["group_0"]
     scheme = quantization.QuantizationScheme(**group)
     preset = quantization.preset_name_to_scheme("NVFP4A16", ["Linear"])
     ours, theirs = ({k: v for k, v in x.weights.model_dump().items() if k != "scale_dtype"} for x in (scheme, preset))
@@ -116,5 +116,5 @@ def test_model_optimizer(tmp_path):
         # Factors are multiplied in another order.
         torch.testing.assert_close(values, decoded(found, f"{i}.weight"), rtol=3e-7, atol=0)
     convert = importlib.import_module("modelopt.torch.export.convert_hf_config").convert_hf_quant_config_format
-    settings = layouts.MODELOPT.settings(*PLAIN)
+    settings = layouts.MODELOPT.quantization_config(*PLAIN)
     assert convert(layouts.hf_quant_config(settings)).items() <= settings.items()

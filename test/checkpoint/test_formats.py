@@ -41,7 +41,7 @@ from torchao_blockwise import (
     skip_fqns,
     skip_lm_head,
 )
-from torchao_blockwise.checkpoint.fused_layers import fused_layers
+from torchao_blockwise.checkpoint.engine_layers import fused_layers
 from torchao_blockwise.distributed import MasterWeightOptimizer
 from torchao_blockwise.formats import NVFP4_16X16
 from torchao_blockwise.nn import SwiGLUExperts

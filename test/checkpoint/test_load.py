@@ -287,7 +287,7 @@ def test_other_scales_than_the_models_are_named(of_files, of_model, masters, has
     """Whether or not config.json says `scale_fmt`."""
     before = export(with_halves(of_files), tmp_path / "out")
     if has_config:
-        settings = layouts.FP8.settings([], []) | (layouts.SCALE_FMT if of_files is FP8_POW2 else {})
+        settings = layouts.FP8.quantization_config([], []) | (layouts.SCALE_FMT if of_files is FP8_POW2 else {})
         (tmp_path / "out" / "config.json").write_text(json.dumps({"quantization_config": settings}))
     model = mlp(replace(of_model, master_weights=masters), WIDE)
     if not masters and of_files is FP8_POW2:

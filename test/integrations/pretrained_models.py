@@ -60,7 +60,7 @@ def decoded_by_others(found: dict[str, torch.Tensor], name: str, format: str) ->
         return decoded(found, name)
     compressors = pytest.importorskip("compressed_tensors.compressors")
     quantization = pytest.importorskip("compressed_tensors.quantization")
-    group = COMPRESSED_TENSORS.settings([], [])["config_groups"]["group_0"]
+    group = COMPRESSED_TENSORS.settings["config_groups"]["group_0"]
     scheme = quantization.QuantizationScheme(**group)
     packed, scale, factor = (found[name + suffix] for suffix in COMPRESSED_TENSORS.suffixes)
     # It takes matrices; GPT-OSS has all experts of a layer in one tensor.

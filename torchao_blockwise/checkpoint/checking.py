@@ -23,10 +23,8 @@ def checksum(x: torch.Tensor) -> torch.Tensor:
     total = torch.full((), data.numel(), dtype=torch.int64, device=data.device)
     for start in range(0, data.numel(), _CHUNK):
         chunk = data[start : start + _CHUNK]
-        chunk = F.pad(chunk, (0, -chunk.numel() % 4))
-        # A view as int32 needs an offset that is a multiple of four bytes; a slice of a tensor may have another.
-        chunk = chunk.clone() if chunk.storage_offset() % 4 else chunk
-        words = chunk.view(torch.int32).long()
+        # Padding copies. A view as int32 needs an offset that is a multiple of four bytes; a slice may have another.
+        words = F.pad(chunk, (0, -chunk.numel() % 4)).view(torch.int32).long()
         first = start // 4
         odd = torch.arange(2 * first + 1, 2 * (first + len(words)) + 1, 2, device=words.device)
         total += (words * odd).sum()

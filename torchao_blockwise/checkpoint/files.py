@@ -221,7 +221,7 @@ class Files:
         self._opened = functools.lru_cache(_OPEN_FILES)(functools.partial(_opened, self.path))
         self.tensors: dict[str, Stored] = {}
         on_disk = sorted(file.name for file in self.path.glob("*.safetensors"))
-        listed = self._weight_map()
+        listed = _weight_map(self.path)
         self.files = _without_index(self.path, on_disk) if listed is None else sorted(set(listed.values()))
         if not self.files:
             raise FileNotFoundError(f"load: {self.path} has no *.safetensors; give the folder of a checkpoint")
@@ -246,16 +246,6 @@ class Files:
             why = f"{INDEX} does not list them" if listed is not None else f"the checkpoint is {self.files[0]}"
             why += ", .." * (listed is None and len(self.files) > 1)
             warnings.warn(f"load: {self.path}: ignored {shown(strays)}, because {why}", stacklevel=2)
-
-    def _weight_map(self) -> dict[str, str] | None:
-        """Return {tensor: file} from the index, or None without one."""
-        index = self.path / INDEX
-        if not index.exists():
-            return None
-        listed = _object_in(index).get("weight_map")
-        if not isinstance(listed, dict) or not all(isinstance(file, str) for file in listed.values()):
-            raise ValueError(f"load: {index} has no weight_map from tensors to names of files; copy it again")
-        return listed
 
     def read(self, name: str) -> torch.Tensor:
         try:
@@ -292,31 +282,36 @@ def shown(names: Sequence[str]) -> str:
     return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if names[_SHOWN:] else "")
 
 
+def _weight_map(folder: Path) -> dict[str, str] | None:
+    """Return {tensor: file} from the index, or None without one."""
+    if not (index := folder / INDEX).exists():
+        return None
+    listed = _object_in(index).get("weight_map")
+    names = listed.values() if isinstance(listed, dict) else [None]
+    if not all(isinstance(file, str) and file.endswith(".safetensors") for file in names):
+        raise ValueError(
+            f"load: {index} has no weight_map from tensors to *.safetensors, the files that are supported; "
+            "copy it again, or use a checkpoint in safetensors"
+        )
+    return listed
+
+
 def _without_index(folder: Path, names: list[str]) -> list[str]:
     """Return the files of a checkpoint without an index: those with the usual names, or all if there are none."""
-    if _SINGLE in names:
-        return [_SINGLE]
     shards = {name: int(match[1]) for name in names if (match := _SHARD.fullmatch(name))}
     counts = set(shards.values())
-    if counts and counts != {len(shards)}:
+    if _SINGLE not in names and counts and counts != {len(shards)}:
         raise ValueError(
             f"load: {folder} has no {INDEX}, and {len(shards)} files model-*-of-*.safetensors where their names say "
             f"{' and '.join(map(str, sorted(counts)))}; copy the index and the missing files, or remove other ones"
         )
-    return list(shards) or names
+    return [_SINGLE] if _SINGLE in names else list(shards) or names
 
 
 def _opened(folder: Path, file: str) -> Any:
-    if not file.endswith(".safetensors"):
-        raise ValueError(
-            f"load: the index names {file!r} in {folder}, but only *.safetensors are supported; use a checkpoint in "
-            "safetensors"
-        )
     try:
         # `safe_open` checks sizes and offsets against the size of the file, and maps the file.
         return safetensors().safe_open(str(inside(folder, file)), framework="pt")
-    except ValueError as reason:
-        raise ValueError(f"load: {reason}") from None
     except Exception as error:
         raise ValueError(f"load: {folder / file} cannot be read ({error}); copy it again") from error
 

@@ -1,4 +1,9 @@
-"""Gather the weights of a sharded model, one at a time, and raise the errors of one rank on all ranks."""
+"""Gather the weights of a sharded model and the amaxes of fused layers, and raise the errors of one rank on all ranks.
+
+In NVFP4 an engine keeps one tensor scale for fused layers, but each weight trained with a separate one. So the weights
+with a smaller amax are quantized again for the file, with the scale of the largest amax. Weights too small for a tensor
+scale that engines can read are quantized again as well.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +15,12 @@ import torch.distributed as dist
 from torch import nn
 
 from torchao_blockwise import _compat
+from torchao_blockwise.checkpoint.engine_layers import fused_layers
+from torchao_blockwise.checkpoint.layouts import TENSOR_MAX, clamp_to_normal_scale
+from torchao_blockwise.checkpoint.model_tensors import is_converted, tensors_of
 from torchao_blockwise.distributed import sync_weight_scales
+from torchao_blockwise.ops.backend import Backend
+from torchao_blockwise.ops.quantization.operations import tensor_amax_bits_op
 from torchao_blockwise.tensors import MasterWeightTensor, QuantizedShard, QuantizedTensor, fsdp
 
 _T = TypeVar("_T")
@@ -78,6 +88,47 @@ def _gather(part: torch.Tensor, x: Any, shape: torch.Size) -> torch.Tensor:
     stride = torch.empty(shape, device="meta").stride()
     placed = DTensor.from_local(part.detach(), x.device_mesh, x.placements, run_check=False, shape=shape, stride=stride)
     return placed.full_tensor()
+
+
+def shared_amaxes(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return {name: amax for the tensor scale in the files} for the weights whose own tensor scale differs from it.
+
+    If the model is sharded this is a collective: one for all weights with the same placement. Synchronizes once.
+    """
+    weights = {name: x for name, x in tensors_of(model).items() if is_converted(x)}
+    # |fp32| viewed as int32: the maximum is NaN if there is one.
+    own = _amax_bits([*weights.values()])
+    groups, numbers = fused_layers(weights), dict[str, int]()
+    of_group = torch.tensor([numbers.setdefault(groups[name], len(numbers)) for name in weights], device=own.device)
+    largest = own.new_zeros(len(numbers)).scatter_reduce(0, of_group, own, "amax")[of_group]
+    wanted = clamp_to_normal_scale(largest.view(torch.float32))
+    differs = (wanted.view(torch.int32) != own).tolist()
+    return {name: amax.to(x.device) for (name, x), amax, is_other in zip(weights.items(), wanted, differs) if is_other}
+
+
+def _amax_bits(weights: list[Any]) -> torch.Tensor:
+    """Return the amax of each unsharded weight, |fp32| viewed as int32 [weights]."""
+    bits: list[torch.Tensor] = []
+    placed: dict[Any, list[int]] = {}
+    for i, weight in enumerate(weights):
+        local: Any = _compat.local_of(weight)
+        if not isinstance(local, MasterWeightTensor):
+            # The decoded scale is within one rounding of the original amax, and equal scales decode to equal amaxes.
+            # A shard has the tensor scale of the unsharded weight.
+            bits.append((local.global_scale * TENSOR_MAX).view(torch.int32))
+            continue
+        values = local.hp.detach().to(fsdp.gathered_dtype(local))
+        bits.append(tensor_amax_bits_op(values, None, False, Backend.AUTO))
+        if local is not weight:
+            placed.setdefault((weight.device_mesh, weight.placements), []).append(i)
+    of_weights = torch.stack([amax.to(bits[0].device) for amax in bits])
+    for (mesh, placements), alike in placed.items():
+        from torch.distributed.tensor import DTensor, Partial
+
+        held = [p if p.is_replicate() else Partial("max") for p in placements]
+        largest = DTensor.from_local(of_weights[alike], mesh, held, run_check=False).full_tensor()
+        of_weights[alike] = largest.to(of_weights.device)
+    return of_weights
 
 
 def on_all_ranks(shared: bool, work: Callable[[], _T]) -> _T:

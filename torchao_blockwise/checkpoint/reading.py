@@ -15,9 +15,8 @@ from torchao_blockwise import _compat, ops
 from torchao_blockwise._compat import hugging_face
 from torchao_blockwise._names import did_you_mean
 from torchao_blockwise.checkpoint.files import shown
-from torchao_blockwise.checkpoint.fused_layers import TENSOR_MAX
 from torchao_blockwise.checkpoint.gathering import on_all_ranks, reshard
-from torchao_blockwise.checkpoint.layouts import FP8
+from torchao_blockwise.checkpoint.layouts import FP8, TENSOR_MAX
 from torchao_blockwise.checkpoint.model_tensors import (
     ENGINE_SCALES,
     Part,
@@ -100,34 +99,30 @@ def check(model: nn.Module, weights: StoredWeights) -> dict[str, list[Part]]:
 
 @torch.no_grad()
 def fill(model: nn.Module, weights: StoredWeights, parts: Mapping[str, list[Part]]) -> None:
-    """Copy the values in the files, which were checked, to the tensors of `model`, one at a time."""
+    """Copy the values in the files, which were checked, to the tensors of `model` or this rank's shards, one by one."""
+    x: Any
     for name, x in tensors_of(model).items():
-        _fill(x, parts[name], weights)
+        local: Any = _compat.local_of(x)
+        is_whole = local is x or (isinstance(local, QuantizedShard) and local.part.shape == x.shape)
+        if isinstance(local, QuantizedTensor) and is_whole and why_requantized(local, parts[name], weights) is None:
+            local.copy_(_payload(local, x.shape, parts[name], weights))
+            continue
+        is_master = isinstance(local, MasterWeightTensor)
+        target = local.hp if is_master else x if local is x else local.detach()
+        in_place = local is x and not isinstance(x, QuantizedTensor)
+        values = target if in_place else torch.empty(x.shape, dtype=x.dtype, device="cpu")
+        for part in parts[name]:
+            read: Any = weights.read(part.name, values.dtype)
+            if isinstance(read, QuantizedTensor):
+                read = _master_values(read) if is_master else read.dequantize()
+            part.of(values).copy_(read.to(values.dtype))
+        if local is not x:
+            from torch.distributed.tensor import distribute_tensor
 
-
-def _fill(x: Any, parts: list[Part], weights: StoredWeights) -> None:
-    """Copy the values of its parts in the files to `x`, a tensor of the model or this rank's shard of one."""
-    local: Any = _compat.local_of(x)
-    is_whole = local is x or (isinstance(local, QuantizedShard) and local.part.shape == x.shape)
-    if isinstance(local, QuantizedTensor) and is_whole and why_requantized(local, parts, weights) is None:
-        local.copy_(_payload(local, x.shape, parts, weights))
-        return
-    is_master = isinstance(local, MasterWeightTensor)
-    target = local.hp if is_master else x if local is x else local.detach()
-    in_place = local is x and not isinstance(x, QuantizedTensor)
-    values = target if in_place else torch.empty(x.shape, dtype=x.dtype, device="cpu")
-    for part in parts:
-        read: Any = weights.read(part.name, values.dtype)
-        if isinstance(read, QuantizedTensor):
-            read = _master_values(read) if is_master else read.dequantize()
-        part.of(values).copy_(read.to(values.dtype))
-    if local is not x:
-        from torch.distributed.tensor import distribute_tensor
-
-        # Without communication, since each rank has the values.
-        values = distribute_tensor(values, x.device_mesh, x.placements, src_data_rank=None).to_local()
-    if not in_place:
-        target.copy_(values)
+            # Without communication, since each rank has the values.
+            values = distribute_tensor(values, x.device_mesh, x.placements, src_data_rank=None).to_local()
+        if not in_place:
+            target.copy_(values)
 
 
 def why_requantized(x: torch.Tensor, parts: list[Part], weights: StoredWeights) -> str | None:

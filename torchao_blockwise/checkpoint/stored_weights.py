@@ -8,13 +8,13 @@ import re
 import torch
 
 from torchao_blockwise.checkpoint.files import Files, quantization_settings
-from torchao_blockwise.checkpoint.fused_layers import TENSOR_MAX
 from torchao_blockwise.checkpoint.layouts import (
     COMPRESSED_TENSORS,
     FP8,
     FP8_UE8M0,
     MODELOPT,
     TAKE_PLAIN,
+    TENSOR_MAX,
     Layout,
     why_not_read,
 )
@@ -119,7 +119,8 @@ class StoredWeights:
         scale = files.read(scale_name).float()
         is_sound = bool((scale >= 0).logical_and(scale.isfinite()).all())
         if layout.format is FP8.format:
-            self.has_power_of_2_scales[name] = _are_powers_of_2(scale)
+            mantissas = scale.frexp().mantissa
+            self.has_power_of_2_scales[name] = bool(((mantissas == 0.5) | (mantissas == 0)).all())
             if is_sound and bool((is_zero := scale == 0).any()):
                 # A code is zero if no bit except the sign is set.
                 codes = files.read(payload).view(torch.uint8) & 0x7F
@@ -138,13 +139,15 @@ class StoredWeights:
         layout, names = self._quantized[name]
         qdata, scale, *factors = map(self.files.read, names)
         if not factors:
-            powers_of_2 = _are_powers_of_2(scale := scale.float())
+            powers_of_2, scale = self.has_power_of_2_scales[name], scale.float()
             # Some tools store a scale of zero for a block of zeros.
             of_zeros = BlockwiseFP8Tensor.from_hp(scale.new_zeros(1, 1), power_of_2_scales=powers_of_2)
             return BlockwiseFP8Tensor(qdata, torch.where(scale == 0, of_zeros.scale, scale), dtype, powers_of_2)
         factor = (decode_factor(factors[0]) if layout.has_reciprocal else factors[0]).reshape(())
-        squares = _in_squares(scale)
-        fmt, scale = (NVFP4_1X16, scale) if squares is None else (NVFP4_16X16, squares)
+        fmt, codes, rows = NVFP4_1X16, scale.view(torch.uint8), NVFP4_16X16.block[0]
+        first = codes[..., ::rows, :]
+        if torch.equal(first.repeat_interleave(rows, -2)[..., : codes.shape[-2], :], codes):
+            fmt, scale = NVFP4_16X16, first.contiguous().view(scale.dtype)
         return NVFP4Tensor(qdata, scale, factor, fmt.element.per_byte * qdata.shape[-1], fmt.block, dtype)
 
     def values(self, name: str, dtype: torch.dtype) -> torch.Tensor:
@@ -153,29 +156,14 @@ class StoredWeights:
         return x.dequantize() if isinstance(x, QuantizedTensor) else x
 
 
-def _are_powers_of_2(scale: torch.Tensor) -> bool:
-    mantissas = scale.frexp().mantissa
-    return bool(((mantissas == 0.5) | (mantissas == 0)).all())
-
-
-def _in_squares(rows: torch.Tensor) -> torch.Tensor | None:
-    """Return the scales of blocks of 16×16 if each 16 rows have equal scales e4m3 [.., N, K/16], else None."""
-    codes, block = rows.view(torch.uint8), NVFP4_16X16.block[0]
-    first = codes[..., ::block, :]
-    if not torch.equal(first.repeat_interleave(block, -2)[..., : codes.shape[-2], :], codes):
-        return None
-    return first.contiguous().view(rows.dtype)
-
-
 def decode_factor(stored: torch.Tensor) -> torch.Tensor:
     """Return the tensor scale amax / 2688 for a stored 2688 / amax.
 
     If possible it is a number whose reciprocal is exactly `stored`, so that it is written as it was read, and that
     follows from an amax. Such a number is at most one step from the rounded reciprocal, since it was rounded twice.
     """
-    near = stored.reshape(()).reciprocal()
-    around = [torch.nextafter(near, torch.full_like(near, bound)) for bound in (0.0, float("inf"))]
-    candidates = torch.stack((near, *around))
+    near = stored.reshape(1).reciprocal()
+    candidates = torch.cat((near, near.nextafter(torch.zeros_like(near)), near.nextafter(near.new_tensor([torch.inf]))))
     fits = candidates.reciprocal() == stored
     comes_back = candidates * TENSOR_MAX / TENSOR_MAX == candidates
-    return torch.cat((candidates[fits & comes_back], candidates[fits], near[None]))[0]
+    return torch.cat((candidates[fits & comes_back], candidates[fits], near))[0]

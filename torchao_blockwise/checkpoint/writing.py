@@ -6,7 +6,7 @@ import json
 import os
 import re
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,9 @@ from torch import nn
 
 from torchao_blockwise import _compat, ops
 from torchao_blockwise._names import did_you_mean
+from torchao_blockwise.checkpoint.engine_layers import check_expert_names, plain_layers, warn_of_readers
 from torchao_blockwise.checkpoint.files import Folder
-from torchao_blockwise.checkpoint.fused_layers import shared_amaxes
-from torchao_blockwise.checkpoint.gathering import gather, on_all_ranks, prepare_gather
+from torchao_blockwise.checkpoint.gathering import gather, on_all_ranks, prepare_gather, shared_amaxes
 from torchao_blockwise.checkpoint.layouts import (
     FP8,
     FP8_UE8M0,
@@ -28,7 +28,6 @@ from torchao_blockwise.checkpoint.layouts import (
     SCALE_FMT,
     UE8M0_MODEL_TYPE,
     Layout,
-    hf_quant_config,
 )
 from torchao_blockwise.checkpoint.model_tensors import (
     Part,
@@ -39,7 +38,6 @@ from torchao_blockwise.checkpoint.model_tensors import (
     tensors_of,
     unwrapped,
 )
-from torchao_blockwise.checkpoint.plain_layers import check_expert_names, plain_layers, warn_of_readers
 from torchao_blockwise.formats import BlockFormat, Operand
 from torchao_blockwise.tensors import MasterWeightTensor, QuantizedTensor
 
@@ -124,9 +122,7 @@ def _write_others(weights: QuantizedWeights, folder: Folder, tokenizer_from: str
         if hasattr(x, "save_pretrained"):
             x.save_pretrained(folder.path)
     if (file := folder.path / "config.json").exists():
-        write_settings(
-            folder, json.loads(file.read_text()), weights.layout, weights.written, weights.has_power_of_2_scales
-        )
+        weights.write_settings(folder, json.loads(file.read_text()))
     source = tokenizer_from if tokenizer_from is not None else getattr(config, "_name_or_path", "")
     if source and Path(source).is_dir():
         folder.copy_tokenizer(Path(source))
@@ -167,7 +163,20 @@ class QuantizedWeights:
 
         It lists the layers that are not quantized, and marks scales that are powers of two.
         """
-        return _settings(self.layout, self.written, self.has_power_of_2_scales)
+        settings = self.layout.quantization_config(*plain_layers(self.written))
+        return settings | (SCALE_FMT if self.has_power_of_2_scales else {})
+
+    def write_settings(self, folder: Folder, config: dict[str, Any]) -> None:
+        """Write config.json with the settings, and warn about layers that engines refuse or transformers misreads."""
+        # NVFP4 files have separate scales for each row.
+        warn_of_readers(self.written, None if self.layout.format.has_global_scale else self.layout.format.block[0])
+        settings = self.quantization_config()
+        folder.write_json("config.json", config | {"quantization_config": settings})
+        if self.layout is MODELOPT:
+            # Model Optimizer writes it next to config.json.
+            quantization = {name: settings[name] for name in ("quant_algo", "group_size")}
+            quantization |= {"kv_cache_quant_algo": None, "exclude_modules": settings["ignore"]}
+            folder.write_json("hf_quant_config.json", {"producer": settings["producer"], "quantization": quantization})
 
     def pairs(self, are_checked: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (name, tensor), one weight at a time; the model must be prepared for gathering.
@@ -237,7 +246,7 @@ def _layout_for(op: str, model: nn.Module, format: str, converted: dict[str, tor
                 f"{op}: {name} trains in {fmt.name}, and {layout.name} holds {layout.format.name}; convert the "
                 "model with another config, or unconvert it and call save_pretrained"
             )
-        if layout.power_of_2_scales and not has_power_of_2_scales(x):
+        if layout is FP8_UE8M0 and not has_power_of_2_scales(x):
             raise ValueError(
                 f"{op}: {name} trains with scales that are not powers of two, and {layout.name} holds only powers of "
                 f"two; convert the model with power_of_2_scales=True, or export it as {FP8.name}"
@@ -270,23 +279,3 @@ def _values(x: Any) -> torch.Tensor:
 def _quantized_again(values: torch.Tensor, weight: Any, fmt: BlockFormat, tensor_amax: torch.Tensor | None) -> Any:
     power_of_2 = has_power_of_2_scales(weight)
     return ops.quantize(values.detach(), fmt, power_of_2_scales=power_of_2, tensor_amax=tensor_amax).rowwise
-
-
-def write_settings(
-    folder: Folder, config: dict[str, Any], layout: Layout, tensors: Sequence[Part], power_of_2_scales: bool
-) -> None:
-    """Write config.json with the quantization settings, and hf_quant_config.json if the format has one.
-
-    tensors: all tensors in the files. Warns about those that engines refuse or transformers misreads.
-    power_of_2_scales: whether all quantized weights have power-of-two scales.
-    """
-    # NVFP4 files have separate scales for each row.
-    warn_of_readers(tensors, None if layout.format.has_global_scale else layout.format.block[0])
-    settings = _settings(layout, tensors, power_of_2_scales)
-    folder.write_json("config.json", config | {"quantization_config": settings})
-    if layout is MODELOPT:
-        folder.write_json("hf_quant_config.json", hf_quant_config(settings))
-
-
-def _settings(layout: Layout, tensors: Sequence[Part], power_of_2_scales: bool) -> dict[str, Any]:
-    return layout.settings(*plain_layers(tensors)) | (SCALE_FMT if power_of_2_scales else {})

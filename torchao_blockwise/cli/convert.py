@@ -13,6 +13,7 @@ exit code: 0 success, 2 invalid arguments or files
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import re
 from collections.abc import Sequence
@@ -24,16 +25,16 @@ from torch import nn
 from torchao.quantization import quantize_
 
 from torchao_blockwise import conversion, ops
+from torchao_blockwise.checkpoint.engine_layers import fused_layers
 from torchao_blockwise.checkpoint.files import Folder, plain_config
-from torchao_blockwise.checkpoint.fused_layers import clamp_to_normal_scale, fused_layers
-from torchao_blockwise.checkpoint.layouts import FP8, LAYOUTS
+from torchao_blockwise.checkpoint.layouts import FP8, FP8_UE8M0, LAYOUTS, clamp_to_normal_scale
 from torchao_blockwise.checkpoint.model_tensors import (
     ENGINE_SCALES,
     Part,
     parts_on_disk,
 )
 from torchao_blockwise.checkpoint.stored_weights import StoredWeights
-from torchao_blockwise.checkpoint.writing import SHARD_BYTES, QuantizedWeights, check_finite, write_settings
+from torchao_blockwise.checkpoint.writing import SHARD_BYTES, QuantizedWeights, check_finite
 from torchao_blockwise.cli.inputs import UsageError, meta_model
 from torchao_blockwise.tensors import TrainingConfig
 
@@ -55,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     if layout is not None:
         if layout.format.has_global_scale and args.power_of_2_scales:
             raise UsageError(f"--power-of-2-scales is only for {FP8.name}; leave it out")
-        args.power_of_2_scales |= layout.power_of_2_scales
+        args.power_of_2_scales |= layout is FP8_UE8M0
         config: TrainingConfig = conversion.NVFP4TrainingConfig()
         if not layout.format.has_global_scale:
             config = conversion.BlockwiseFP8TrainingConfig(power_of_2_scales=args.power_of_2_scales)
@@ -73,8 +74,9 @@ def run(args: argparse.Namespace) -> int:
 def _convert(args: argparse.Namespace, model: nn.Module, weights: StoredWeights) -> tuple[int, float]:
     """Convert, and return (number of quantized tensors, bits per element in the files)."""
     layout, files = LAYOUTS.get(args.to), weights.files
-    parts = parts_on_disk(model).values() if layout is None else [QuantizedWeights("convert", model, args.to).written]
-    of_model = {x.name: x for found in parts for x in found}
+    of_layout = None if layout is None else QuantizedWeights("convert", model, args.to)
+    written = itertools.chain(*parts_on_disk(model).values()) if of_layout is None else of_layout.written
+    of_model = {x.name: x for x in written}
     names = sorted(name for name in weights.names if name in of_model or not re.search(ENGINE_SCALES, name))
     if missing := sorted({x.name for x in of_model.values() if x.is_quantized}.difference(names)):
         raise ValueError(f"{args.input} has no {missing[0]}, which its config.json needs; copy the files again")
@@ -111,10 +113,11 @@ def _convert(args: argparse.Namespace, model: nn.Module, weights: StoredWeights)
             for name, tensor in found.items():
                 if name not in done:
                     folder.add(name, tensor)
-        if layout is None:
+        if of_layout is None:
             folder.write_json("config.json", plain_config(args.input))
         else:
-            write_settings(folder, plain_config(args.input), layout, outputs, args.power_of_2_scales)
+            of_layout.written = outputs
+            of_layout.write_settings(folder, plain_config(args.input))
         folder.copy_tokenizer(args.input)
     return len(quantized), 8 * folder.nbytes / max(1, sum(math.prod(x.shape) for x in outputs))
 

@@ -1,9 +1,11 @@
-"""The names of layers that stay in high precision, as engines and transformers look them up.
+"""Layers as inference engines look them up: those that they fuse, and those that files name as not quantized.
 
-Engines and transformers assume that all other layers are quantized. So the names come from the tensors that are
-written, not from the classes of modules: a router may be a plain Parameter, and files may have layers that the model
-does not build. Engines look up a layer by its name in the files, transformers by its name in the model; if these
-differ, both are listed.
+Engines fuse q, k and v; gate and up; and all experts. In NVFP4, fused weights share one tensor scale.
+
+Engines and transformers assume that all layers are quantized, except those that config.json names. The names come from
+the tensors that are written, not from the classes of modules: a router may be a plain Parameter, and files may have
+layers that the model does not build. Engines look up a layer by its name in the files, transformers by its name in the
+model; if these differ, both are listed.
 """
 
 from __future__ import annotations
@@ -15,14 +17,64 @@ from collections.abc import Iterable
 from torch import nn
 
 from torchao_blockwise.checkpoint.files import shown
-from torchao_blockwise.checkpoint.fused_layers import fused_layers
 from torchao_blockwise.checkpoint.model_tensors import DIMS_OF_EXPERTS, Part
 
+# Layers that vLLM fuses, by the last parts of their names in files, in vLLM's order. Source: vLLM 0.33.0, read on
+# 2026-11-26, `packed_modules_mapping` and the stacked weights of all models. Left out are convolutions and layers that
+# always run in high precision (wk + weights_proj and wkv + wgate of indexers, hyper-connections).
+_QKV = ("q_proj", "k_proj", "v_proj")
+FUSED_BY_ENGINES: tuple[tuple[str, ...], ...] = (
+    _QKV,
+    ("gate_proj", "up_proj"),
+    ("w1", "w3"),
+    ("q_a_proj", "kv_a_proj_with_mqa"),
+    ("wq", "wk", "wv"),
+    ("in_proj_qkv", "in_proj_z"),
+    ("in_proj_b", "in_proj_a"),
+    ("q", "k", "v"),
+    ("query", "key", "value"),
+    ("query_net", "key_net", "value_net"),
+    ("c_fc_0", "c_fc_1"),
+    ("fc1", "fc3"),
+    ("wq_a", "wkv"),
+    ("wq_du", "wk_dv", "wv_dv", "wr_du"),
+    # Models in which some of these layers are missing, or that fuse another layer with them.
+    ("q_proj", "k_proj"),
+    ("k_proj", "v_proj"),
+    ("key_net", "value_net"),
+    ("key_proj", "value_proj"),
+    ("gate_proj", "dense_h_to_4h"),
+    ("q_a_proj", "kv_a_proj_with_mqa", "g_proj"),
+    *((*_QKV, x) for x in ("g_proj", "gate_proj", "o_gate_proj", "output_gate_proj", "index_qk_proj", "b_proj")),
+    (*_QKV, "index_q_proj", "index_k_proj"),
+    (*_QKV, "b_proj", "f_a_proj"),
+    (*_QKV, "b_proj", "f_a_proj", "g_a_proj"),
+    (*_QKV, "sparse_indexer_q", "sparse_indexer_k", "sparse_indexer_z", "g_proj"),
+)
 # Matches path.experts in path.experts.3.up_proj.weight: engines treat all of its experts as one layer.
 _EXPERTS = re.compile(r"(.*\bexperts)\.\d+\.")
 _NUMBER = re.compile(r"\.\d+\b")
 # The names under which transformers and vLLM read one tensor with all experts as quantized.
 _READ = (".gate_up_proj", ".gate_proj", ".up_proj", ".down_proj")
+
+
+def fused_layers(names: Iterable[str]) -> dict[str, str]:
+    """Return {name of a weight: name of the layer into which engines fuse it, or its own name}.
+
+    names: all weights of a model or of its files. Layers are fused if all names in a row of `FUSED_BY_ENGINES` exist;
+        the longest such row counts. Experts that are modules of a list count as one weight.
+    """
+    whole = {name: _EXPERTS.sub(r"\1.*.", name) for name in names}
+    split = {name: name.removesuffix(".weight").rpartition(".")[::2] for name in whole.values()}
+    layers: dict[str, set[str]] = {}
+    for path, last in split.values():
+        layers.setdefault(path, set()).add(last)
+    fused: dict[str, str] = {}
+    for name, (path, last) in split.items():
+        rows = (row for row in FUSED_BY_ENGINES if last in row and layers[path].issuperset(row))
+        row = max(rows, key=len, default=())
+        fused[name] = f"{path}.{'+'.join(row)}".lstrip(".") if row else name
+    return {name: fused[of_all] for name, of_all in whole.items()}
 
 
 def check_expert_names(op: str, model: nn.Module, tensors: Iterable[Part]) -> None:

@@ -27,10 +27,9 @@ from torchao_blockwise import (
     skip_fqns,
     skip_lm_head,
 )
-from torchao_blockwise.checkpoint.fused_layers import fused_layers
+from torchao_blockwise.checkpoint.engine_layers import fused_layers, plain_layers
 from torchao_blockwise.checkpoint.layouts import LAYOUTS, UE8M0_MODEL_TYPE
 from torchao_blockwise.checkpoint.model_tensors import Part, parts_on_disk, tensors_of
-from torchao_blockwise.checkpoint.plain_layers import plain_layers
 from torchao_blockwise.cli import main
 from torchao_blockwise.tensors import MasterWeightTensor
 
@@ -202,7 +201,7 @@ def test_files_of_every_mixture(family, tmp_path):
         tensors = tensors_of(model)
         in_files = [part for parts in parts_on_disk(model).values() for part in parts]
         own = {x.own[0]: (x.is_quantized, tensors[x.own[0]].dim()) for x in in_files}
-        check_names("fp8_block", LAYOUTS["fp8_block"].settings(*plain_layers(in_files)), own)
+        check_names("fp8_block", LAYOUTS["fp8_block"].quantization_config(*plain_layers(in_files)), own)
         found = {}
         for writer, folder in folders.items():
             assert min(check_folder(folder, format).values()) > 0
