@@ -23,7 +23,7 @@ from helpers import FP8, NVFP4, assert_same_tensors, mlp, replace
 
 from torchao_blockwise import checkpoint
 from torchao_blockwise.checkpoint import layouts
-from torchao_blockwise.checkpoint.files import plain_config
+from torchao_blockwise.checkpoint.files import config_and_settings
 from torchao_blockwise.cli import main
 from torchao_blockwise.testing import assert_bitwise_equal
 
@@ -81,7 +81,7 @@ def test_layers_of_two_formats_are_read(nested, tmp_path):
         checkpoint.load(other, tmp_path / name)
     assert_bitwise_equal(model[0].weight, alike["nvfp4"][0].weight)
     assert_bitwise_equal(model[2].weight, alike["fp8"][2].weight)
-    assert plain_config(tmp_path / "other") == ({"text_config": {}} if nested else {})
+    assert config_and_settings(tmp_path / "other")[0] == ({"text_config": {}} if nested else {})
 
 
 @masters_quantized_or_plain

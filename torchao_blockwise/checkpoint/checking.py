@@ -38,9 +38,7 @@ def checksums(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str]:
     with the checksums of the tensors that arrived, however they were split on the way. If the model is sharded, all
     ranks must call it.
     """
-    names, sums = [], []
-    for name, x in tensors:
-        names.append(name)
-        sums.append(checksum(x))
-    together = torch.stack([total.to(sums[0].device) for total in sums]).tolist() if sums else []
-    return {name: f"{total % (1 << 64):016x}" for name, total in zip(names, together, strict=True)}
+    sums = {name: checksum(x) for name, x in tensors}
+    device = next((total.device for total in sums.values()), None)
+    together = torch.stack([total.to(device) for total in sums.values()]).tolist() if sums else []
+    return {name: f"{total % (1 << 64):016x}" for name, total in zip(sums, together, strict=True)}

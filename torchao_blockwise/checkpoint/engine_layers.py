@@ -14,8 +14,6 @@ import re
 import warnings
 from collections.abc import Iterable
 
-from torch import nn
-
 from torchao_blockwise.checkpoint.files import shown
 from torchao_blockwise.checkpoint.model_tensors import DIMS_OF_EXPERTS, Part
 
@@ -51,44 +49,29 @@ FUSED_BY_ENGINES: tuple[tuple[str, ...], ...] = (
     (*_QKV, "b_proj", "f_a_proj", "g_a_proj"),
     (*_QKV, "sparse_indexer_q", "sparse_indexer_k", "sparse_indexer_z", "g_proj"),
 )
-# Matches path.experts in path.experts.3.up_proj.weight: engines treat all of its experts as one layer.
+# Matches path.experts in path.experts.3.up_proj.weight: engines look up all of its experts together.
 _EXPERTS = re.compile(r"(.*\bexperts)\.\d+\.")
 _NUMBER = re.compile(r"\.\d+\b")
 # The names under which transformers and vLLM read one tensor with all experts as quantized.
-_READ = (".gate_up_proj", ".gate_proj", ".up_proj", ".down_proj")
+READ_EXPERTS = (".gate_up_proj", ".gate_proj", ".up_proj", ".down_proj")
 
 
 def fused_layers(names: Iterable[str]) -> dict[str, str]:
-    """Return {name of a weight: name of the layer into which engines fuse it, or its own name}.
+    """Return {name of a weight: name of the layer into which engines fuse it, or its layer}.
 
     names: all weights of a model or of its files. Layers are fused if all names in a row of `FUSED_BY_ENGINES` exist;
-        the longest such row counts. Experts that are modules of a list count as one weight.
+        the longest such row counts. Experts that are modules of a list count together.
     """
-    whole = {name: _EXPERTS.sub(r"\1.*.", name) for name in names}
-    split = {name: name.removesuffix(".weight").rpartition(".")[::2] for name in whole.values()}
+    split = {name: _EXPERTS.sub(r"\1.*.", name).removesuffix(".weight").rpartition(".")[::2] for name in names}
     layers: dict[str, set[str]] = {}
     for path, last in split.values():
         layers.setdefault(path, set()).add(last)
     fused: dict[str, str] = {}
     for name, (path, last) in split.items():
         rows = (row for row in FUSED_BY_ENGINES if last in row and layers[path].issuperset(row))
-        row = max(rows, key=len, default=())
-        fused[name] = f"{path}.{'+'.join(row)}".lstrip(".") if row else name
-    return {name: fused[of_all] for name, of_all in whole.items()}
-
-
-def check_expert_names(op: str, model: nn.Module, tensors: Iterable[Part]) -> None:
-    """Raise ValueError if experts of a transformers model have names that readers do not treat as quantized."""
-    if not hasattr(model, "_tied_weights_keys"):
-        return
-    for x in tensors:
-        if x.is_quantized and len(x.shape) == DIMS_OF_EXPERTS and not x.name.endswith(_READ):
-            layer = x.own[0].rpartition(".")[0]
-            raise ValueError(
-                f"{op}: {x.name} holds all experts of a layer under a name that readers treat as high precision: they "
-                f'would load its codes as values; leave it unconverted (skip_fqns("{layer}"); for all layers '
-                f'"*.{layer.rpartition(".")[2]}"; convert: --skip)'
-            )
+        row: tuple[str, ...] = max(rows, key=len, default=(last,))
+        fused[name] = f"{path}.{'+'.join(row)}".lstrip(".")
+    return fused
 
 
 def plain_layers(tensors: Iterable[Part]) -> tuple[list[str], list[str]]:
@@ -151,8 +134,9 @@ def warn_of_readers(tensors: Iterable[Part], block: int | None) -> None:
         last = x.name.removesuffix(".weight").rpartition(".")[2]
         if block is not None and x.is_quantized and last in followed and x.shape[-2] % block:
             ragged.setdefault(group, x.shape[-2])
-    if mixed := [group for group, found in kinds.items() if len(found) > 1]:
-        _warn(
+    found = []
+    if mixed := [group for group, quantized in kinds.items() if len(quantized) > 1]:
+        found.append(
             f"engines fuse {shown(mixed)} and need all or none of its weights quantized, but only some of them are "
             "converted; convert all of them or none (filter_fn)"
         )
@@ -160,19 +144,17 @@ def warn_of_readers(tensors: Iterable[Part], block: int | None) -> None:
         groups = shown([f"{group} ({rows} rows)" for group, rows in ragged.items()])
         layers = (_layer((*x.own, x.name)[0]) for x in tensors if fused[x.name] in ragged)
         patterns = ", ".join(dict.fromkeys(f'"{_NUMBER.sub(".*", layer)}"' for layer in layers))
-        _warn(
+        found.append(
             f"vLLM fuses {groups} and refuses files if the rows of any but the last are not a multiple of {block}; "
             f"leave these layers unconverted (skip_fqns({patterns}); convert: --skip)"
         )
     cut = [x for x in tensors if x.is_quantized and block and any(n > block and n % block for n in x.shape[-2:])]
     if cut:
-        _warn(
+        found.append(
             "if transformers dequantizes the files, as it does without an FP8 GPU, it raises or loads wrong values for "
             f"{shown([f'{x.name} {list(x.shape)}' for x in cut])}, because it supports dims above {block} only if "
             "they are multiples of it; use checkpoint.load instead, or leave these layers unconverted"
         )
-
-
-def _warn(what: str) -> None:
-    """Warn at the call of `export`."""
-    warnings.warn(f"export: {what}", stacklevel=8)
+    for what in found:
+        # At the call of `export`.
+        warnings.warn(f"export: {what}", stacklevel=6)

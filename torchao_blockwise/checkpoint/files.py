@@ -44,15 +44,11 @@ def inside(folder: Path, name: str) -> Path:
 
     Hugging Face's cache links files in `snapshots/<revision>` to `blobs`, so `blobs` counts as part of the folder.
     """
-    try:
-        home, path = folder.resolve(), (folder / name).resolve()
-        is_file = path.is_file()
-    except (OSError, RuntimeError, ValueError) as error:
-        raise ValueError(f"{str(folder / name)!r} is not a valid path ({error}); copy the file again") from None
+    home, path = folder.resolve(), (folder / name).resolve()
     blobs = (place.parent / "blobs" for place in home.parents if place.name == "snapshots")
     if not any(path.is_relative_to(place) for place in (home, *blobs)):
         raise ValueError(f"{folder / name} leads out of the folder, to {path}; copy that file into the folder")
-    if not is_file:
+    if not path.is_file():
         raise ValueError(f"{folder / name} is missing or not a file; copy it again")
     return path
 
@@ -72,7 +68,16 @@ class Folder:
     def __init__(self, directory: str | os.PathLike[str], shard_bytes: int, resume: object = None) -> None:
         # A symbolic link stays; the folder that it points to is replaced.
         self.final, self.shard_bytes = Path(directory).resolve(), shard_bytes
-        self._check_place()
+        if self.final.exists() and not self.final.is_dir():
+            raise FileExistsError(f"export: {self.final} is a file; give a directory, or remove it")
+        if self.final.exists() and any(self.final.iterdir()):
+            raise FileExistsError(f"export: {self.final} exists and is not empty; give another directory, or remove it")
+        is_here = self.final == Path.cwd()
+        if is_here or self.final.is_mount():
+            raise ValueError(
+                f"export: {self.final} is {'the working directory' if is_here else 'a mount point'}, which cannot be "
+                f"replaced by a finished folder; give a folder inside it, such as {self.final / 'model'}"
+            )
         self._pending: dict[str, torch.Tensor] = {}
         self.nbytes = self._pending_bytes = self._count = 0
         self.done: dict[str, int] = {}
@@ -85,19 +90,6 @@ class Folder:
                 self._take_up(json.loads(json.dumps(resume)))
             else:
                 self.path.mkdir()
-
-    def _check_place(self) -> None:
-        """Raise unless the folder does not exist, or is empty and can be replaced."""
-        if self.final.exists() and not self.final.is_dir():
-            raise FileExistsError(f"export: {self.final} is a file; give a directory, or remove it")
-        if self.final.exists() and any(self.final.iterdir()):
-            raise FileExistsError(f"export: {self.final} exists and is not empty; give another directory, or remove it")
-        is_here = self.final == Path.cwd()
-        if is_here or self.final.is_mount():
-            raise ValueError(
-                f"export: {self.final} is {'the working directory' if is_here else 'a mount point'}, which cannot be "
-                f"replaced by a finished folder; give a folder inside it, such as {self.final / 'model'}"
-            )
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
@@ -124,9 +116,8 @@ class Folder:
         while (file := self._shard(self._count)).exists():
             with safetensors().safe_open(str(file), framework="pt") as opened:
                 self.done |= dict.fromkeys(opened.keys(), self._count)
+                self.nbytes += sum(opened.get_tensor(name).nbytes for name in opened.keys())  # noqa: SIM118
             self._count += 1
-            with file.open("rb") as raw:
-                self.nbytes += file.stat().st_size - 8 - int.from_bytes(raw.read(8), "little")
 
     def __enter__(self) -> Folder:
         return self
@@ -167,7 +158,8 @@ class Folder:
         for file in (file for pattern in _COPIED for file in sorted(source.glob(pattern))):
             try:
                 shutil.copyfile(inside(source, file.name), self.path / file.name)
-            except ValueError as reason:
+            # A RuntimeError is a link to itself.
+            except (RuntimeError, ValueError) as reason:
                 warnings.warn(f"export: the tokenizer's {reason}; it is left out", stacklevel=2)
 
     def _flush(self) -> None:
@@ -243,8 +235,7 @@ class Files:
             if name not in self.tensors:
                 raise ValueError(f"load: {self.path / INDEX} lists {name} in {file}, which lacks it; copy both again")
         if strays:
-            why = f"{INDEX} does not list them" if listed is not None else f"the checkpoint is {self.files[0]}"
-            why += ", .." * (listed is None and len(self.files) > 1)
+            why = f"{INDEX} does not list them" if listed is not None else f"the checkpoint is {shown(self.files)}"
             warnings.warn(f"load: {self.path}: ignored {shown(strays)}, because {why}", stacklevel=2)
 
     def read(self, name: str) -> torch.Tensor:
@@ -259,22 +250,18 @@ class Files:
         return f"{name} in {self.path / self.tensors[name].file}"
 
 
-def plain_config(folder: Path) -> dict[str, Any]:
-    """Return config.json of the folder without quantization settings."""
-    content = _object_in(folder / "config.json")
-    for part in _parts_of(content):
-        part.pop(SETTINGS, None)
-    return content
+def config_and_settings(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return config.json of the folder without quantization settings, and these settings; empty if there are none.
 
-
-def quantization_settings(folder: Path) -> dict[str, Any]:
-    """Return `quantization_config` in config.json of the folder; empty for unquantized files."""
+    The settings are those of the model or of its language model.
+    """
     file = folder / "config.json"
     content = _object_in(file) if file.exists() else {}
-    config: Any = next(filter(None, (part.get(SETTINGS) for part in _parts_of(content))), {})
-    if not isinstance(config, dict):
-        raise ValueError(f"load: {SETTINGS} of {file} is a {type(config).__name__}; copy it again")
-    return config
+    parts = [part for part in (content, content.get("text_config")) if isinstance(part, dict)]
+    settings: Any = next(filter(None, [part.pop(SETTINGS, None) for part in parts]), {})
+    if not isinstance(settings, dict):
+        raise ValueError(f"load: {SETTINGS} of {file} is a {type(settings).__name__}; copy it again")
+    return content, settings
 
 
 def shown(names: Sequence[str]) -> str:
@@ -314,12 +301,6 @@ def _opened(folder: Path, file: str) -> Any:
         return safetensors().safe_open(str(inside(folder, file)), framework="pt")
     except Exception as error:
         raise ValueError(f"load: {folder / file} cannot be read ({error}); copy it again") from error
-
-
-def _parts_of(config: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return a model's config and its language model's config; either may hold the quantization settings."""
-    text = config.get("text_config")
-    return [config, text] if isinstance(text, dict) else [config]
 
 
 def _object_in(file: Path) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from torchao_blockwise.checkpoint.model_tensors import is_converted, tensors_of
 from torchao_blockwise.distributed import sync_weight_scales
 from torchao_blockwise.ops.backend import Backend
 from torchao_blockwise.ops.quantization.operations import tensor_amax_bits_op
-from torchao_blockwise.tensors import MasterWeightTensor, QuantizedShard, QuantizedTensor, fsdp
+from torchao_blockwise.tensors import MasterWeightTensor, QuantizedShard, fsdp
 
 _T = TypeVar("_T")
 
@@ -61,24 +61,20 @@ def gather(x: Any, needs_values: bool) -> torch.Tensor:
         return local
     # With tensor parallelism in addition, FSDP2's payload and scales cover only a part of the weight.
     if isinstance(shard, QuantizedShard) and (local is shard or (not needs_values and shard.part.shape == x.shape)):
-        return _gather_quantized(x, shard)
+        layout, element, payload = shard.part, shard.fmt.element, shard.qdata.view(torch.uint8)
+        if shard.ready is not None:
+            # The current stream may not be the one that quantized the weight.
+            torch.cuda.current_stream(payload.device).wait_event(shard.ready)
+        # A split of another dim than rows may fall between two codes of one byte.
+        if layout.dim > 0 and element.per_byte > 1:
+            qdata = element.pack(_gather(element.unpack(payload, shard.shape[-1]).contiguous(), x, x.shape))
+        else:
+            shape = x.shape if layout.dim else torch.Size((*x.shape[:-1], payload.shape[-1]))
+            qdata = _gather(payload, x, shape).view(shard.qdata.dtype)
+        return fsdp.quantized(qdata, layout, shard.scale, shard.global_scale, layout.dtype)
     if isinstance(local, MasterWeightTensor):
         return MasterWeightTensor(_gather(local.hp.to(fsdp.gathered_dtype(local)), x, x.shape), local.config)
     return _gather(local, x, x.shape)
-
-
-def _gather_quantized(x: Any, shard: QuantizedShard) -> QuantizedTensor:
-    layout, element, payload = shard.part, shard.fmt.element, shard.qdata.view(torch.uint8)
-    if shard.ready is not None:
-        # The current stream may not be the one that quantized the weight.
-        torch.cuda.current_stream(payload.device).wait_event(shard.ready)
-    # A split of another dim than rows may fall between two codes of one byte.
-    if layout.dim > 0 and element.per_byte > 1:
-        qdata = element.pack(_gather(element.unpack(payload, shard.shape[-1]).contiguous(), x, x.shape))
-    else:
-        shape = x.shape if layout.dim else torch.Size((*x.shape[:-1], payload.shape[-1]))
-        qdata = _gather(payload, x, shape).view(shard.qdata.dtype)
-    return fsdp.quantized(qdata, layout, shard.scale, shard.global_scale, layout.dtype)
 
 
 def _gather(part: torch.Tensor, x: Any, shape: torch.Size) -> torch.Tensor:
@@ -96,21 +92,11 @@ def shared_amaxes(model: nn.Module) -> dict[str, torch.Tensor]:
     If the model is sharded this is a collective: one for all weights with the same placement. Synchronizes once.
     """
     weights = {name: x for name, x in tensors_of(model).items() if is_converted(x)}
-    # |fp32| viewed as int32: the maximum is NaN if there is one.
-    own = _amax_bits([*weights.values()])
-    groups, numbers = fused_layers(weights), dict[str, int]()
-    of_group = torch.tensor([numbers.setdefault(groups[name], len(numbers)) for name in weights], device=own.device)
-    largest = own.new_zeros(len(numbers)).scatter_reduce(0, of_group, own, "amax")[of_group]
-    wanted = clamp_to_normal_scale(largest.view(torch.float32))
-    differs = (wanted.view(torch.int32) != own).tolist()
-    return {name: amax.to(x.device) for (name, x), amax, is_other in zip(weights.items(), wanted, differs) if is_other}
-
-
-def _amax_bits(weights: list[Any]) -> torch.Tensor:
-    """Return the amax of each unsharded weight, |fp32| viewed as int32 [weights]."""
+    # The amax of each unsharded weight, |fp32| viewed as int32: the maximum is NaN if there is one.
     bits: list[torch.Tensor] = []
     placed: dict[Any, list[int]] = {}
-    for i, weight in enumerate(weights):
+    weight: Any
+    for i, weight in enumerate(weights.values()):
         local: Any = _compat.local_of(weight)
         if not isinstance(local, MasterWeightTensor):
             # The decoded scale is within one rounding of the original amax, and equal scales decode to equal amaxes.
@@ -121,14 +107,18 @@ def _amax_bits(weights: list[Any]) -> torch.Tensor:
         bits.append(tensor_amax_bits_op(values, None, False, Backend.AUTO))
         if local is not weight:
             placed.setdefault((weight.device_mesh, weight.placements), []).append(i)
-    of_weights = torch.stack([amax.to(bits[0].device) for amax in bits])
+    own = torch.stack([amax.to(bits[0].device) for amax in bits])
     for (mesh, placements), alike in placed.items():
         from torch.distributed.tensor import DTensor, Partial
 
         held = [p if p.is_replicate() else Partial("max") for p in placements]
-        largest = DTensor.from_local(of_weights[alike], mesh, held, run_check=False).full_tensor()
-        of_weights[alike] = largest.to(of_weights.device)
-    return of_weights
+        own[alike] = DTensor.from_local(own[alike], mesh, held, run_check=False).full_tensor().to(own.device)
+    groups, numbers = fused_layers(weights), dict[str, int]()
+    of_group = torch.tensor([numbers.setdefault(groups[name], len(numbers)) for name in weights], device=own.device)
+    largest = own.new_zeros(len(numbers)).scatter_reduce(0, of_group, own, "amax")[of_group]
+    wanted = clamp_to_normal_scale(largest.view(torch.float32))
+    differs = (wanted.view(torch.int32) != own).tolist()
+    return {name: amax.to(x.device) for (name, x), amax, is_other in zip(weights.items(), wanted, differs) if is_other}
 
 
 def on_all_ranks(shared: bool, work: Callable[[], _T]) -> _T:

@@ -173,7 +173,17 @@ def why_not_read(config: dict[str, Any]) -> str | None:
             read = f"for {method}, only {' and '.join(map(repr, _ALGORITHMS))} are supported"
             return None if algorithm in _ALGORITHMS else f"quant_algo is {algorithm!r}; {read}"
         if method == COMPRESSED_TENSORS.method:
-            return _why_not_compressed(config)
+            format = config.get("format")
+            # If formats are mixed, each group of layers has one.
+            for name, group in () if format == PACKED else config["config_groups"].items():
+                own, where = (group.get("format"), f"{name} of {MIXED!r}: ") if format == MIXED else (format, "")
+                if own not in (PACKED, FLOAT):
+                    known = f"{PACKED!r} and blocks of {FLOAT!r} are supported"
+                    return f"{where}format is {own!r}; for {method}, only {known}"
+                block = group["weights"].get("block_structure") if own == FLOAT else None
+                if own == FLOAT and (why := _why_not_blocks("block_structure", block)):
+                    return why
+            return None
     except (AttributeError, KeyError, TypeError) as error:
         return f"quantization_config of {method!r} cannot be read ({error!r}); copy config.json again"
     known = ", ".join(dict.fromkeys(repr(layout.method) for layout in LAYOUTS.values()))
@@ -183,19 +193,3 @@ def why_not_read(config: dict[str, Any]) -> str | None:
 def _why_not_blocks(key: str, value: Any) -> str | None:
     block = list(FP8.format.block)
     return None if list(value or ()) == block else f"{key} is {value!r}; only {block} is supported"
-
-
-def _why_not_compressed(config: dict[str, Any]) -> str | None:
-    """Check the format of all layers or, if formats are mixed, of each group of layers."""
-    format = config.get("format")
-    if format == PACKED:
-        return None
-    for name, group in config["config_groups"].items():
-        own, where = (group.get("format"), f"{name} of {MIXED!r}: ") if format == MIXED else (format, "")
-        if own == FLOAT:
-            if why := _why_not_blocks("block_structure", group["weights"].get("block_structure")):
-                return why
-        elif own != PACKED:
-            known = f"{PACKED!r} and blocks of {FLOAT!r} are supported"
-            return f"{where}format is {own!r}; for {COMPRESSED_TENSORS.method}, only {known}"
-    return None

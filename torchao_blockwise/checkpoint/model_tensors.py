@@ -65,12 +65,6 @@ def has_power_of_2_scales(x: torch.Tensor) -> bool:
     return bool(getattr(x.config if isinstance(x, MasterWeightTensor) else x, "power_of_2_scales", False))
 
 
-def weights_of_embeddings(model: nn.Module) -> set[str]:
-    """Return the names of embeddings' weights, also of those that are tied to other layers."""
-    own = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    return {name for name, x in tensors_of(model).items() if id(x) in own}
-
-
 class Part(NamedTuple):
     """A tensor in the files: a part of a tensor of the model that has a separate name on disk.
 
@@ -106,7 +100,7 @@ def parts_on_disk(model: nn.Module) -> dict[str, list[Part]]:
 
     Raises NotImplementedError if transformers does more than rename and split a tensor.
     """
-    tensors, embeddings = tensors_of(model), weights_of_embeddings(model)
+    tensors, embeddings = tensors_of(model), {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     named = ((wrappers.own_name(name), p) for name, p in model.named_parameters(remove_duplicate=False))
     others = {name: p for name, p in named if name not in tensors}
     tied: dict[int, list[str]] = {}
@@ -115,7 +109,7 @@ def parts_on_disk(model: nn.Module) -> dict[str, list[Part]]:
     found = {}
     for name, parts in _places(model, tensors).items():
         x = tensors[name]
-        own, is_quantized = (name, *tied.get(id(x), ())), is_converted(x) and name not in embeddings
+        own, is_quantized = (name, *tied.get(id(x), ())), is_converted(x) and id(x) not in embeddings
         shapes = [tuple(part.of(torch.empty(x.shape, device="meta")).shape) for part in parts]
         found[name] = [Part(p.name, shape, own, is_quantized, p.place) for p, shape in zip(parts, shapes)]
     return found

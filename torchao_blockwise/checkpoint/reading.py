@@ -148,7 +148,7 @@ def why_requantized(x: torch.Tensor, parts: list[Part], weights: StoredWeights) 
     return None
 
 
-def _payload(x: Any, shape: torch.Size, parts: list[Part], weights: StoredWeights) -> QuantizedTensor:
+def _payload(x: Any, shape: torch.Size, parts: list[Part], weights: StoredWeights) -> Any:
     """Return the payload in the files for `x`, a quantized Parameter of this shape or this rank's rows of one."""
     fmt, factor = x.fmt, None
     qdata, scale = fmt.new_empty(torch.empty(0, device="cpu"), *shape)
@@ -163,8 +163,7 @@ def _payload(x: Any, shape: torch.Size, parts: list[Part], weights: StoredWeight
     if isinstance(x, QuantizedShard):
         rows = slice(x.part.start, x.part.start + x.part.local_shape[0])
         return QuantizedShard(qdata[rows], scale, x.part, x.dtype, factor)
-    made: QuantizedTensor = x._make(qdata=qdata, scale=scale, global_scale=factor)
-    return made
+    return x._make(qdata=qdata, scale=scale, global_scale=factor)
 
 
 def _master_values(x: Any) -> torch.Tensor:

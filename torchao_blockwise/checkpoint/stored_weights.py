@@ -7,7 +7,7 @@ import re
 
 import torch
 
-from torchao_blockwise.checkpoint.files import Files, quantization_settings
+from torchao_blockwise.checkpoint.files import Files, config_and_settings
 from torchao_blockwise.checkpoint.layouts import (
     COMPRESSED_TENSORS,
     FP8,
@@ -38,6 +38,7 @@ _COPY = "copy the file again"
 class StoredWeights:
     """The weights in a folder, by the names that models use. A quantized weight is one entry for all of its tensors.
 
+    config: config.json without quantization settings.
     names: the names of all weights. Call `check` for a weight before `read`.
     has_power_of_2_scales: {name: whether all scales are powers of two, or zero} for FP8 weights that were checked.
     Raises FileNotFoundError for a folder without files, ValueError for files that cannot be read or have an unsupported
@@ -46,8 +47,8 @@ class StoredWeights:
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         self.files = Files(directory)
-        config = quantization_settings(self.files.path)
-        if config and (reason := why_not_read(config)) is not None:
+        self.config, settings = config_and_settings(self.files.path)
+        if settings and (reason := why_not_read(settings)) is not None:
             raise ValueError(f"load: {self.files.path}: {reason}")
         self.has_power_of_2_scales: dict[str, bool] = {}
         # (layout, names of its tensors) of each quantized weight.
@@ -151,7 +152,8 @@ class StoredWeights:
         return NVFP4Tensor(qdata, scale, factor, fmt.element.per_byte * qdata.shape[-1], fmt.block, dtype)
 
     def values(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        """Return a plain tensor unchanged, a quantized weight decoded to `dtype`."""
+        """Check a weight, and return it: a plain tensor unchanged, a quantized one decoded to `dtype`."""
+        self.check(name, self.shape(name))
         x = self.read(name, dtype)
         return x.dequantize() if isinstance(x, QuantizedTensor) else x
 

@@ -17,7 +17,7 @@ from torch import nn
 
 from torchao_blockwise import _compat, ops
 from torchao_blockwise._names import did_you_mean
-from torchao_blockwise.checkpoint.engine_layers import check_expert_names, plain_layers, warn_of_readers
+from torchao_blockwise.checkpoint.engine_layers import READ_EXPERTS, plain_layers, warn_of_readers
 from torchao_blockwise.checkpoint.files import Folder
 from torchao_blockwise.checkpoint.gathering import gather, on_all_ranks, prepare_gather, shared_amaxes
 from torchao_blockwise.checkpoint.layouts import (
@@ -30,6 +30,7 @@ from torchao_blockwise.checkpoint.layouts import (
     Layout,
 )
 from torchao_blockwise.checkpoint.model_tensors import (
+    DIMS_OF_EXPERTS,
     Part,
     format_of,
     has_power_of_2_scales,
@@ -102,8 +103,18 @@ def export(
                 for _ in pairs:
                     pass
                 raise
-            if folder is not None:
-                _write_others(weights, folder, tokenizer_from)
+            if folder is None:
+                return
+            config: Any = getattr(weights.model, "config", None)
+            generation: Any = getattr(weights.model, "generation_config", None)
+            for x in (config, generation):
+                if hasattr(x, "save_pretrained"):
+                    x.save_pretrained(folder.path)
+            if (file := folder.path / "config.json").exists():
+                weights.write_settings(folder, json.loads(file.read_text()))
+            source = tokenizer_from if tokenizer_from is not None else getattr(config, "_name_or_path", "")
+            if source and Path(source).is_dir():
+                folder.copy_tokenizer(Path(source))
 
     on_all_ranks(shared, write)
     if requantized := weights.requantized:
@@ -112,20 +123,6 @@ def export(
             why += ", are fused by engines with weights of another tensor scale, or are too small for a tensor scale"
         names = ", ".join(dict.fromkeys(re.sub(r"\.\d+\b", ".*", name) for name in requantized))
         warnings.warn(f"export: {len(requantized)} weights are quantized again, as {why}: {names}", stacklevel=2)
-
-
-def _write_others(weights: QuantizedWeights, folder: Folder, tokenizer_from: str | os.PathLike[str] | None) -> None:
-    """Write the configs and copy the tokenizer's files."""
-    config: Any = getattr(weights.model, "config", None)
-    generation: Any = getattr(weights.model, "generation_config", None)
-    for x in (config, generation):
-        if hasattr(x, "save_pretrained"):
-            x.save_pretrained(folder.path)
-    if (file := folder.path / "config.json").exists():
-        weights.write_settings(folder, json.loads(file.read_text()))
-    source = tokenizer_from if tokenizer_from is not None else getattr(config, "_name_or_path", "")
-    if source and Path(source).is_dir():
-        folder.copy_tokenizer(Path(source))
 
 
 class QuantizedWeights:
@@ -141,7 +138,14 @@ class QuantizedWeights:
         self.layout = _layout_for(op, self.model, format, converted)
         self._parts = parts_on_disk(self.model)
         self.written = [part for parts in self._parts.values() for part in parts]
-        check_expert_names(op, self.model, self.written)
+        for x in self.written if hasattr(self.model, "_tied_weights_keys") else ():
+            if x.is_quantized and len(x.shape) == DIMS_OF_EXPERTS and not x.name.endswith(READ_EXPERTS):
+                layer = x.own[0].rpartition(".")[0]
+                raise ValueError(
+                    f"{op}: {x.name} holds all experts of a layer under a name that readers treat as high precision: "
+                    f'they would load its codes as values; leave it unconverted (skip_fqns("{layer}"); for all layers '
+                    f'"*.{layer.rpartition(".")[2]}"; convert: --skip)'
+                )
         self.has_power_of_2_scales = all(map(has_power_of_2_scales, converted.values()))
         self.requantized: list[str] = []
 
@@ -188,13 +192,16 @@ class QuantizedWeights:
         amaxes = shared_amaxes(self.model) if layout.format.has_global_scale else {}
         for name, own in tensors_of(self.model).items():
             parts, is_quantized = self._parts[name], self._parts[name][0].is_quantized
-            x: Any = gather(own, not is_quantized or name in amaxes or any(part.cuts(rows) for part in parts))
+            needs_values = not is_quantized or name in amaxes or any(part.cuts(rows) for part in parts)
+            x: Any = gather(own, needs_values)
+            values: Any = x.hp if isinstance(x, MasterWeightTensor) else x
+            if needs_values and isinstance(x, QuantizedTensor):
+                values = x.dequantize()
             if not is_quantized:
-                plain = _values(x).to(own.dtype).detach()
-                yield from ((part.name, part.of(plain)) for part in parts)
+                yield from ((part.name, part.of(values.to(own.dtype).detach())) for part in parts)
                 continue
             if name in amaxes:
-                weight = _quantized_again(_values(x), x, layout.format, amaxes[name])
+                weight = _quantized_again(values, x, layout.format, amaxes[name])
             else:
                 weight = x.quantized() if isinstance(x, MasterWeightTensor) else x.operand()
             if are_checked:
@@ -203,7 +210,7 @@ class QuantizedWeights:
                 if name in amaxes or part.cuts(rows):
                     self.requantized.append(part.name)
                 if part.cuts(rows):
-                    again = _quantized_again(part.of(_values(x)), x, layout.format, amaxes.get(name))
+                    again = _quantized_again(part.of(values), x, layout.format, amaxes.get(name))
                     yield from layout.tensors(Part(part.name), again)
                 else:
                     yield from layout.tensors(part, weight)
@@ -270,10 +277,6 @@ def check_finite(name: str, weight: Operand) -> None:
             f"export: {name} has NaN or Inf, so its quantized values decode to NaN; export an earlier state of the "
             "model, or repair the weight"
         )
-
-
-def _values(x: Any) -> torch.Tensor:
-    return x.hp if isinstance(x, MasterWeightTensor) else x.dequantize() if isinstance(x, QuantizedTensor) else x
 
 
 def _quantized_again(values: torch.Tensor, weight: Any, fmt: BlockFormat, tensor_amax: torch.Tensor | None) -> Any:

@@ -26,7 +26,7 @@ from torchao.quantization import quantize_
 
 from torchao_blockwise import conversion, ops
 from torchao_blockwise.checkpoint.engine_layers import fused_layers
-from torchao_blockwise.checkpoint.files import Folder, plain_config
+from torchao_blockwise.checkpoint.files import Folder
 from torchao_blockwise.checkpoint.layouts import FP8, FP8_UE8M0, LAYOUTS, clamp_to_normal_scale
 from torchao_blockwise.checkpoint.model_tensors import (
     ENGINE_SCALES,
@@ -102,7 +102,7 @@ def _convert(args: argparse.Namespace, model: nn.Module, weights: StoredWeights)
             target = layout if x.is_quantized else None
             if done.keys() >= {*([x.name] if target is None else target.names(x.name))}:
                 continue
-            values, found = _values(weights, x.name, torch.bfloat16 if target is None else torch.float32), {}
+            values, found = weights.values(x.name, torch.bfloat16 if target is None else torch.float32), {}
             if target is None:
                 found = {x.name: values}
             else:
@@ -114,25 +114,19 @@ def _convert(args: argparse.Namespace, model: nn.Module, weights: StoredWeights)
                 if name not in done:
                     folder.add(name, tensor)
         if of_layout is None:
-            folder.write_json("config.json", plain_config(args.input))
+            folder.write_json("config.json", weights.config)
         else:
             of_layout.written = outputs
-            of_layout.write_settings(folder, plain_config(args.input))
+            of_layout.write_settings(folder, weights.config)
         folder.copy_tokenizer(args.input)
     return len(quantized), 8 * folder.nbytes / max(1, sum(math.prod(x.shape) for x in outputs))
-
-
-def _values(weights: StoredWeights, name: str, dtype: torch.dtype) -> torch.Tensor:
-    """Return the values of a weight in the files."""
-    weights.check(name, weights.shape(name))
-    return weights.values(name, dtype)
 
 
 def _group_amaxes(weights: StoredWeights, fused: dict[str, str]) -> dict[str, torch.Tensor]:
     """Return the largest amax of each group of layers that engines fuse. fused: {name of a weight: its group}."""
     largest: dict[str, torch.Tensor] = {}
     for name in _with_progress([*fused]):
-        amax, group = _values(weights, name, torch.float32).abs().amax().float(), fused[name]
+        amax, group = weights.values(name, torch.float32).abs().amax().float(), fused[name]
         # Python's max would lose a NaN.
         largest[group] = torch.maximum(amax, largest.get(group, amax))
     return {group: clamp_to_normal_scale(amax) for group, amax in largest.items()}
