@@ -98,15 +98,15 @@ def shared_amaxes(model: nn.Module) -> dict[str, torch.Tensor]:
     weight: Any
     for i, weight in enumerate(weights.values()):
         local: Any = _compat.local_of(weight)
-        if not isinstance(local, MasterWeightTensor):
+        if isinstance(local, MasterWeightTensor):
+            values = local.hp.detach().to(fsdp.gathered_dtype(local))
+            bits.append(tensor_amax_bits_op(values, None, False, Backend.AUTO))
+            if local is not weight:
+                placed.setdefault((weight.device_mesh, weight.placements), []).append(i)
+        else:
             # The decoded scale is within one rounding of the original amax, and equal scales decode to equal amaxes.
             # A shard has the tensor scale of the unsharded weight.
             bits.append((local.global_scale * TENSOR_MAX).view(torch.int32))
-            continue
-        values = local.hp.detach().to(fsdp.gathered_dtype(local))
-        bits.append(tensor_amax_bits_op(values, None, False, Backend.AUTO))
-        if local is not weight:
-            placed.setdefault((weight.device_mesh, weight.placements), []).append(i)
     own = torch.stack([amax.to(bits[0].device) for amax in bits])
     for (mesh, placements), alike in placed.items():
         from torch.distributed.tensor import DTensor, Partial

@@ -143,15 +143,13 @@ def _split(model: nn.Module, name: str, shape: torch.Size) -> list[Part]:
     for other, x in hugging_face.reverted(model, {name: numbers}).items():
         held = x[..., 0].flatten()
         first = int(held[0]) if held.numel() else 0
-        expert, start = divmod(first, rows)
         run = slice(first, first + held.numel())
-        if x.shape[-1] != 2 or not torch.equal(held, torch.arange(run.start, run.stop, device="cpu")):
-            raise refusal
+        expert, start = divmod(first, rows)
+        end = start + held.numel()
         # A depthwise convolution has one row for each channel, and no blocks.
-        if rows == 1 and x.dim() == len(shape):
-            parts.append(Part(other, place=(run,)))
-        elif start + held.numel() <= rows:
-            parts.append(Part(other, place=(expert, slice(start, start + held.numel()))))
-        else:
+        is_channels = rows == 1 and x.dim() == len(shape)
+        is_run = x.shape[-1] == 2 and torch.equal(held, torch.arange(run.start, run.stop, device="cpu"))
+        if not is_run or not (is_channels or end <= rows):
             raise refusal
+        parts.append(Part(other, place=(run,) if is_channels else (expert, slice(start, end))))
     return parts
