@@ -180,13 +180,13 @@ class Folder:
 
     def _finish(self) -> None:
         self._flush()
-        (self.path / _PLAN).unlink(missing_ok=True)
         files = [f"model-{number + 1:05}-of-{self._count:05}.safetensors" for number in range(self._count)]
         if self._count == 1:
             files = [_SINGLE]
         else:
             where = {name: files[number] for name, number in self.done.items()}
             self.write_json(INDEX, {"metadata": {"total_size": self.nbytes}, "weight_map": where})
+        (self.path / _PLAN).unlink(missing_ok=True)
         for number, file in enumerate(files):
             self._shard(number).rename(self.path / file)
 
