@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from torch import nn
 
-from torchao_blockwise.checkpoint.fused_layers import FUSED_BY_ENGINES
+from torchao_blockwise.checkpoint.engine_layers import FUSED_BY_ENGINES
 from torchao_blockwise.checkpoint.stored_weights import StoredWeights
 
 _LINEAR = nn.Linear(1, 1)

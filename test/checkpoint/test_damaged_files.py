@@ -96,7 +96,6 @@ def read_all(folder: Path) -> None:
     """Everything that `load`, `convert` and `verify` do to files before and while they read them."""
     weights = StoredWeights(folder)
     for name in sorted(weights.names):
-        weights.check(name, weights.shape(name))
         values = weights.values(name, torch.float32)
         # Every byte is touched.
         values.view(torch.uint8).sum() if values.numel() and values.dim() else values.clone()
@@ -172,14 +171,17 @@ def test_the_cache_of_hugging_face_is_read(linked, tmp_path):
 
 
 NAMES = {
-    "pickle": ("pytorch_model.bin", r"names 'pytorch_model\.bin' .* only \*\.safetensors are supported; use"),
+    "pickle": (
+        "pytorch_model.bin",
+        r"no weight_map from tensors to \*\.safetensors, .*or use a checkpoint in safetensors",
+    ),
     "missing": ("absent.safetensors", r"absent\.safetensors is missing or not a file; copy it again"),
     "folder": ("sub.safetensors", r"sub\.safetensors is missing or not a file"),
     "pipe": ("pipe.safetensors", r"pipe\.safetensors is missing or not a file"),
-    "loop": ("loop.safetensors", r"loop\.safetensors.* copy the file again"),
-    "zero": ("a\0.safetensors", r"is not a valid path .*copy the file again"),
-    "number": (3, r"index\.json has no weight_map from tensors to names of files; copy it again"),
-    "list": (["a"], r"index\.json has no weight_map from tensors to names of files"),
+    "loop": ("loop.safetensors", r"loop\.safetensors.* copy it again"),
+    "zero": ("a\0.safetensors", r"cannot be read \(embedded null.*copy it again"),
+    "number": (3, r"index\.json has no weight_map from tensors to .*; copy it again"),
+    "list": (["a"], r"index\.json has no weight_map from tensors to "),
 }
 
 

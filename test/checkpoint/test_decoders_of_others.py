@@ -19,12 +19,11 @@ from torchao_blockwise import (
     skip_lm_head,
 )
 from torchao_blockwise.checkpoint import layouts
-from torchao_blockwise.checkpoint.plain_layers import PlainLayers
 from torchao_blockwise.testing import assert_bitwise_equal
 
 pytestmark = pytest.mark.usefixtures("no_interpreter")
 FEATURES = (208, 304, 144)
-PLAIN = PlainLayers(["lm_head"], [])
+PLAIN = ["lm_head"], []
 
 
 def loaded_by_transformers(folder, settings) -> torch.nn.Module:
@@ -98,7 +97,7 @@ def test_settings_are_those_of_a_preset_of_compressed_tensors():
     """Its decompressor gives the values of our files in test_from_pretrained.py."""
     pytest.importorskip("compressed_tensors")
     quantization = importlib.import_module("compressed_tensors.quantization")
-    group = layouts.COMPRESSED_TENSORS.settings(PLAIN)["config_groups"]["group_0"]
+    group = layouts.COMPRESSED_TENSORS.settings["config_groups"]["group_0"]
     scheme = quantization.QuantizationScheme(**group)
     preset = quantization.preset_name_to_scheme("NVFP4A16", ["Linear"])
     ours, theirs = ({k: v for k, v in x.weights.model_dump().items() if k != "scale_dtype"} for x in (scheme, preset))
@@ -117,5 +116,5 @@ def test_model_optimizer(tmp_path):
         # Factors are multiplied in another order.
         torch.testing.assert_close(values, decoded(found, f"{i}.weight"), rtol=3e-7, atol=0)
     convert = importlib.import_module("modelopt.torch.export.convert_hf_config").convert_hf_quant_config_format
-    settings = layouts.MODELOPT.settings(PLAIN)
+    settings = layouts.MODELOPT.quantization_config(*PLAIN)
     assert convert(layouts.hf_quant_config(settings)).items() <= settings.items()

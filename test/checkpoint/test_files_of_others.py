@@ -23,7 +23,7 @@ from helpers import FP8, NVFP4, assert_same_tensors, mlp, replace
 
 from torchao_blockwise import checkpoint
 from torchao_blockwise.checkpoint import layouts
-from torchao_blockwise.checkpoint.files import Files
+from torchao_blockwise.checkpoint.files import config_and_settings
 from torchao_blockwise.cli import main
 from torchao_blockwise.testing import assert_bitwise_equal
 
@@ -62,9 +62,8 @@ def test_fp8_blocks_of_compressed_tensors(dtype, masters, tmp_path):
     assert main(["verify", str(tmp_path / "out"), str(tmp_path / "out")]) == 0
 
 
-@pytest.mark.parametrize("key", ("quantization_config", "compression_config"))
 @pytest.mark.parametrize("nested", (False, True), ids=("", "text_config"))
-def test_layers_of_two_formats_are_read(nested, key, tmp_path):
+def test_layers_of_two_formats_are_read(nested, tmp_path):
     """compressed-tensors has groups of layers: the first in NVFP4, the other in blocks of FP8."""
     fp8 = export(mlp(FP8, seed=1), tmp_path / "fp8")
     nvfp4 = export(mlp(NVFP4, seed=1), tmp_path / "nvfp4", "nvfp4_compressed_tensors")
@@ -74,7 +73,7 @@ def test_layers_of_two_formats_are_read(nested, key, tmp_path):
     groups = {
         x: {"format": x, **compressed_tensors(x)["config_groups"]["group_0"]} for x in (layouts.PACKED, layouts.FLOAT)
     }
-    settings = {key: compressed_tensors("mixed-precision") | {"config_groups": groups}}
+    settings = {"quantization_config": compressed_tensors("mixed-precision") | {"config_groups": groups}}
     (tmp_path / "other" / "config.json").write_text(json.dumps({"text_config": settings} if nested else settings))
     model, alike = mlp(), {"fp8": mlp(), "nvfp4": mlp()}
     checkpoint.load(model, tmp_path / "other")
@@ -82,7 +81,7 @@ def test_layers_of_two_formats_are_read(nested, key, tmp_path):
         checkpoint.load(other, tmp_path / name)
     assert_bitwise_equal(model[0].weight, alike["nvfp4"][0].weight)
     assert_bitwise_equal(model[2].weight, alike["fp8"][2].weight)
-    assert Files(tmp_path / "other").plain_config() == ({"text_config": {}} if nested else {})
+    assert config_and_settings(tmp_path / "other")[0] == ({"text_config": {}} if nested else {})
 
 
 @masters_quantized_or_plain

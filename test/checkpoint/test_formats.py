@@ -41,7 +41,7 @@ from torchao_blockwise import (
     skip_fqns,
     skip_lm_head,
 )
-from torchao_blockwise.checkpoint.fused_layers import fused_layers
+from torchao_blockwise.checkpoint.engine_layers import fused_layers
 from torchao_blockwise.distributed import MasterWeightOptimizer
 from torchao_blockwise.formats import NVFP4_16X16
 from torchao_blockwise.nn import SwiGLUExperts
@@ -316,16 +316,17 @@ def test_refusals(model, format, message, tmp_path):
 def test_models_whose_engines_do_not_read_bytes_of_scales_are_refused(name, tmp_path):
     model = language_model(name, FP8_POW2)
     for call in (checkpoint.quantized_weights, lambda *x: checkpoint.export(x[0], tmp_path / "out", x[1])):
-        with pytest.raises(ValueError, match=rf"model_type {name.lower()}; choose fp8_block, ") as refused:
+        with pytest.raises(ValueError, match=rf"model_type {name.lower()}; choose fp8_block ") as refused:
             call(model, "fp8_block_ue8m0")
     assert not (tmp_path / "out").exists()
     if name == "Llama":
         assert_expected_inline(
-            str(refused.value).replace("; ", ";\n").replace(", and", ",\nand"),
+            str(refused.value).replace("; ", ";\n").replace(", and", ",\nand").replace(", which", ",\nwhich"),
             """\
 export: fp8_block_ue8m0 is for models whose engines read scales called `scale` (model_type deepseek_v4),
 and LlamaForCausalLM has model_type llama;
-choose fp8_block, which writes scale_fmt: "ue8m0" for scales that are powers of two""",
+choose fp8_block (convert: with --power-of-2-scales),
+which writes scale_fmt: "ue8m0" for scales that are powers of two""",
         )
 
 

@@ -29,7 +29,6 @@ from torchao.quantization import quantize_
 
 from torchao_blockwise import MasterWeightTensor, NVFP4Tensor, checkpoint, ops, recommended_layers
 from torchao_blockwise.checkpoint import layouts
-from torchao_blockwise.checkpoint.plain_layers import PlainLayers
 from torchao_blockwise.checkpoint.stored_weights import decode_factor
 from torchao_blockwise.cli import main
 from torchao_blockwise.formats import NVFP4_16X16, global_scale_of
@@ -148,6 +147,14 @@ def test_what_transformers_passes_over_is_passed_over(tmp_path):
     save(tensors | {"model.layers.7.norm.weight": torch.ones(4)}, tmp_path / "out")
     with pytest.raises(KeyError, match=r"no place for model\.layers\.7\.norm\.weight"):
         checkpoint.load(other, tmp_path / "out")
+
+
+def test_experts_whose_rows_are_permuted_in_files_are_refused(tmp_path):
+    """The files have the same shape, with rows of gate and up in turn."""
+    model = tiny_mixture("inkling2_text", "cpu")
+    model.save_pretrained(tmp_path)
+    with pytest.raises(NotImplementedError, match=r"rearranges .*experts\.gate_up_proj .* save_pretrained and"):
+        checkpoint.load(filled(model), tmp_path)
 
 
 def test_a_norm_called_scale_is_no_scale(tmp_path):
@@ -280,7 +287,7 @@ def test_other_scales_than_the_models_are_named(of_files, of_model, masters, has
     """Whether or not config.json says `scale_fmt`."""
     before = export(with_halves(of_files), tmp_path / "out")
     if has_config:
-        settings = layouts.FP8.settings(PlainLayers([], [])) | (layouts.SCALE_FMT if of_files is FP8_POW2 else {})
+        settings = layouts.FP8.quantization_config([], []) | (layouts.SCALE_FMT if of_files is FP8_POW2 else {})
         (tmp_path / "out" / "config.json").write_text(json.dumps({"quantization_config": settings}))
     model = mlp(replace(of_model, master_weights=masters), WIDE)
     if not masters and of_files is FP8_POW2:

@@ -156,7 +156,7 @@ from torchao_blockwise.checkpoint import files
 class Folder(files.Folder):
     def _flush(self):
         super()._flush()
-        if len(self._shards) == 2:
+        if self._count == 2:
             os.kill(os.getpid(), signal.SIGKILL)
 checkpoint.writing.Folder = Folder
 checkpoint.export(language_model("Llama"), sys.argv[1], shard_bytes=200_000)

@@ -11,7 +11,7 @@ from helpers import FP8_POW2, assert_same_tensors
 from torchao.quantization import quantize_
 
 from torchao_blockwise import checkpoint, recommended_layers
-from torchao_blockwise.checkpoint.files import Folder
+from torchao_blockwise.checkpoint.files import INDEX, Folder
 from torchao_blockwise.cli import convert, main
 from torchao_blockwise.testing import assert_bitwise_equal
 
@@ -99,12 +99,16 @@ def test_a_disk_that_is_full_at_the_end_costs_one_file(tmp_path, monkeypatch, ca
     plain("Llama", tmp_path / "plain")
     command = ["convert", tmp_path / "plain", tmp_path / "out", "--shard-gb", "0.0001"]
 
-    def full(folder) -> None:
-        raise OSError("No space left on device")
+    write_json = Folder.write_json
+
+    def full(folder, name, content) -> None:
+        if name == INDEX:
+            raise OSError("No space left on device")
+        write_json(folder, name, content)
 
     for options, goes_on in (((), True), (("--skip", "*.down_proj"), False)):
         with monkeypatch.context() as patched:
-            patched.setattr(Folder, "_finish", full)
+            patched.setattr(Folder, "write_json", full)
             assert run(*command) == 2
         capsys.readouterr()
         assert run(*command, *options) == 0
@@ -222,7 +226,7 @@ WRONG = {
     ),
     "bytes of scales": (
         ["convert", "plain", "again", "--to", "fp8_block_ue8m0"],
-        "has model_type llama; choose fp8_block and --power-of-2-scales, ",
+        "has model_type llama; choose fp8_block (convert: with --power-of-2-scales), ",
     ),
     "verify": (["verify", "plain", "nowhere"], "has no *.safetensors"),
 }

@@ -11,8 +11,7 @@ from torchao.quantization import quantize_
 
 from torchao_blockwise import recommended_layers
 from torchao_blockwise.checkpoint.layouts import COMPRESSED_TENSORS
-from torchao_blockwise.checkpoint.model_tensors import all_parts_on_disk, tensors_of
-from torchao_blockwise.checkpoint.plain_layers import PlainLayers
+from torchao_blockwise.checkpoint.model_tensors import parts_on_disk, tensors_of
 
 transformers = pytest.importorskip("transformers", "5.0")
 
@@ -61,7 +60,7 @@ def decoded_by_others(found: dict[str, torch.Tensor], name: str, format: str) ->
         return decoded(found, name)
     compressors = pytest.importorskip("compressed_tensors.compressors")
     quantization = pytest.importorskip("compressed_tensors.quantization")
-    group = COMPRESSED_TENSORS.settings(PlainLayers([], []))["config_groups"]["group_0"]
+    group = COMPRESSED_TENSORS.settings["config_groups"]["group_0"]
     scheme = quantization.QuantizationScheme(**group)
     packed, scale, factor = (found[name + suffix] for suffix in COMPRESSED_TENSORS.suffixes)
     # It takes matrices; GPT-OSS has all experts of a layer in one tensor.
@@ -75,7 +74,7 @@ def decoded_by_others(found: dict[str, torch.Tensor], name: str, format: str) ->
 def expected_values(model, found: dict[str, torch.Tensor], format: str):
     """Yield (part of a tensor of the model, what it is to be) for each tensor in the files."""
     tensors = tensors_of(model)
-    for name, parts in all_parts_on_disk(model, tensors).items():
+    for name, parts in parts_on_disk(model).items():
         for part in parts:
             if part.name in found or f"{part.name}_packed" in found:
                 yield part.name, part.of(tensors[name].detach()), decoded_by_others(found, part.name, format)

@@ -23,10 +23,8 @@ def checksum(x: torch.Tensor) -> torch.Tensor:
     total = torch.full((), data.numel(), dtype=torch.int64, device=data.device)
     for start in range(0, data.numel(), _CHUNK):
         chunk = data[start : start + _CHUNK]
-        chunk = F.pad(chunk, (0, -chunk.numel() % 4))
-        # A view as int32 needs an offset that is a multiple of four bytes; a slice of a tensor may have another.
-        chunk = chunk.clone() if chunk.storage_offset() % 4 else chunk
-        words = chunk.view(torch.int32).long()
+        # Padding copies. A view as int32 needs an offset that is a multiple of four bytes; a slice may have another.
+        words = F.pad(chunk, (0, -chunk.numel() % 4)).view(torch.int32).long()
         first = start // 4
         odd = torch.arange(2 * first + 1, 2 * (first + len(words)) + 1, 2, device=words.device)
         total += (words * odd).sum()
@@ -40,12 +38,7 @@ def checksums(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str]:
     with the checksums of the tensors that arrived, however they were split on the way. If the model is sharded, all
     ranks must call it.
     """
-    names, sums = [], []
-    for name, x in tensors:
-        names.append(name)
-        sums.append(checksum(x))
-    if not sums:
-        return {}
-    devices = {total.device for total in sums}
-    together = torch.stack(sums) if len(devices) == 1 else torch.stack([total.cpu() for total in sums])
-    return {name: f"{total % (1 << 64):016x}" for name, total in zip(names, together.tolist(), strict=True)}
+    sums = {name: checksum(x) for name, x in tensors}
+    device = next((total.device for total in sums.values()), None)
+    together = torch.stack([total.to(device) for total in sums.values()]).tolist() if sums else []
+    return {name: f"{total % (1 << 64):016x}" for name, total in zip(sums, together, strict=True)}

@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,8 +23,8 @@ _SINGLE = "model.safetensors"
 _PLAN, _PART = "plan.json", "part"
 _SHARD = re.compile(r"model-\d+-of-(\d+)\.safetensors")
 _SHOWN = 3
-# Keys of config.json. compressed-tensors used the second one at first.
-SETTINGS = ("quantization_config", "compression_config")
+# A key of config.json.
+SETTINGS = "quantization_config"
 # Open files are mapped, so everything that was read from them stays in memory.
 _OPEN_FILES = 4
 # The files of a tokenizer.
@@ -44,15 +44,11 @@ def inside(folder: Path, name: str) -> Path:
 
     Hugging Face's cache links files in `snapshots/<revision>` to `blobs`, so `blobs` counts as part of the folder.
     """
-    try:
-        home, path = folder.resolve(), (folder / name).resolve()
-        is_file = path.is_file()
-    except (OSError, RuntimeError, ValueError) as error:
-        raise ValueError(f"{str(folder / name)!r} is not a valid path ({error}); copy the file again") from None
+    home, path = folder.resolve(), (folder / name).resolve()
     blobs = (place.parent / "blobs" for place in home.parents if place.name == "snapshots")
     if not any(path.is_relative_to(place) for place in (home, *blobs)):
         raise ValueError(f"{folder / name} leads out of the folder, to {path}; copy that file into the folder")
-    if not is_file:
+    if not path.is_file():
         raise ValueError(f"{folder / name} is missing or not a file; copy it again")
     return path
 
@@ -61,38 +57,20 @@ class Folder:
     """A folder that is written atomically: files go to a temporary folder next to it, which is renamed at the end.
 
     resume: JSON-able data that determines everything that is written. With it, an interrupted run keeps its finished
-        files in a temporary folder with a fixed name. A later run with equal data continues there: `done` has the
-        names of the tensors that are already written, which need no `add`. Without it an interrupted run removes the
-        temporary folder; a killed process leaves it behind, as a hidden folder.
-    nbytes: the bytes of all tensors so far.
+        files in a temporary folder with a fixed name. A later run with equal data continues there, and does not `add`
+        the tensors in `done` again. Without it an interrupted run removes the temporary folder; a killed process leaves
+        it behind, as a hidden folder.
+    done: {tensor: number of its finished file}. nbytes: the bytes of all tensors so far.
     Raises FileExistsError if the folder exists and is not empty, ValueError if it cannot be replaced, OSError if it
-    cannot be written.
+    cannot be written, also for errors of the file system inside of the `with` statement.
     """
 
     def __init__(self, directory: str | os.PathLike[str], shard_bytes: int, resume: object = None) -> None:
         # A symbolic link stays; the folder that it points to is replaced.
         self.final, self.shard_bytes = Path(directory).resolve(), shard_bytes
-        self._check_place()
-        self._pending: dict[str, torch.Tensor] = {}
-        self.nbytes = self._pending_bytes = 0
-        self._shards: list[list[str]] = []
-        self._resumes = resume is not None
-        # `tempfile` would make a folder that only its owner may read.
-        self.path = self.final.parent / f".{self.final.name}-{'unfinished' if self._resumes else secrets.token_hex(4)}"
-        with self.writing():
-            self.final.parent.mkdir(parents=True, exist_ok=True)
-            if self._resumes:
-                self._take_up(json.loads(json.dumps(resume)))
-            else:
-                self.path.mkdir()
-
-    def _check_place(self) -> None:
-        """Raise unless the folder does not exist, or is empty and can be replaced."""
-        if not self.final.exists():
-            return
-        if not self.final.is_dir():
+        if self.final.exists() and not self.final.is_dir():
             raise FileExistsError(f"export: {self.final} is a file; give a directory, or remove it")
-        if any(self.final.iterdir()):
+        if self.final.exists() and any(self.final.iterdir()):
             raise FileExistsError(f"export: {self.final} exists and is not empty; give another directory, or remove it")
         is_here = self.final == Path.cwd()
         if is_here or self.final.is_mount():
@@ -100,16 +78,25 @@ class Folder:
                 f"export: {self.final} is {'the working directory' if is_here else 'a mount point'}, which cannot be "
                 f"replaced by a finished folder; give a folder inside it, such as {self.final / 'model'}"
             )
+        self._pending: dict[str, torch.Tensor] = {}
+        self.nbytes = self._pending_bytes = self._count = 0
+        self.done: dict[str, int] = {}
+        self._resumes = resume is not None
+        # `tempfile` would make a folder that only its owner may read.
+        self.path = self.final.parent / f".{self.final.name}-{'unfinished' if self._resumes else secrets.token_hex(4)}"
+        with self._writing():
+            self.final.parent.mkdir(parents=True, exist_ok=True)
+            if self._resumes:
+                self._take_up(json.loads(json.dumps(resume)))
+            else:
+                self.path.mkdir()
 
     @contextmanager
-    def writing(self) -> Iterator[None]:
+    def _writing(self) -> Iterator[None]:
         """A context that turns errors of the file system into an OSError with the folder, the bytes and the fix."""
         try:
             yield
         except (OSError, safetensors().SafetensorError) as error:
-            if error.__cause__ is not None:
-                # An inner context has already added the message.
-                raise
             free = shutil.disk_usage(next(place for place in self.final.parents if place.exists())).free
             after = "run the same command again to continue" if self._resumes else "the temporary folder was removed"
             raise OSError(
@@ -122,32 +109,27 @@ class Folder:
         """Continue with the files of an earlier run if it had the same plan, else start again."""
         written = self.path / _PLAN
         if not written.exists() or json.loads(written.read_text()) != plan:
-            self.discard()
+            shutil.rmtree(self.path, ignore_errors=True)
             self.path.mkdir()
             self.write_json(_PLAN, plan)
         (self.path / _PART).unlink(missing_ok=True)
-        while (file := self._shard(len(self._shards))).exists():
+        while (file := self._shard(self._count)).exists():
             with safetensors().safe_open(str(file), framework="pt") as opened:
-                self._shards.append(list(opened.keys()))
-            with file.open("rb") as raw:
-                self.nbytes += file.stat().st_size - 8 - int.from_bytes(raw.read(8), "little")
-
-    @property
-    def done(self) -> set[str]:
-        """The names of the tensors in finished files."""
-        return {name for names in self._shards for name in names}
+                self.done |= dict.fromkeys(opened.keys(), self._count)
+                self.nbytes += sum(opened.get_tensor(name).nbytes for name in opened.keys())  # noqa: SIM118
+            self._count += 1
 
     def __enter__(self) -> Folder:
         return self
 
-    def __exit__(self, kind: object, *rest: object) -> None:
+    def __exit__(self, kind: object, raised: BaseException | None, trace: object) -> None:
         try:
-            if kind is None:
-                with self.writing():
-                    self._finish()
-                    if self.final.exists():
-                        self.final.rmdir()
-                    os.replace(self.path, self.final)
+            with self._writing():
+                if raised is not None:
+                    raise raised
+                self._finish()
+                # An empty folder is replaced.
+                os.replace(self.path, self.final)
         except OSError as error:
             if self.final.is_dir() and any(self.final.iterdir()):
                 raise FileExistsError(
@@ -157,11 +139,7 @@ class Folder:
             raise
         finally:
             if not self._resumes:
-                self.discard()
-
-    def discard(self) -> None:
-        """Remove the temporary folder."""
-        shutil.rmtree(self.path, ignore_errors=True)
+                shutil.rmtree(self.path, ignore_errors=True)
 
     def add(self, name: str, x: torch.Tensor) -> None:
         """Add a tensor; once `shard_bytes` of them are pending, a file is written."""
@@ -173,31 +151,27 @@ class Folder:
             self._flush()
 
     def write_json(self, name: str, content: object) -> None:
-        with self.writing():
-            (self.path / name).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
+        (self.path / name).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
 
     def copy_tokenizer(self, source: Path) -> None:
         """Copy the tokenizer's files from folder `source`, except symbolic links that lead out of it."""
         for file in (file for pattern in _COPIED for file in sorted(source.glob(pattern))):
             try:
-                found = inside(source, file.name)
-            except ValueError as reason:
+                shutil.copyfile(inside(source, file.name), self.path / file.name)
+            # A RuntimeError is a link to itself.
+            except (RuntimeError, ValueError) as reason:
                 warnings.warn(f"export: the tokenizer's {reason}; it is left out", stacklevel=2)
-                continue
-            with self.writing():
-                shutil.copyfile(found, self.path / file.name)
 
     def _flush(self) -> None:
         if not self._pending:
             return
         part = self.path / _PART
-        with self.writing():
-            save_file = importlib.import_module("safetensors.torch").save_file
-            save_file(self._pending, str(part), metadata={"format": "pt"})
-            # safetensors makes the file readable by its owner only; the engine may run as another user.
-            part.chmod(self.path.stat().st_mode & 0o666)
-            part.rename(self._shard(len(self._shards)))
-        self._shards.append(list(self._pending))
+        importlib.import_module("safetensors.torch").save_file(self._pending, str(part), metadata={"format": "pt"})
+        # safetensors makes the file readable by its owner only; the engine may run as another user.
+        part.chmod(self.path.stat().st_mode & 0o666)
+        part.rename(self._shard(self._count))
+        self.done |= dict.fromkeys(self._pending, self._count)
+        self._count += 1
         self._pending, self._pending_bytes = {}, 0
 
     def _shard(self, number: int) -> Path:
@@ -206,16 +180,23 @@ class Folder:
 
     def _finish(self) -> None:
         self._flush()
+        files = [f"model-{number + 1:05}-of-{self._count:05}.safetensors" for number in range(self._count)]
+        if self._count == 1:
+            files = [_SINGLE]
+        else:
+            where = {name: files[number] for name, number in self.done.items()}
+            self.write_json(INDEX, {"metadata": {"total_size": self.nbytes}, "weight_map": where})
         (self.path / _PLAN).unlink(missing_ok=True)
-        if len(self._shards) == 1:
-            self._shard(0).rename(self.path / _SINGLE)
-            return
-        where: dict[str, str] = {}
-        for number, names in enumerate(self._shards):
-            file = f"model-{number + 1:05}-of-{len(self._shards):05}.safetensors"
+        for number, file in enumerate(files):
             self._shard(number).rename(self.path / file)
-            where |= dict.fromkeys(names, file)
-        self.write_json(INDEX, {"metadata": {"total_size": self.nbytes}, "weight_map": where})
+
+
+class Stored(NamedTuple):
+    """A tensor in a file. dtype: as files spell it, for example "F8_E4M3" or "BF16"."""
+
+    file: str
+    dtype: str
+    shape: list[int]
 
 
 class Files:
@@ -230,10 +211,9 @@ class Files:
         self.path = Path(directory)
         # Not a cache of a method, so that files are closed with the last reference to this object.
         self._opened = functools.lru_cache(_OPEN_FILES)(functools.partial(_opened, self.path))
-        # (file, dtype, shape) of each tensor.
-        self._held: dict[str, tuple[str, str, list[int]]] = {}
+        self.tensors: dict[str, Stored] = {}
         on_disk = sorted(file.name for file in self.path.glob("*.safetensors"))
-        listed = self._weight_map()
+        listed = _weight_map(self.path)
         self.files = _without_index(self.path, on_disk) if listed is None else sorted(set(listed.values()))
         if not self.files:
             raise FileNotFoundError(f"load: {self.path} has no *.safetensors; give the folder of a checkpoint")
@@ -243,86 +223,45 @@ class Files:
             for name in opened.keys():  # noqa: SIM118  # it is not a dict
                 if listed is not None and listed.get(name) != file:
                     strays += [name] * (name not in listed)
-                elif name in self._held:
+                elif name in self.tensors:
                     raise ValueError(
                         f"load: {self.where(name)} is also in {file}, so the folder contains two checkpoints; remove "
                         "one of them"
                     )
                 else:
                     part = opened.get_slice(name)
-                    self._held[name] = file, str(part.get_dtype()), list(part.get_shape())
+                    self.tensors[name] = Stored(file, str(part.get_dtype()), list(part.get_shape()))
         for name, file in (listed or {}).items():
-            if name not in self._held:
+            if name not in self.tensors:
                 raise ValueError(f"load: {self.path / INDEX} lists {name} in {file}, which lacks it; copy both again")
         if strays:
-            why = f"{INDEX} does not list them" if listed is not None else f"the checkpoint is {self.files[0]}"
-            why += ", .." * (listed is None and len(self.files) > 1)
+            why = f"{INDEX} does not list them" if listed is not None else f"the checkpoint is {shown(self.files)}"
             warnings.warn(f"load: {self.path}: ignored {shown(strays)}, because {why}", stacklevel=2)
-
-    def _weight_map(self) -> dict[str, str] | None:
-        """Return {tensor: file} from the index, or None without one."""
-        index = self.path / INDEX
-        if not index.exists():
-            return None
-        listed = _object_in(index).get("weight_map")
-        if not isinstance(listed, dict) or not all(isinstance(file, str) for file in listed.values()):
-            raise ValueError(f"load: {index} has no weight_map from tensors to names of files; copy it again")
-        return listed
-
-    def names(self) -> set[str]:
-        return set(self._held)
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._held
-
-    def shape(self, name: str) -> list[int]:
-        return self._held[name][2]
-
-    def check_shape(self, name: str, shape: Sequence[int]) -> None:
-        """Raise ValueError unless the tensor has this shape."""
-        if (got := self.shape(name)) != list(shape):
-            raise ValueError(
-                f"load: {self.where(name)} has shape {got}, but the model needs {list(shape)}; use files of "
-                "this model, or copy the file again"
-            )
-
-    def dtype(self, name: str) -> str:
-        """The dtype as files spell it, for example "F8_E4M3" or "BF16"."""
-        return self._held[name][1]
 
     def read(self, name: str) -> torch.Tensor:
         try:
-            tensor: torch.Tensor = self._opened(self._held[name][0]).get_tensor(name)
+            tensor: torch.Tensor = self._opened(self.tensors[name].file).get_tensor(name)
         except Exception as error:
             raise ValueError(f"load: {self.where(name)} cannot be read ({error}); copy the file again") from error
         return tensor
 
     def where(self, name: str) -> str:
         """Return "NAME in FILE", for messages."""
-        return f"{name} in {self.path / self._held[name][0]}"
-
-    def config(self) -> dict[str, Any]:
-        """Return `quantization_config` of the model or of its language model; empty for unquantized files."""
-        return quantization_settings(self.path)
-
-    def plain_config(self) -> dict[str, Any]:
-        """Return config.json without quantization settings."""
-        content = _object_in(self.path / "config.json")
-        for part in _parts_of(content):
-            for key in SETTINGS:
-                part.pop(key, None)
-        return content
+        return f"{name} in {self.path / self.tensors[name].file}"
 
 
-def quantization_settings(folder: Path) -> dict[str, Any]:
-    """Return `quantization_config` in config.json of the folder; empty for unquantized files."""
+def config_and_settings(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return config.json of the folder without quantization settings, and these settings; empty if there are none.
+
+    The settings are those of the model or of its language model.
+    """
     file = folder / "config.json"
     content = _object_in(file) if file.exists() else {}
-    found = (part[key] for part in _parts_of(content) for key in SETTINGS if part.get(key))
-    config: Any = next(found, {})
-    if not isinstance(config, dict):
-        raise ValueError(f"load: {SETTINGS[0]} of {file} is a {type(config).__name__}; copy it again")
-    return config
+    parts = [part for part in (content, content.get("text_config")) if isinstance(part, dict)]
+    settings: Any = next(filter(None, [part.pop(SETTINGS, None) for part in parts]), {})
+    if not isinstance(settings, dict):
+        raise ValueError(f"load: {SETTINGS} of {file} is a {type(settings).__name__}; copy it again")
+    return content, settings
 
 
 def shown(names: Sequence[str]) -> str:
@@ -330,39 +269,38 @@ def shown(names: Sequence[str]) -> str:
     return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if names[_SHOWN:] else "")
 
 
+def _weight_map(folder: Path) -> dict[str, str] | None:
+    """Return {tensor: file} from the index, or None without one."""
+    if not (index := folder / INDEX).exists():
+        return None
+    listed = _object_in(index).get("weight_map")
+    names = listed.values() if isinstance(listed, dict) else [None]
+    if not all(isinstance(file, str) and file.endswith(".safetensors") for file in names):
+        raise ValueError(
+            f"load: {index} has no weight_map from tensors to *.safetensors, the files that are supported; "
+            "copy it again, or use a checkpoint in safetensors"
+        )
+    return listed
+
+
 def _without_index(folder: Path, names: list[str]) -> list[str]:
     """Return the files of a checkpoint without an index: those with the usual names, or all if there are none."""
-    if _SINGLE in names:
-        return [_SINGLE]
     shards = {name: int(match[1]) for name in names if (match := _SHARD.fullmatch(name))}
     counts = set(shards.values())
-    if counts and counts != {len(shards)}:
+    if _SINGLE not in names and counts and counts != {len(shards)}:
         raise ValueError(
             f"load: {folder} has no {INDEX}, and {len(shards)} files model-*-of-*.safetensors where their names say "
             f"{' and '.join(map(str, sorted(counts)))}; copy the index and the missing files, or remove other ones"
         )
-    return list(shards) or names
+    return [_SINGLE] if _SINGLE in names else list(shards) or names
 
 
 def _opened(folder: Path, file: str) -> Any:
-    if not file.endswith(".safetensors"):
-        raise ValueError(
-            f"load: the index names {file!r} in {folder}, but only *.safetensors are supported; use a checkpoint in "
-            "safetensors"
-        )
     try:
         # `safe_open` checks sizes and offsets against the size of the file, and maps the file.
         return safetensors().safe_open(str(inside(folder, file)), framework="pt")
-    except ValueError as reason:
-        raise ValueError(f"load: {reason}") from None
     except Exception as error:
         raise ValueError(f"load: {folder / file} cannot be read ({error}); copy it again") from error
-
-
-def _parts_of(config: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return a model's config and its language model's config; either may hold the quantization settings."""
-    text = config.get("text_config")
-    return [config, text] if isinstance(text, dict) else [config]
 
 
 def _object_in(file: Path) -> dict[str, Any]:

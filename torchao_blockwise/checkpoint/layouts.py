@@ -16,14 +16,14 @@ nvidia-modelopt 0.47, export/unified_export_hf.py and convert_hf_config.py; vLLM
 
 from __future__ import annotations
 
+import copy
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 
 from torchao_blockwise.checkpoint.model_tensors import Part
-from torchao_blockwise.checkpoint.plain_layers import PlainLayers
 from torchao_blockwise.formats import FP8_128X128, NVFP4_1X16, NVFP4_16X16, BlockFormat, Operand
 
 # Added to `quantization_config` if all scales are powers of two. vLLM 0.33 and SGLang 0.5.23 then round the scales of
@@ -37,6 +37,9 @@ PACKED, FLOAT, MIXED = "nvfp4-pack-quantized", "float-quantized", "mixed-precisi
 _ALGORITHMS = ("W4A16_NVFP4", "NVFP4")
 # `quant_method` that `integrations.transformers` writes with `save_pretrained` and Trainer. The weights are plain.
 _RECIPES = ("blockwise_fp8", "blockwise_nvfp4")
+# The amax that leads to a tensor scale of one, and the amax that leads to the smallest normal number.
+TENSOR_MAX = NVFP4_16X16.element.max * NVFP4_16X16.scale_max
+_LEAST = TENSOR_MAX * torch.finfo(torch.float32).smallest_normal
 TAKE_PLAIN = "use a plain checkpoint in bfloat16"
 
 
@@ -47,8 +50,7 @@ class Layout(NamedTuple):
     suffixes: appended to a weight's name for payload, block scales and tensor scale.
     scale_dtype: the dtype of block scales.
     has_reciprocal: whether the tensor scale divides, with shape [1]; otherwise it multiplies, with shape [].
-    power_of_2_scales: whether the format holds only scales that are powers of two.
-    settings: returns `quantization_config`, given the layers that are not quantized.
+    settings: `quantization_config` in config.json, which readers need, except the layers that are not quantized.
     """
 
     name: str
@@ -56,9 +58,8 @@ class Layout(NamedTuple):
     format: BlockFormat
     suffixes: tuple[str, ...]
     scale_dtype: torch.dtype
-    settings: Callable[[PlainLayers], dict[str, Any]]
+    settings: dict[str, Any]
     has_reciprocal: bool = False
-    power_of_2_scales: bool = False
 
     def names(self, weight: str) -> list[str]:
         """Return the names in files of a weight's payload, block scales and tensor scale."""
@@ -96,74 +97,42 @@ class Layout(NamedTuple):
         factor = weight.global_scale.reciprocal().reshape(1) if self.has_reciprocal else weight.global_scale.reshape(())
         yield from zip(names, (part.of(weight.qdata), part.of(scale.view(weight.scale.dtype)), factor))
 
-
-def _fp8_settings(plain: PlainLayers) -> dict[str, Any]:
-    """The settings that transformers, vLLM and SGLang read."""
-    return {
-        "activation_scheme": "dynamic",
-        "fmt": "e4m3",
-        "modules_to_not_convert": plain.names,
-        "quant_method": FP8.method,
-        "weight_block_size": list(FP8.format.block),
-    }
+    def quantization_config(self, linears: list[str], experts: list[str]) -> dict[str, Any]:
+        """Return the settings with the layers, and the modules of experts, that are not quantized."""
+        if self is COMPRESSED_TENSORS:
+            # vLLM looks up single experts.
+            experts = [rf"re:{re.escape(name)}\..*" for name in experts]
+        ignored = "modules_to_not_convert" if self.format is FP8.format else "ignore"
+        return copy.deepcopy(self.settings) | {"quant_method": self.method, ignored: linears + experts}
 
 
-def _compressed_tensors_settings(plain: PlainLayers) -> dict[str, Any]:
-    """The settings that transformers and vLLM read; vLLM looks up single experts, hence the pattern."""
-    weights = {
-        "num_bits": COMPRESSED_TENSORS.format.element.bits,
-        "type": "float",
-        "strategy": "tensor_group",
-        "group_size": COMPRESSED_TENSORS.format.block[1],
-        "symmetric": True,
-        "dynamic": False,
-    }
-    group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
-    return {
-        "quant_method": COMPRESSED_TENSORS.method,
-        "format": PACKED,
-        "quantization_status": "compressed",
-        "config_groups": {"group_0": group},
-        "ignore": [*plain.linears, *(rf"re:{re.escape(name)}\..*" for name in plain.experts)],
-    }
-
-
-def _modelopt_settings(plain: PlainLayers) -> dict[str, Any]:
-    """The settings that vLLM reads."""
-    size = MODELOPT.format.block[1]
-    weights = {"dynamic": False, "num_bits": MODELOPT.format.element.bits, "type": "float", "group_size": size}
-    return {
-        "quant_method": MODELOPT.method,
-        "quant_algo": _ALGORITHMS[0],
-        "group_size": size,
-        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
-        "ignore": plain.names,
-        "producer": {"name": "torchao_blockwise"},
-    }
-
-
-def hf_quant_config(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return the content of hf_quant_config.json, which Model Optimizer writes next to config.json."""
-    quantization = {
-        "quant_algo": settings["quant_algo"],
-        "kv_cache_quant_algo": None,
-        "group_size": settings["group_size"],
-        "exclude_modules": settings["ignore"],
-    }
-    return {"producer": settings["producer"], "quantization": quantization}
-
-
-FP8 = Layout("fp8_block", "fp8", FP8_128X128, ("", "_scale_inv"), torch.float32, _fp8_settings)
-FP8_UE8M0 = FP8._replace(
-    name="fp8_block_ue8m0", suffixes=("", "_scale"), scale_dtype=torch.float8_e8m0fnu, power_of_2_scales=True
+_WEIGHTS = {"num_bits": NVFP4_16X16.element.bits, "type": "float", "group_size": NVFP4_16X16.block[1], "dynamic": False}
+_LINEAR = {"targets": ["Linear"], "weights": _WEIGHTS}
+_WITHOUT_ACTIVATIONS = {
+    "weights": _WEIGHTS | {"strategy": "tensor_group", "symmetric": True},
+    "input_activations": None,
+    "output_activations": None,
+}
+FP8 = Layout(
+    "fp8_block",
+    "fp8",
+    FP8_128X128,
+    ("", "_scale_inv"),
+    torch.float32,
+    {"activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": list(FP8_128X128.block)},
 )
+FP8_UE8M0 = FP8._replace(name="fp8_block_ue8m0", suffixes=("", "_scale"), scale_dtype=torch.float8_e8m0fnu)
 COMPRESSED_TENSORS = Layout(
     "nvfp4_compressed_tensors",
     "compressed-tensors",
     NVFP4_16X16,
     ("_packed", "_scale", "_global_scale"),
     NVFP4_16X16.scale_dtype,
-    _compressed_tensors_settings,
+    {
+        "format": PACKED,
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": _LINEAR | _WITHOUT_ACTIVATIONS},
+    },
     has_reciprocal=True,
 )
 MODELOPT = Layout(
@@ -172,9 +141,23 @@ MODELOPT = Layout(
     NVFP4_16X16,
     ("", "_scale", "_scale_2"),
     NVFP4_16X16.scale_dtype,
-    _modelopt_settings,
+    {
+        "quant_algo": _ALGORITHMS[0],
+        "group_size": _WEIGHTS["group_size"],
+        "config_groups": {"group_0": _LINEAR},
+        "producer": {"name": "torchao_blockwise"},
+    },
 )
 LAYOUTS = {layout.name: layout for layout in (FP8, FP8_UE8M0, COMPRESSED_TENSORS, MODELOPT)}
+
+
+def clamp_to_normal_scale(amax: torch.Tensor) -> torch.Tensor:
+    """Return the amaxes, f32, from which the tensor scales in files are derived: `amax`, clamped to a normal scale.
+
+    For a smaller amax the scale amax / 2688 is subnormal: kernels of engines may flush it to zero, and its reciprocal
+    is infinite. Zero stays zero, NaN stays NaN.
+    """
+    return torch.where(amax > 0, amax.clamp(min=_LEAST), amax)
 
 
 def why_not_read(config: dict[str, Any]) -> str | None:
@@ -190,7 +173,17 @@ def why_not_read(config: dict[str, Any]) -> str | None:
             read = f"for {method}, only {' and '.join(map(repr, _ALGORITHMS))} are supported"
             return None if algorithm in _ALGORITHMS else f"quant_algo is {algorithm!r}; {read}"
         if method == COMPRESSED_TENSORS.method:
-            return _why_not_compressed(config.get("format"), config.get("config_groups"))
+            format = config.get("format")
+            # If formats are mixed, each group of layers has one.
+            for name, group in () if format == PACKED else config["config_groups"].items():
+                own, where = (group.get("format"), f"{name} of {MIXED!r}: ") if format == MIXED else (format, "")
+                if own not in (PACKED, FLOAT):
+                    known = f"{PACKED!r} and blocks of {FLOAT!r} are supported"
+                    return f"{where}format is {own!r}; for {method}, only {known}"
+                block = group["weights"].get("block_structure") if own == FLOAT else None
+                if own == FLOAT and (why := _why_not_blocks("block_structure", block)):
+                    return why
+            return None
     except (AttributeError, KeyError, TypeError) as error:
         return f"quantization_config of {method!r} cannot be read ({error!r}); copy config.json again"
     known = ", ".join(dict.fromkeys(repr(layout.method) for layout in LAYOUTS.values()))
@@ -200,20 +193,3 @@ def why_not_read(config: dict[str, Any]) -> str | None:
 def _why_not_blocks(key: str, value: Any) -> str | None:
     block = list(FP8.format.block)
     return None if list(value or ()) == block else f"{key} is {value!r}; only {block} is supported"
-
-
-def _why_not_compressed(format: str | None, groups: Any, where: str = "") -> str | None:
-    """Check groups of layers in this format; if formats are mixed, each group in its format.
-
-    where: the name of the group, for the message.
-    """
-    if format == PACKED:
-        return None
-    if format == FLOAT:
-        blocks = (group["weights"].get("block_structure") for group in groups.values())
-        return next(filter(None, (_why_not_blocks("block_structure", x) for x in blocks)), None)
-    if format == MIXED and not where:
-        of_groups = ((x.get("format"), {name: x}, f"{name} of {MIXED!r}: ") for name, x in groups.items())
-        return next(filter(None, (_why_not_compressed(*group) for group in of_groups)), None)
-    known = f"{PACKED!r} and blocks of {FLOAT!r} are supported"
-    return f"{where}format is {format!r}; for {COMPRESSED_TENSORS.method}, only {known}"

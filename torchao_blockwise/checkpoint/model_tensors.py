@@ -6,7 +6,7 @@ mapping, a tensor of row numbers is passed through its own conversion, which sho
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -67,70 +67,77 @@ def has_power_of_2_scales(x: torch.Tensor) -> bool:
     )
 
 
-def weights_of_embeddings(model: nn.Module) -> set[str]:
-    """Return the names of embeddings' weights, also of those that are tied to other layers."""
-    own = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    return {name for name, x in tensors_of(model).items() if id(x) in own}
-
-
 class Part(NamedTuple):
-    """A part of a tensor that has a separate name on disk.
+    """A tensor in the files: a part of a tensor of the model that has a separate name on disk.
 
-    name: the name on disk. expert: index in the first dim, None for all. start, end: rows of that expert, or of the
-    tensor; None for all.
+    name: its name on disk. shape: its shape.
+    own: its names in the model; several for a tied weight, none if the model does not have it.
+    place: the index of the part in the model's tensor: () for all of it, (expert, rows), or (rows,).
     """
 
     name: str
-    expert: int | None = None
-    start: int | None = None
-    end: int | None = None
+    shape: tuple[int, ...] = ()
+    own: tuple[str, ...] = ()
+    is_quantized: bool = False
+    place: tuple[Any, ...] = ()
 
     def of(self, x: torch.Tensor) -> torch.Tensor:
         """Return this part of `x`, a view."""
-        x = x if self.expert is None else x[self.expert]
-        return x if self.start is None else x[self.start : self.end]
+        return x[self.place]
 
     def in_blocks(self, block: int) -> Part:
         """Return the same part of a tensor that has one row for each `block` rows, such as block scales."""
-        if self.start is None or self.end is None:
+        if not self.place:
             return self
-        return self._replace(start=self.start // block, end=-(-self.end // block))
+        *expert, rows = self.place
+        return self._replace(place=(*expert, slice(rows.start // block, -(-rows.stop // block))))
 
     def cuts(self, block: int) -> bool:
         """Whether this part begins inside of a block of `block` rows, which it then shares with another part."""
-        return bool(self.start) and self.start % block != 0  # type: ignore[operator]  # a number
+        return bool(self.place) and self.place[-1].start % block != 0
 
 
-def all_parts_on_disk(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, list[Part]]:
-    """Return `parts_on_disk` of each of these tensors of `model`, by name.
+def parts_on_disk(model: nn.Module) -> dict[str, list[Part]]:
+    """Return the parts of each tensor of `model` that `export` writes, by the tensor's name.
 
-    A conversion by transformers visits all modules, so one conversion serves all tensors that are not experts. A tensor
-    that comes back unchanged was at most renamed.
+    Raises NotImplementedError if transformers does more than rename and split a tensor.
     """
-    if not tensors:
-        return {}
-    asked = {name: torch.empty(x.shape, device="meta") for name, x in tensors.items() if x.dim() < DIMS_OF_EXPERTS}
-    names = {id(x): name for name, x in hugging_face.reverted(model, asked).items()}
+    tensors, embeddings = tensors_of(model), {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    named = ((wrappers.own_name(name), p) for name, p in model.named_parameters(remove_duplicate=False))
+    others = {name: p for name, p in named if name not in tensors}
+    tied: dict[int, list[str]] = {}
+    for name, parts in _places(model, others).items():
+        tied.setdefault(id(others[name]), []).extend((name, *(part.name for part in parts)))
+    found = {}
+    for name, parts in _places(model, tensors).items():
+        x = tensors[name]
+        own, is_quantized = (name, *tied.get(id(x), ())), is_converted(x) and id(x) not in embeddings
+        shapes = [tuple(part.of(torch.empty(x.shape, device="meta")).shape) for part in parts]
+        found[name] = [Part(p.name, shape, own, is_quantized, p.place) for p, shape in zip(parts, shapes)]
+    return found
+
+
+def _places(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, list[Part]]:
+    """Return the parts of these tensors of `model`, with their names and places.
+
+    A conversion by transformers visits all modules, so one conversion serves all tensors that are not split. A tensor
+    that comes back unchanged was at most renamed. An equal shape would not suffice, because rows may be permuted.
+    """
+    asked = {name: torch.empty(x.shape, device="meta") for name, x in tensors.items()}
+    renamed = {id(x): name for name, x in hugging_face.reverted(model, asked).items()}
     return {
-        name: [Part(names[id(asked[name])])]
-        if name in asked and id(asked[name]) in names
-        else parts_on_disk(model, name, x.shape)
-        for name, x in tensors.items()
+        name: [Part(renamed[id(x)])] if id(x) in renamed else _split(model, name, x.shape) for name, x in asked.items()
     }
 
 
-def parts_on_disk(model: nn.Module, name: str, shape: torch.Size) -> list[Part]:
-    """Return the parts of the tensor `name` of `model`, ordered by their names in files.
-
-    Raises NotImplementedError if transformers does more than split the tensor.
-    """
-    reverted = hugging_face.reverted(model, {name: torch.empty(shape, device="meta")})
-    if len(reverted) == 1:
-        ((other, x),) = reverted.items()
-        if x.shape == shape:
-            return [Part(other)]
+def _split(model: nn.Module, name: str, shape: torch.Size) -> list[Part]:
+    """Return the parts into which transformers splits a tensor of experts, with their names and places."""
+    refusal = NotImplementedError(
+        f"checkpoint: transformers rearranges {name} of {type(model).__name__} between model and files, and quantized "
+        "blocks can only be split; use the model's save_pretrained and from_pretrained"
+    )
     if len(shape) != DIMS_OF_EXPERTS:
-        raise NotImplementedError(_refusal(model, name, reverted))
+        raise refusal
     experts, rows, _ = shape
     # Two columns, because transformers 5.17 drops a dim of one.
     numbers = torch.arange(experts * rows, device="cpu").view(experts, rows, 1).repeat(1, 1, 2)
@@ -138,52 +145,13 @@ def parts_on_disk(model: nn.Module, name: str, shape: torch.Size) -> list[Part]:
     for other, x in hugging_face.reverted(model, {name: numbers}).items():
         held = x[..., 0].flatten()
         first = int(held[0]) if held.numel() else 0
+        run = slice(first, first + held.numel())
         expert, start = divmod(first, rows)
-        is_run = x.shape[-1] == 2 and torch.equal(held, torch.arange(first, first + held.numel(), device="cpu"))
+        end = start + held.numel()
         # A depthwise convolution has one row for each channel, and no blocks.
-        if is_run and rows == 1 and x.dim() == len(shape):
-            parts.append(Part(other, None, first, first + held.numel()))
-            continue
-        if not is_run or start + held.numel() > rows:
-            raise NotImplementedError(_refusal(model, name, reverted))
-        parts.append(Part(other, expert, start, start + held.numel()))
+        is_channels = rows == 1 and x.dim() == len(shape)
+        is_run = x.shape[-1] == 2 and torch.equal(held, torch.arange(run.start, run.stop, device="cpu"))
+        if not is_run or not (is_channels or end <= rows):
+            raise refusal
+        parts.append(Part(other, place=(run,) if is_channels else (expert, slice(start, end))))
     return parts
-
-
-def _refusal(model: nn.Module, name: str, reverted: dict[str, torch.Tensor]) -> str:
-    return (
-        f"checkpoint: transformers rearranges {name} of {type(model).__name__} when it writes "
-        f"{next(iter(reverted))} and others, and quantized blocks can only be split; save the model with "
-        "model.save_pretrained"
-    )
-
-
-class Written(NamedTuple):
-    """A tensor in the files.
-
-    name: its name there. own: its names in the model; several for a tied weight, none if the model does not have it.
-    """
-
-    name: str
-    own: tuple[str, ...]
-    shape: tuple[int, ...]
-    is_quantized: bool
-
-
-def written(
-    model: nn.Module, tensors: Mapping[str, torch.Tensor], on_disk: Mapping[str, list[Part]]
-) -> Iterator[Written]:
-    """Yield the tensors that `export` writes for `model`."""
-    # Other names of a tensor, in the model and on disk.
-    first = {id(x): name for name, x in tensors.items()}
-    named = ((wrappers.own_name(name), p) for name, p in model.named_parameters(remove_duplicate=False))
-    others = {name: p for name, p in named if name not in tensors}
-    tied: dict[str, list[str]] = {}
-    for name, parts in all_parts_on_disk(model, others).items():
-        tied.setdefault(first[id(others[name])], []).extend((name, *(part.name for part in parts)))
-    embeddings = weights_of_embeddings(model)
-    for name, x in tensors.items():
-        is_quantized = name not in embeddings and is_converted(x)
-        for part in on_disk[name]:
-            shape = part.of(torch.empty(x.shape, device="meta")).shape
-            yield Written(part.name, (name, *tied.get(name, ())), tuple(shape), is_quantized)

@@ -6,18 +6,20 @@ import json
 import os
 import re
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from torchao_blockwise import _compat, ops
 from torchao_blockwise._names import did_you_mean
+from torchao_blockwise.checkpoint.engine_layers import READ_EXPERTS, plain_layers, warn_of_readers
 from torchao_blockwise.checkpoint.files import Folder
-from torchao_blockwise.checkpoint.fused_layers import shared_amaxes
-from torchao_blockwise.checkpoint.gathering import gather_weights, on_first_rank, prepare_gather
+from torchao_blockwise.checkpoint.gathering import gather, on_all_ranks, prepare_gather, shared_amaxes
 from torchao_blockwise.checkpoint.layouts import (
     FP8,
     FP8_UE8M0,
@@ -26,21 +28,17 @@ from torchao_blockwise.checkpoint.layouts import (
     SCALE_FMT,
     UE8M0_MODEL_TYPE,
     Layout,
-    hf_quant_config,
 )
 from torchao_blockwise.checkpoint.model_tensors import (
+    DIMS_OF_EXPERTS,
     Part,
-    Written,
-    all_parts_on_disk,
     format_of,
     has_power_of_2_scales,
     is_converted,
+    parts_on_disk,
     tensors_of,
     unwrapped,
-    weights_of_embeddings,
-    written,
 )
-from torchao_blockwise.checkpoint.plain_layers import check_expert_names, plain_layers, warn_of_fused, warn_of_ragged
 from torchao_blockwise.formats import BlockFormat, Operand
 from torchao_blockwise.tensors import MasterWeightTensor, QuantizedTensor
 
@@ -83,35 +81,42 @@ def export(
     directory that is not empty; OSError if it cannot be written.
     """
     weights, shared = QuantizedWeights("export", model, format), prepare_gather(model)
-    folder = on_first_rank(shared, lambda: Folder(directory, shard_bytes))
-    if tied := [n for n in weights_of_embeddings(weights.model) if is_converted(tensors_of(weights.model)[n])]:
+    is_first = not shared or dist.get_rank() == 0
+    folder = on_all_ranks(shared, lambda: Folder(directory, shard_bytes) if is_first else None)
+    tensors = tensors_of(weights.model)
+    if tied := [x.own[0] for x in weights.written if is_converted(tensors[x.own[0]]) and not x.is_quantized]:
         warnings.warn(
             f"export: {tied[0]} is also the weight of an embedding, which engines read in high precision, so it is "
             "written in high precision; leave the layer that shares it unconverted (recommended_layers(model))",
             stacklevel=2,
         )
-    failed: Exception | None = None
-    try:
-        for name, x in weights.tensors(are_checked=True):
-            # If its disk is full, the rank still takes part in the collectives, and raises at the end.
-            if folder is not None and failed is None:
-                try:
-                    folder.add(name, x)
-                except Exception as error:
-                    failed = error
-    except BaseException:
-        if folder is not None:
-            folder.discard()
-        raise
+    pairs = weights.pairs(are_checked=True)
 
-    def finish() -> None:
-        assert folder is not None
-        with folder:
-            if failed is not None:
-                raise failed
-            _write_others(weights, folder, tokenizer_from)
+    def write() -> None:
+        with folder or nullcontext():
+            try:
+                for name, x in pairs:
+                    if folder is not None:
+                        folder.add(name, x)
+            except Exception:
+                # If its disk is full, the rank still takes part in the collectives.
+                for _ in pairs:
+                    pass
+                raise
+            if folder is None:
+                return
+            config: Any = getattr(weights.model, "config", None)
+            generation: Any = getattr(weights.model, "generation_config", None)
+            for x in (config, generation):
+                if hasattr(x, "save_pretrained"):
+                    x.save_pretrained(folder.path)
+            if (file := folder.path / "config.json").exists():
+                weights.write_settings(folder, json.loads(file.read_text()))
+            source = tokenizer_from if tokenizer_from is not None else getattr(config, "_name_or_path", "")
+            if source and Path(source).is_dir():
+                folder.copy_tokenizer(Path(source))
 
-    on_first_rank(shared, finish)
+    on_all_ranks(shared, write)
     if requantized := weights.requantized:
         why = "they begin inside of a block of their Parameter"
         if weights.layout.format.has_global_scale:
@@ -120,42 +125,33 @@ def export(
         warnings.warn(f"export: {len(requantized)} weights are quantized again, as {why}: {names}", stacklevel=2)
 
 
-def _write_others(weights: QuantizedWeights, folder: Folder, tokenizer_from: str | os.PathLike[str] | None) -> None:
-    """Write the configs and copy the tokenizer's files."""
-    config: Any = getattr(weights.model, "config", None)
-    if hasattr(config, "save_pretrained"):
-        with folder.writing():
-            config.save_pretrained(folder.path)
-        content = json.loads((folder.path / "config.json").read_text())
-        write_settings(folder, content, weights.layout, weights.written, weights.has_power_of_2_scales)
-    generation = getattr(weights.model, "generation_config", None)
-    if generation is not None:
-        with folder.writing():
-            generation.save_pretrained(folder.path)
-    source = tokenizer_from if tokenizer_from is not None else getattr(config, "_name_or_path", "")
-    if source and Path(source).is_dir():
-        folder.copy_tokenizer(Path(source))
-
-
 class QuantizedWeights:
     """The tensors that `export` writes for a model: an iterable of (name, tensor) that can be iterated repeatedly.
 
+    written: what the files hold.
     requantized: the names of the weights that the last iteration quantized again.
     """
 
     def __init__(self, op: str, given: nn.Module, format: str) -> None:
         self._given, self.model = given, unwrapped(op, given)
-        self.layout = _layout_for(op, self.model, format)
-        tensors = tensors_of(self.model)
-        self._parts = all_parts_on_disk(self.model, tensors)
-        self.written = [*written(self.model, tensors, self._parts)]
-        check_expert_names(op, self.model, self.written)
-        self.has_power_of_2_scales = all(has_power_of_2_scales(x) for x in tensors.values() if is_converted(x))
+        converted = {name: x for name, x in tensors_of(self.model).items() if is_converted(x)}
+        self.layout = _layout_for(op, self.model, format, converted)
+        self._parts = parts_on_disk(self.model)
+        self.written = [part for parts in self._parts.values() for part in parts]
+        for x in self.written if hasattr(self.model, "_tied_weights_keys") else ():
+            if x.is_quantized and len(x.shape) == DIMS_OF_EXPERTS and not x.name.endswith(READ_EXPERTS):
+                layer = x.own[0].rpartition(".")[0]
+                raise ValueError(
+                    f"{op}: {x.name} holds all experts of a layer under a name that readers treat as high precision: "
+                    f'they would load its codes as values; leave it unconverted (skip_fqns("{layer}"); for all layers '
+                    f'"*.{layer.rpartition(".")[2]}"; convert: --skip)'
+                )
+        self.has_power_of_2_scales = all(map(has_power_of_2_scales, converted.values()))
         self.requantized: list[str] = []
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         prepare_gather(self._given)
-        return self.tensors()
+        return self.pairs()
 
     def metadata(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         """Return {name: (dtype, shape)} in the order of the tensors, without gathering them."""
@@ -171,9 +167,22 @@ class QuantizedWeights:
 
         It lists the layers that are not quantized, and marks scales that are powers of two.
         """
-        return _settings(self.layout, self.written, self.has_power_of_2_scales)
+        settings = self.layout.quantization_config(*plain_layers(self.written))
+        return settings | (SCALE_FMT if self.has_power_of_2_scales else {})
 
-    def tensors(self, are_checked: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
+    def write_settings(self, folder: Folder, config: dict[str, Any]) -> None:
+        """Write config.json with the settings, and warn about layers that engines refuse or transformers misreads."""
+        # NVFP4 files have separate scales for each row.
+        warn_of_readers(self.written, None if self.layout.format.has_global_scale else self.layout.format.block[0])
+        settings = self.quantization_config()
+        folder.write_json("config.json", config | {"quantization_config": settings})
+        if self.layout is MODELOPT:
+            # Model Optimizer writes it next to config.json.
+            quantization = {name: settings[name] for name in ("quant_algo", "group_size")}
+            quantization |= {"kv_cache_quant_algo": None, "exclude_modules": settings["ignore"]}
+            folder.write_json("hf_quant_config.json", {"producer": settings["producer"], "quantization": quantization})
+
+    def pairs(self, are_checked: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (name, tensor), one weight at a time; the model must be prepared for gathering.
 
         are_checked: raise ValueError if a quantized weight has NaN or Inf; synchronizes for each weight.
@@ -181,29 +190,28 @@ class QuantizedWeights:
         layout, self.requantized = self.layout, []
         rows = layout.format.block[0]
         amaxes = shared_amaxes(self.model) if layout.format.has_global_scale else {}
-        tensors, embeddings = tensors_of(self.model), weights_of_embeddings(self.model)
-        wanted = (
-            (x, name in embeddings or name in amaxes or any(part.cuts(rows) for part in self._parts[name]))
-            for name, x in tensors.items()
-        )
-        for name, x in zip(tensors, gather_weights(wanted), strict=True):
-            parts, is_weight = self._parts[name], isinstance(x, (MasterWeightTensor, QuantizedTensor))
-            if name in embeddings or not is_weight:
-                plain = _values(x).to(tensors[name].dtype) if is_weight else x
-                yield from ((part.name, part.of(plain.detach())) for part in parts)
+        for name, own in tensors_of(self.model).items():
+            parts, is_quantized = self._parts[name], self._parts[name][0].is_quantized
+            needs_values = not is_quantized or name in amaxes or any(part.cuts(rows) for part in parts)
+            x: Any = gather(own, needs_values)
+            values: Any = x.hp if isinstance(x, MasterWeightTensor) else x
+            if needs_values and isinstance(x, QuantizedTensor):
+                values = x.dequantize()
+            if not is_quantized:
+                yield from ((part.name, part.of(values.to(own.dtype).detach())) for part in parts)
                 continue
             if name in amaxes:
-                self.requantized.extend(part.name for part in parts)
-                weight = _quantized_again(_values(x), x, layout.format, amaxes[name])
+                weight = _quantized_again(values, x, layout.format, amaxes[name])
             else:
-                weight = x.quantized() if isinstance(x, MasterWeightTensor) else x.operand()  # type: ignore[attr-defined]
+                weight = x.quantized() if isinstance(x, MasterWeightTensor) else x.operand()
             if are_checked:
                 check_finite(name, weight)
             for part in parts:
-                if part.cuts(rows):
+                if name in amaxes or part.cuts(rows):
                     self.requantized.append(part.name)
-                    own = _quantized_again(part.of(_values(x)), x, layout.format, amaxes.get(name))
-                    yield from layout.tensors(Part(part.name), own)
+                if part.cuts(rows):
+                    again = _quantized_again(part.of(values), x, layout.format, amaxes.get(name))
+                    yield from layout.tensors(Part(part.name), again)
                 else:
                     yield from layout.tensors(part, weight)
 
@@ -221,50 +229,43 @@ def quantized_weights(model: nn.Module, format: str = FP8.name) -> QuantizedWeig
     return QuantizedWeights("quantized_weights", model, format)
 
 
-def _layout_for(op: str, model: nn.Module, format: str) -> Layout:
+def _layout_for(op: str, model: nn.Module, format: str, converted: dict[str, torch.Tensor]) -> Layout:
     """Return the format with this name; raise ValueError for an unknown name and for a model that it cannot hold."""
     if format not in LAYOUTS:
         raise ValueError(
             f"{op}: format must be one of {', '.join(LAYOUTS)}, got {format!r}{did_you_mean(format, LAYOUTS)}"
         )
-    layout, found = LAYOUTS[format], 0
-    check_model(op, model, layout)
-    for name, x in tensors_of(model).items():
-        if (fmt := format_of(x)) is None:
-            continue
+    layout, model_type = LAYOUTS[format], getattr(getattr(model, "config", None), "model_type", None)
+    if layout is FP8_UE8M0 and isinstance(model_type, str) and not model_type.startswith(UE8M0_MODEL_TYPE):
+        raise ValueError(
+            f"{op}: {layout.name} is for models whose engines read scales called `scale` (model_type "
+            f"{UE8M0_MODEL_TYPE}), and {type(model).__name__} has model_type {model_type}; choose {FP8.name} (convert: "
+            'with --power-of-2-scales), which writes scale_fmt: "ue8m0" for scales that are powers of two'
+        )
+    if not converted:
+        raise ValueError(
+            f"{op}: no weight of {type(model).__name__} is converted; call quantize_ first, or save_pretrained"
+        )
+    for name, x in converted.items():
+        fmt: Any = format_of(x)
         if fmt is not layout.format:
             raise ValueError(
                 f"{op}: {name} trains in {fmt.name}, and {layout.name} holds {layout.format.name}; convert the "
                 "model with another config, or unconvert it and call save_pretrained"
             )
-        if layout.power_of_2_scales and not has_power_of_2_scales(x):
+        if layout is FP8_UE8M0 and not has_power_of_2_scales(x):
             raise ValueError(
                 f"{op}: {name} trains with scales that are not powers of two, and {layout.name} holds only powers of "
                 f"two; convert the model with power_of_2_scales=True, or export it as {FP8.name}"
             )
-        if x.dim() > 2 and _has_scales_of_experts(_compat.local_of(x)):
+        local: Any = _compat.local_of(x)
+        is_master, scale = isinstance(local, MasterWeightTensor), getattr(local, "global_scale", None)
+        if x.dim() > 2 and (local.config.scale_per_expert if is_master else scale is not None and scale.dim()):
             raise ValueError(
                 f"{op}: each expert of {name} trains with a separate tensor scale (scale_per_expert), but engines use "
                 "one for all experts; call unconvert(model), and convert it with scale_per_expert=False"
             )
-        found += 1
-    if not found:
-        raise ValueError(
-            f"{op}: no weight of {type(model).__name__} is converted; call quantize_ first, or save_pretrained"
-        )
     return layout
-
-
-def check_model(op: str, model: nn.Module, layout: Layout) -> None:
-    """Raise ValueError if, by the model's config, engines do not read this layout for it."""
-    model_type = getattr(getattr(model, "config", None), "model_type", None)
-    if layout is FP8_UE8M0 and isinstance(model_type, str) and not model_type.startswith(UE8M0_MODEL_TYPE):
-        option = " and --power-of-2-scales" if op == "convert" else ""
-        raise ValueError(
-            f"{op}: {layout.name} is for models whose engines read scales called `scale` (model_type "
-            f"{UE8M0_MODEL_TYPE}), and {type(model).__name__} has model_type {model_type}; choose "
-            f'{FP8.name}{option}, which writes scale_fmt: "ue8m0" for scales that are powers of two'
-        )
 
 
 def check_finite(name: str, weight: Operand) -> None:
@@ -278,41 +279,6 @@ def check_finite(name: str, weight: Operand) -> None:
         )
 
 
-def _values(weight: Any) -> torch.Tensor:
-    return weight.hp if isinstance(weight, MasterWeightTensor) else weight.dequantize()
-
-
-def _has_scales_of_experts(weight: Any) -> bool:
-    if isinstance(weight, QuantizedTensor):
-        return weight.global_scale is not None and weight.global_scale.dim() > 0
-    return bool(weight.config.scale_per_expert)
-
-
-def _quantized_again(values: torch.Tensor, weight: Any, fmt: BlockFormat, tensor_amax: torch.Tensor | None) -> Operand:
+def _quantized_again(values: torch.Tensor, weight: Any, fmt: BlockFormat, tensor_amax: torch.Tensor | None) -> Any:
     power_of_2 = has_power_of_2_scales(weight)
-    made = ops.quantize(values.detach(), fmt, power_of_2_scales=power_of_2, tensor_amax=tensor_amax).rowwise
-    assert made is not None
-    return made
-
-
-def write_settings(
-    folder: Folder, config: dict[str, Any], layout: Layout, tensors: Sequence[Written], power_of_2_scales: bool
-) -> None:
-    """Write config.json with the quantization settings, and hf_quant_config.json if the format has one.
-
-    tensors: all tensors in the files. Warns about those that engines refuse or transformers misreads.
-    power_of_2_scales: whether all quantized weights have power-of-two scales.
-    """
-    # NVFP4 files have separate scales for each row.
-    block = None if layout.format.has_global_scale else layout.format.block[0]
-    warn_of_fused(tensors, block)
-    if block is not None:
-        warn_of_ragged(tensors, block)
-    settings = _settings(layout, tensors, power_of_2_scales)
-    folder.write_json("config.json", config | {"quantization_config": settings})
-    if layout is MODELOPT:
-        folder.write_json("hf_quant_config.json", hf_quant_config(settings))
-
-
-def _settings(layout: Layout, tensors: Sequence[Written], power_of_2_scales: bool) -> dict[str, Any]:
-    return layout.settings(plain_layers(tensors)) | (SCALE_FMT if power_of_2_scales else {})
+    return ops.quantize(values.detach(), fmt, power_of_2_scales=power_of_2, tensor_amax=tensor_amax).rowwise

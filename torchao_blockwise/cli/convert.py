@@ -13,6 +13,7 @@ exit code: 0 success, 2 invalid arguments or files
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import re
 from collections.abc import Sequence
@@ -24,21 +25,18 @@ from torch import nn
 from torchao.quantization import quantize_
 
 from torchao_blockwise import conversion, ops
+from torchao_blockwise.checkpoint.engine_layers import fused_layers
 from torchao_blockwise.checkpoint.files import Folder
-from torchao_blockwise.checkpoint.fused_layers import clamp_to_normal_scale, fused_layers
-from torchao_blockwise.checkpoint.layouts import FP8, LAYOUTS
+from torchao_blockwise.checkpoint.layouts import FP8, FP8_UE8M0, LAYOUTS, clamp_to_normal_scale
 from torchao_blockwise.checkpoint.model_tensors import (
     ENGINE_SCALES,
     Part,
-    Written,
-    all_parts_on_disk,
-    tensors_of,
-    written,
+    parts_on_disk,
 )
-from torchao_blockwise.checkpoint.plain_layers import check_expert_names
 from torchao_blockwise.checkpoint.stored_weights import StoredWeights
-from torchao_blockwise.checkpoint.writing import SHARD_BYTES, check_finite, check_model, write_settings
+from torchao_blockwise.checkpoint.writing import SHARD_BYTES, QuantizedWeights, check_finite
 from torchao_blockwise.cli.inputs import UsageError, meta_model
+from torchao_blockwise.tensors import TrainingConfig
 
 HELP = "quantize a checkpoint on disk for inference engines"
 PLAIN = "plain"
@@ -58,14 +56,14 @@ def run(args: argparse.Namespace) -> int:
     if layout is not None:
         if layout.format.has_global_scale and args.power_of_2_scales:
             raise UsageError(f"--power-of-2-scales is only for {FP8.name}; leave it out")
-        args.power_of_2_scales |= layout.power_of_2_scales
-        recipes = (conversion.BlockwiseFP8TrainingConfig, conversion.NVFP4TrainingConfig)
+        args.power_of_2_scales |= layout is FP8_UE8M0
+        config: TrainingConfig = conversion.NVFP4TrainingConfig()
+        if not layout.format.has_global_scale:
+            config = conversion.BlockwiseFP8TrainingConfig(power_of_2_scales=args.power_of_2_scales)
         chosen = conversion.recommended_layers(model)
         chosen = chosen & conversion.skip_fqns(*args.skip) if args.skip else chosen
-        quantize_(model, recipes[layout.format.has_global_scale](), filter_fn=chosen)
+        quantize_(model, config, filter_fn=chosen)
     try:
-        if layout is not None:
-            check_model("convert", model, layout)
         quantized, bits = _convert(args, model, StoredWeights(args.input))
     except (OSError, ValueError, NotImplementedError) as error:
         raise UsageError(str(error)) from None
@@ -75,15 +73,16 @@ def run(args: argparse.Namespace) -> int:
 
 def _convert(args: argparse.Namespace, model: nn.Module, weights: StoredWeights) -> tuple[int, float]:
     """Convert, and return (number of quantized tensors, bits per element in the files)."""
-    tensors, layout, files = tensors_of(model), LAYOUTS.get(args.to), weights.files
-    of_model = {x.name: x for x in written(model, tensors, all_parts_on_disk(model, tensors))}
-    check_expert_names("convert", model, of_model.values())
+    layout, files = LAYOUTS.get(args.to), weights.files
+    of_layout = None if layout is None else QuantizedWeights("convert", model, args.to)
+    written = itertools.chain(*parts_on_disk(model).values()) if of_layout is None else of_layout.written
+    of_model = {x.name: x for x in written}
     names = sorted(name for name in weights.names if name in of_model or not re.search(ENGINE_SCALES, name))
     if missing := sorted({x.name for x in of_model.values() if x.is_quantized}.difference(names)):
         raise ValueError(f"{args.input} has no {missing[0]}, which its config.json needs; copy the files again")
     # Files may have layers that the model does not build, such as those for multi-token prediction.
     outputs = [
-        Written(name, x.own if x else (), weights.shape(name), x is not None and x.is_quantized)
+        Part(name, weights.shape(name), x.own if x else (), x is not None and x.is_quantized)
         for name, x in ((name, of_model.get(name)) for name in names)
     ]
     quantized = [x.name for x in outputs if x.is_quantized]
@@ -101,9 +100,9 @@ def _convert(args: argparse.Namespace, model: nn.Module, weights: StoredWeights)
             print(f"continuing after {len(done)} tensors that an interrupted run has written")
         for x in _with_progress(outputs):
             target = layout if x.is_quantized else None
-            if done.issuperset([x.name] if target is None else target.names(x.name)):
+            if done.keys() >= {*([x.name] if target is None else target.names(x.name))}:
                 continue
-            values, found = _values(weights, x.name, torch.bfloat16 if target is None else torch.float32), {}
+            values, found = weights.values(x.name, torch.bfloat16 if target is None else torch.float32), {}
             if target is None:
                 found = {x.name: values}
             else:
@@ -114,25 +113,20 @@ def _convert(args: argparse.Namespace, model: nn.Module, weights: StoredWeights)
             for name, tensor in found.items():
                 if name not in done:
                     folder.add(name, tensor)
-        if layout is None:
-            folder.write_json("config.json", files.plain_config())
+        if of_layout is None:
+            folder.write_json("config.json", weights.config)
         else:
-            write_settings(folder, files.plain_config(), layout, outputs, args.power_of_2_scales)
+            of_layout.written = outputs
+            of_layout.write_settings(folder, weights.config)
         folder.copy_tokenizer(args.input)
     return len(quantized), 8 * folder.nbytes / max(1, sum(math.prod(x.shape) for x in outputs))
-
-
-def _values(weights: StoredWeights, name: str, dtype: torch.dtype) -> torch.Tensor:
-    """Return the values of a weight in the files."""
-    weights.check(name, weights.shape(name))
-    return weights.values(name, dtype)
 
 
 def _group_amaxes(weights: StoredWeights, fused: dict[str, str]) -> dict[str, torch.Tensor]:
     """Return the largest amax of each group of layers that engines fuse. fused: {name of a weight: its group}."""
     largest: dict[str, torch.Tensor] = {}
     for name in _with_progress([*fused]):
-        amax, group = _values(weights, name, torch.float32).abs().amax().float(), fused[name]
+        amax, group = weights.values(name, torch.float32).abs().amax().float(), fused[name]
         # Python's max would lose a NaN.
         largest[group] = torch.maximum(amax, largest.get(group, amax))
     return {group: clamp_to_normal_scale(amax) for group, amax in largest.items()}

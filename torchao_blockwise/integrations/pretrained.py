@@ -19,7 +19,7 @@ from torchao_blockwise._compat import hugging_face
 from torchao_blockwise.checkpoint.files import SETTINGS, shown
 from torchao_blockwise.checkpoint.gathering import on_all_ranks
 from torchao_blockwise.checkpoint.model_tensors import Part, is_converted, tensors_of, unwrapped
-from torchao_blockwise.checkpoint.reading import check, fill, parts_in_files, warn_of_scales, why_requantized
+from torchao_blockwise.checkpoint.reading import check, fill, warn_of_scales, why_requantized
 from torchao_blockwise.checkpoint.stored_weights import StoredWeights
 from torchao_blockwise.conversion import custom, linears_and_experts, recommended_layers
 from torchao_blockwise.conversion.weights import weights_of
@@ -119,15 +119,14 @@ def _converted_model(
         model.generation_config = GenerationConfig.from_pretrained(folder)
     if keeps_payload:
         model.requires_grad_(False)
-    parts = parts_in_files(model, weights)
-    powers_of_2 = check(model, weights, parts)
+    parts = check(model, weights)
     if config is None:
         return model, weights, parts
     if isinstance(recipe, str) and isinstance(config, BlockwiseFP8TrainingConfig) and config.weight_format in stored:
-        config = replace(config, power_of_2_scales=all(x for x in powers_of_2.values() if x is not None))
+        config = replace(config, power_of_2_scales=all(weights.has_power_of_2_scales.values()))
     _convert(model, config, weights, parts, filter_fn)
     _check_payloads(model, weights, parts, keeps_payload)
-    warn_of_scales(model, weights, parts, powers_of_2)
+    warn_of_scales(model, weights, parts)
     return model, weights, parts
 
 
@@ -141,8 +140,7 @@ def _model_config(folder: Path) -> PreTrainedConfig:
             "upgrade transformers, or make the model yourself, convert it, and call checkpoint.load"
         ) from error
     for part in (config, config.get_text_config(decoder=True)):
-        for name in SETTINGS:
-            vars(part).pop(name, None)
+        vars(part).pop(SETTINGS, None)
     return config
 
 

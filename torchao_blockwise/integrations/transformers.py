@@ -23,7 +23,7 @@ from torchao.quantization.transform_module import register_quantize_module_handl
 
 from torchao_blockwise import _versions
 from torchao_blockwise._compat import hugging_face
-from torchao_blockwise.checkpoint.files import quantization_settings
+from torchao_blockwise.checkpoint.files import config_and_settings
 from torchao_blockwise.conversion import custom, recipe_state, unconvert
 from torchao_blockwise.conversion.filters import recommended
 from torchao_blockwise.conversion.handlers import refuse_config
@@ -156,7 +156,7 @@ class BlockwiseQuantizer(HfQuantizer):
     def _process_model_before_weight_loading(self, model: Any, checkpoint_files: Any = None, **kwargs: Any) -> None:
         """Raise ValueError for files in a format that transformers does not know, such as Model Optimizer's."""
         for folder in {Path(file).parent for file in checkpoint_files or ()}:
-            method = quantization_settings(folder).get("quant_method")
+            method = config_and_settings(folder)[1].get("quant_method")
             if method not in (None, BlockwiseFP8Config.method, NVFP4Config.method):
                 raise ValueError(f"from_pretrained: {folder} is quantized by {method!r}. {_USE_OURS}")
 

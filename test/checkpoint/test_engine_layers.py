@@ -27,10 +27,9 @@ from torchao_blockwise import (
     skip_fqns,
     skip_lm_head,
 )
-from torchao_blockwise.checkpoint.fused_layers import fused_layers
+from torchao_blockwise.checkpoint.engine_layers import fused_layers, plain_layers
 from torchao_blockwise.checkpoint.layouts import LAYOUTS, UE8M0_MODEL_TYPE
-from torchao_blockwise.checkpoint.model_tensors import Written, all_parts_on_disk, tensors_of, written
-from torchao_blockwise.checkpoint.plain_layers import plain_layers
+from torchao_blockwise.checkpoint.model_tensors import Part, parts_on_disk, tensors_of
 from torchao_blockwise.cli import main
 from torchao_blockwise.tensors import MasterWeightTensor
 
@@ -110,7 +109,6 @@ UNREAD = {
     "granitemoe": "block_sparse_moe.input_linear.weight",
     "jetmoe": "mlp.input_linear.weight",
     "aria_text": "mlp.experts.fc1.weight",
-    "inkling2_text": "mlp.experts.w13_weight",
 }
 
 
@@ -152,7 +150,7 @@ NAMED = {
 
 @pytest.mark.parametrize(("tensors", "expected"), NAMED.values(), ids=NAMED)
 def test_names(tensors, expected):
-    assert plain_layers(Written(name, (name,), *x) for name, x in tensors.items()) == (expected, [])
+    assert plain_layers(Part(name, shape, (name,), x) for name, (shape, x) in tensors.items()) == (expected, [])
 
 
 def test_where_engines_want_all_or_nothing_a_warning_says_so(tmp_path):
@@ -201,9 +199,9 @@ def test_files_of_every_mixture(family, tmp_path):
         checkpoint.export(model, folders["exported"], format)
         # transformers asks by its own names.
         tensors = tensors_of(model)
-        in_files = [*written(model, tensors, all_parts_on_disk(model, tensors))]
+        in_files = [part for parts in parts_on_disk(model).values() for part in parts]
         own = {x.own[0]: (x.is_quantized, tensors[x.own[0]].dim()) for x in in_files}
-        check_names("fp8_block", LAYOUTS["fp8_block"].settings(plain_layers(in_files)), own)
+        check_names("fp8_block", LAYOUTS["fp8_block"].quantization_config(*plain_layers(in_files)), own)
         found = {}
         for writer, folder in folders.items():
             assert min(check_folder(folder, format).values()) > 0
@@ -241,16 +239,16 @@ def test_what_vllm_runs_as_one_is_known():
         fused = fused_layers([*names, "model.layers.0.mixer.o_proj.weight"])
         for name, i in names.items():
             assert fused[name] == f"model.layers.{i}.mixer.{'+'.join(row)}"
-        assert fused["model.layers.0.mixer.o_proj.weight"] == "model.layers.0.mixer.o_proj.weight"
+        assert fused["model.layers.0.mixer.o_proj.weight"] == "model.layers.0.mixer.o_proj"
         for member in row:
             others = [f"other.{x}.weight" for x in row if x != member]
-            assert fused_layers([f"a.{member}.weight", *others])[f"a.{member}.weight"] == f"a.{member}.weight"
+            assert fused_layers([f"a.{member}.weight", *others])[f"a.{member}.weight"] == f"a.{member}"
 
 
 def test_experts_of_a_list_are_one():
     experts = [f"mlp.experts.{i}.{name}.weight" for i in range(3) for name in ("gate_proj", "up_proj", "down_proj")]
     fused = fused_layers(experts)
-    assert set(fused.values()) == {"mlp.experts.*.gate_proj+up_proj", "mlp.experts.*.down_proj.weight"}
+    assert set(fused.values()) == {"mlp.experts.*.gate_proj+up_proj", "mlp.experts.*.down_proj"}
 
 
 def ragged_warnings(run) -> list[warnings.WarningMessage]:
