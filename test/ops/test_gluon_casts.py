@@ -116,10 +116,10 @@ def test_is_taken(op, change, options, taken, device):
     is_square, is_rowwise = "columnwise_format_name" in options, options.get("rowwise", True)
     of_matrix = quantization.BOTH if is_rowwise or is_square else quantization.COLUMNWISE
     build = dict(zip(OPS, (of_matrix, kernels_gluon.NORM, kernels_gluon.FORWARD, kernels_gluon.BACKWARD)))[op]
-    assert (launch.options["COLUMNS" if op == "quantize" else "PARTS"], launch.options["num_warps"]) == build
-    assert launch.options["DTYPE"] is gluon_tiles.DTYPES[options.get("dtype", dh.dtype)]
-    assert launch.options["POWER_OF_2"] == options.get("power_of_2_scales", False)
-    assert launch.options["SQUARE"] == is_square
+    B = launch.options["B"]
+    assert (B.columns if op == "quantize" else B.parts, launch.options["num_warps"]) == (build[0], B.warps) == build
+    assert B.dtype is gluon_tiles.DTYPES[options.get("dtype", dh.dtype)]
+    assert (B.power_of_2, B.square) == (options.get("power_of_2_scales", False), is_square)
     # Two roundings never become one; a matrix is only scaled.
     assert launch.options.get("enable_fp_fusion", op == "quantize") is (op == "quantize")
     others = [t for t in launch.tensors[len(read) :] if t is not None]

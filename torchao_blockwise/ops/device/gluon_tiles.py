@@ -18,7 +18,8 @@ not fill those of the columnwise copy, zeros do (ops/padding.py). Of tokens in g
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import functools
+from dataclasses import dataclass
 
 import torch
 from triton.experimental import gluon
@@ -76,10 +77,10 @@ def _tile_layout():
 
 
 @gluon.jit
-def new_tile(BLOCK: gl.constexpr, COLUMNS: gl.constexpr):
+def new_tile(B: gl.constexpr):
     """Shared memory of a tile, as words."""
     LAYOUT: gl.constexpr = _tile_layout()
-    return gl.allocate_shared_memory(gl.int32, [BLOCK, COLUMNS // 2], LAYOUT)
+    return gl.allocate_shared_memory(gl.int32, [B.block, B.tile_columns // 2], LAYOUT)
 
 
 @gluon.jit
@@ -131,25 +132,21 @@ def _store_rowwise(
     end,  # and its last, and one
     M,
     K,
-    DTYPE: gl.constexpr,
-    ELEMENT_MAX: gl.constexpr,
-    MIN_AMAX: gl.constexpr,
-    POWER_OF_2: gl.constexpr,
-    WARPS: gl.constexpr,
+    B: gl.constexpr,
 ):
     """Quantize the rows of a tile as `ops.quantize` does and store them."""
-    BLOCK: gl.constexpr = tile.shape[0]
-    ROW: gl.constexpr = _row_layout(WARPS)
-    VECTOR: gl.constexpr = _vector_layout(WARPS)
+    BLOCK: gl.constexpr = B.block
+    ROW: gl.constexpr = _row_layout(B.warps)
+    VECTOR: gl.constexpr = _vector_layout(B.warps)
     words = tile.load(ROW)
-    low_amax, high_amax = _largest_halves(words, 1, DTYPE)
+    low_amax, high_amax = _largest_halves(words, 1, B.dtype)
     amax = gl.convert_layout(gl.maximum(low_amax, high_amax), VECTOR)
-    encode, scale = fp8_scales(amax, ELEMENT_MAX, MIN_AMAX, POWER_OF_2)
+    encode, scale = fp8_scales(amax, B.element_max, B.min_amax, B.power_of_2)
     offs_m = first + gl.arange(0, BLOCK, VECTOR)
     gl.store(s_ptr + tile_k.to(gl.int64) * M + offs_m, scale, mask=offs_m < end)
     encode = gl.convert_layout(encode, gl.SliceLayout(1, ROW))[:, None]
-    low, high = halves(words, DTYPE)
-    q = encode_e4m3(gl.join(low * encode, high * encode).reshape([BLOCK, BLOCK]), ELEMENT_MAX)
+    low, high = halves(words, B.dtype)
+    q = encode_e4m3(gl.join(low * encode, high * encode).reshape([BLOCK, BLOCK]), B.element_max)
     row = first + gl.arange(0, BLOCK, gl.SliceLayout(1, q.type.layout))[:, None]
     column = tile_k * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(0, q.type.layout))[None, :]
     _store(q_ptr, q, row, column, end, K)
@@ -165,31 +162,27 @@ def _store_columnwise(
     first_k,  # the tile's first column
     K,
     width_qt,  # bytes of a row of qt: M and padding
-    DTYPE: gl.constexpr,
-    ELEMENT_MAX: gl.constexpr,
-    MIN_AMAX: gl.constexpr,
-    POWER_OF_2: gl.constexpr,
-    SQUARE: gl.constexpr,  # the tile is a block
-    WARPS: gl.constexpr,
+    B: gl.constexpr,
 ):
     """Quantize the columns of a tile as `ops.quantize` does and store them."""
-    BLOCK: gl.constexpr = tile.shape[0]
-    WORDS: gl.constexpr = tile.shape[1]
-    COLUMN: gl.constexpr = _column_layout(WARPS)
-    VECTOR: gl.constexpr = _vector_layout(WARPS)
+    BLOCK: gl.constexpr = B.block
+    WORDS: gl.constexpr = B.tile_columns // 2
+    COLUMN: gl.constexpr = _column_layout(B.warps)
+    VECTOR: gl.constexpr = _vector_layout(B.warps)
     first_m = tile_m * BLOCK
     words = tile.load(COLUMN)
-    low_amax, high_amax = _largest_halves(words, 0, DTYPE)
+    low_amax, high_amax = _largest_halves(words, 0, B.dtype)
     # Tokens of no group may fill a tile that the copy has no room for.
-    if SQUARE:
+    if B.square:
         amax = gl.max(gl.maximum(low_amax, high_amax), 0)
-        low_encode, scale = fp8_scales(amax, ELEMENT_MAX, MIN_AMAX, POWER_OF_2)
+        low_encode, scale = fp8_scales(amax, B.element_max, B.min_amax, B.power_of_2)
         high_encode = low_encode
         scales = (first_k // BLOCK).to(gl.int64) * gl.cdiv(width_qt, BLOCK)
         gl.store(st_ptr + scales + tile_m, scale, mask=first_m < width_qt)
     else:
         amax = gl.join(low_amax, high_amax).reshape([2 * WORDS])
-        encode, scale = fp8_scales(gl.convert_layout(amax, VECTOR), ELEMENT_MAX, MIN_AMAX, POWER_OF_2)
+        of_columns = gl.convert_layout(amax, VECTOR)
+        encode, scale = fp8_scales(of_columns, B.element_max, B.min_amax, B.power_of_2)
         offs_k = first_k + gl.arange(0, 2 * WORDS, VECTOR)
         columns = K
         if blocks_ptr is not None:
@@ -198,12 +191,12 @@ def _store_columnwise(
         low_encode, high_encode = gl.split(gl.convert_layout(encode, amax.type.layout).reshape([WORDS, 2]))
         low_encode = gl.convert_layout(low_encode, gl.SliceLayout(0, COLUMN))[None, :]
         high_encode = gl.convert_layout(high_encode, gl.SliceLayout(0, COLUMN))[None, :]
-    low, high = halves(words, DTYPE)
+    low, high = halves(words, B.dtype)
     # Transposed by their addresses: rows of the output are columns of the tile.
     row = first_k + 2 * gl.arange(0, WORDS, gl.SliceLayout(0, COLUMN))[None, :]
     column = first_m + gl.arange(0, BLOCK, gl.SliceLayout(1, COLUMN))[:, None]
-    _store(qt_ptr, encode_e4m3(low * low_encode, ELEMENT_MAX), row, column, K, width_qt)
-    _store(qt_ptr, encode_e4m3(high * high_encode, ELEMENT_MAX), row + 1, column, K, width_qt)
+    _store(qt_ptr, encode_e4m3(low * low_encode, B.element_max), row, column, K, width_qt)
+    _store(qt_ptr, encode_e4m3(high * high_encode, B.element_max), row + 1, column, K, width_qt)
 
 
 @gluon.jit
@@ -221,30 +214,48 @@ def store_copies(
     M,
     K,
     width_qt,
-    DTYPE: gl.constexpr,
-    ELEMENT_MAX: gl.constexpr,
-    MIN_AMAX: gl.constexpr,
-    POWER_OF_2: gl.constexpr,
-    SQUARE: gl.constexpr,
-    WARPS: gl.constexpr,
+    B: gl.constexpr,
 ):
     """Quantize a tile, behind a barrier after what wrote it, and store its copies."""
-    COLUMNS: gl.constexpr = 2 * tile.shape[1]
     if q_ptr is not None:
-        _store_rowwise(tile, q_ptr, s_ptr, tile_k, first, end, M, K, DTYPE, ELEMENT_MAX, MIN_AMAX, POWER_OF_2, WARPS)
-    _store_columnwise(
-        tile, qt_ptr, st_ptr, blocks_ptr, tile_m, tile_k * COLUMNS, K, width_qt,
-        DTYPE, ELEMENT_MAX, MIN_AMAX, POWER_OF_2, SQUARE, WARPS,
-    )  # fmt: skip
+        _store_rowwise(tile, q_ptr, s_ptr, tile_k, first, end, M, K, B)
+    _store_columnwise(tile, qt_ptr, st_ptr, blocks_ptr, tile_m, tile_k * B.tile_columns, K, width_qt, B)
 
 
-class Tiling(NamedTuple):
-    """How a kernel takes the matrix that it computes in tiles."""
+@dataclass(frozen=True, eq=False)
+class Build:
+    """The constants of a kernel. `build_of` returns one object for each build: launches tell them apart by identity."""
 
-    dtype: torch.dtype  # of the matrix, before it is quantized
-    columns: int  # that a program computes
+    dtype: gl.dtype  # of the matrix, before it is quantized
+    columns: int  # of the matrix that a program computes
     warps: int
-    constants: dict[str, Any]  # of this kernel alone; a dtype as PyTorch has it
+    parts: int  # of a tile that are computed one after the other, columns by columns
+    x_dtype: gl.dtype  # of the inputs
+    block: int
+    element_max: float
+    min_amax: float
+    power_of_2: bool
+    square: bool  # whether blocks of the columnwise copy are square
+
+    @property
+    def tile_columns(self) -> int:
+        """Columns of a tile in shared memory: at most a block, whose rows it may store."""
+        return min(self.columns, self.block)
+
+
+@functools.cache
+def build_of(
+    options: CastOptions,
+    dtype: torch.dtype,
+    columns: int,
+    warps: int,
+    parts: int = 1,
+    x_dtype: torch.dtype | None = None,
+) -> Build:
+    """Return the build for a matrix of `dtype`, by default also the dtype of the inputs."""
+    fmt, dtypes = options.fmt, (DTYPES[dtype], DTYPES[x_dtype or dtype])
+    scales = fmt.block[1], fmt.element.max, fmt.min_amax, options.power_of_2_scales, options.columnwise_format.is_square
+    return Build(dtypes[0], columns, warps, parts, dtypes[1], *scales)
 
 
 def make_copies(
@@ -253,8 +264,9 @@ def make_copies(
     shape: tuple[int, int],
     options: CastOptions,
     groups: Groups | None,
-    tiling: Tiling,
+    build: Build,
     vectors: tuple[torch.Tensor | None, ...] | None = None,
+    **flags,
 ) -> Copies:
     """The copies asked for of the matrix of this shape that `kernel` computes; the columnwise one is among them.
 
@@ -269,13 +281,10 @@ def make_copies(
         tiles_m = ceil_div(M, fmt.block[1]) if blocks is None else blocks.shape[0] - 1
         behind = (*pointers(copies), blocks) if vectors is None else (*vectors, *pointers(copies))
         launch(
-            kernel, tiles_m * ceil_div(shape[1], tiling.columns),
+            kernel, tiles_m * ceil_div(shape[1], build.columns),
             *((x, torch.int32) for x in inputs), *behind,
             M, columns, copies.columnwise.qdata.shape[1], *(x.stride(0) for x in inputs),
-            DTYPE=DTYPES[tiling.dtype], ELEMENT_MAX=fmt.element.max, MIN_AMAX=fmt.min_amax,
-            POWER_OF_2=options.power_of_2_scales, SQUARE=options.columnwise_format.is_square,
-            BLOCK=fmt.block[1], WARPS=tiling.warps, num_warps=tiling.warps,
-            **{name: DTYPES.get(value, value) for name, value in tiling.constants.items()},
+            B=build, num_warps=build.warps, **flags,
         )  # fmt: skip
     return as_asked(copies, M, options, groups)
 
