@@ -28,13 +28,6 @@ from torchao_blockwise.ops.groups.ends import padded_tokens
 from torchao_blockwise.ops.padding import padded_size, without_padding
 
 
-def without_grad(*tensors: torch.Tensor | None) -> list[torch.Tensor | None]:
-    """Detach tensors, because operations are not differentiable."""
-    if not torch.is_grad_enabled():
-        return list(tensors)
-    return [t.detach() if t is not None and t.requires_grad else t for t in tensors]
-
-
 def copies_of(tensors: Sequence[torch.Tensor], options: CastOptions, scale: torch.Tensor | None = None) -> Copies:
     """Return the copies that an operation with these options returned as tensors. scale: their global scale."""
     return Copies(

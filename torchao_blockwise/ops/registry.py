@@ -125,6 +125,10 @@ class Operation:
         Where nothing observes operations, PyTorch's dispatcher is left out, which takes longer than the rest of a call.
         dispatched: whether it has been there.
         """
+        if torch.is_grad_enabled() and not dispatched:
+            # Operations are not differentiable.
+            with torch.no_grad():
+                return self(*args)
         if not dispatched and modes.is_intercepted(args):
             return self.overload(*self._parts_of(args))
         *values, backend = args if self._takes_backend else (*args, Backend.AUTO)

@@ -51,7 +51,7 @@ class Shards(NamedTuple):
             # Kernels would read and write outside of the tensors.
             assert x.dim() == 1 and x.is_contiguous() and 0 <= start <= start + x.numel() <= math.prod(shape)
         flat = [size for *batch, rows, columns in shapes for size in (math.prod(batch), rows, columns)]
-        return cls([x.detach() for x in tensors], list(starts), flat, list(first_blocks), dtype, fmt)
+        return cls(list(tensors), list(starts), flat, list(first_blocks), dtype, fmt)
 
     def each(self) -> list[Shard]:
         shapes = zip(self.shapes[0::3], self.shapes[1::3], self.shapes[2::3])
