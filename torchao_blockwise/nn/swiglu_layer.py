@@ -73,32 +73,6 @@ class SwiGLUMLP(nn.Module):
         self.gate_up = nn.Linear(dim, 2 * hidden, bias=bias, device=device, dtype=dtype)
         self.down = nn.Linear(hidden, dim, bias=bias, device=device, dtype=dtype)
 
-    @classmethod
-    def from_modules(cls, gate: nn.Linear, up: nn.Linear, down: nn.Linear) -> SwiGLUMLP:
-        """Create the MLP from three linears that are not converted; gate and up are copied into one layer.
-
-        Raises ValueError unless their features match, TypeError for a converted gate or up.
-        """
-        if gate.weight.shape != up.weight.shape or (gate.bias is None) != (up.bias is None):
-            raise ValueError(f"SwiGLUMLP: gate and up must agree in features and bias, got {gate} and {up}")
-        if down.in_features != gate.out_features:
-            raise ValueError(f"SwiGLUMLP: down must have in_features={gate.out_features}, got {down}")
-        parameters = [p for m in (gate, up) for p in m.parameters(recurse=False)]
-        if not are_plain(*parameters):
-            kinds = sorted({type(p).__name__ for p in parameters})
-            raise TypeError(
-                f"SwiGLUMLP: gate and up must hold plain Parameters, got {kinds}; convert the SwiGLUMLP instead"
-            )
-        self = cls.__new__(cls)
-        nn.Module.__init__(self)
-        made = {"device": gate.weight.device, "dtype": gate.weight.dtype}
-        self.gate_up = nn.Linear(gate.in_features, 2 * gate.out_features, bias=gate.bias is not None, **made)
-        self.down = down
-        with torch.no_grad():
-            for name, merged in self.gate_up.named_parameters():
-                merged.copy_(torch.cat((getattr(gate, name), getattr(up, name))))
-        return self
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         gate_up, down = self.gate_up, self.down
         converted = is_fp8_weight(gate_up.weight) and is_fp8_weight(down.weight)
