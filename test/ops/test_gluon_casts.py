@@ -14,6 +14,7 @@ from quantize_cases import assert_same
 from torchao_blockwise import ops
 from torchao_blockwise.formats import FP8_1X128, CastOptions
 from torchao_blockwise.ops.groups.ends import as_groups
+from torchao_blockwise.ops.operands import why_no_tiles
 from torchao_blockwise.testing import random_tensor, shape_id
 
 pytest.importorskip("triton")
@@ -23,6 +24,7 @@ from torchao_blockwise.ops.fused import kernels_gluon
 from torchao_blockwise.ops.quantization import kernels_gluon as quantization
 
 EPS = 1e-5
+BOTH = CastOptions(FP8_1X128, columnwise=True)
 SQUARES = MappingProxyType({"columnwise_format_name": "fp8_128x128"})
 OPS = ("quantize", "norm_quantize", "swiglu_quantize", "swiglu_backward_quantize")
 SWIGLU = OPS[2:]
@@ -154,10 +156,10 @@ def test_is_not_taken_for_others(op, change, options, taken, device):
 
 
 REASONS = {
-    "the kernel supports only 16-bit dtypes, got torch.float32": (torch.zeros(16, 16),),
-    "the kernel takes one matrix, got shape [2, 16, 16]": (torch.zeros(2, 16, 16).half(),),
+    "the kernels support only 16-bit dtypes, got torch.float32": (torch.zeros(16, 16),),
+    "the kernels take one matrix, got shape [2, 16, 16]": (torch.zeros(2, 16, 16).half(),),
     "got shape [16, 24]": (torch.zeros(16, 24).half(),),
-    "the kernel takes inputs of one dtype, got torch.float16 and torch.bfloat16": (
+    "the kernels take inputs of one dtype, got torch.float16 and torch.bfloat16": (
         torch.zeros(16, 16).half(), torch.zeros(16, 16).bfloat16(),
     ),
 }  # fmt: skip
@@ -166,15 +168,15 @@ REASONS = {
 def test_reasons(machine):
     machine.runs_gluon((9, 0))
     for reason, inputs in REASONS.items():
-        assert reason in gluon_tiles.why_not(*inputs)
+        assert reason in why_no_tiles(BOTH, *inputs)
     with pytest.raises(
         ValueError, match="gluon cannot run: the kernels always compute the columnwise copy, but it is not requested"
     ):
         call("quantize", *inputs_of(16, 32), columnwise=False, backend="gluon")
     machine.runs_gluon((8, 9))
-    assert gluon_tiles.why_not(torch.zeros(16, 16)) == "the kernel needs sm_90 or newer, got sm_89"
+    assert why_no_tiles(BOTH, torch.zeros(16, 16)) == "the kernels need sm_90 or newer, got cpu"
     machine.runs_gluon((9, 0), interprets=True)
-    assert gluon_tiles.why_not(torch.zeros(16, 16)) == "Triton's interpreter does not support Gluon"
+    assert why_no_tiles(BOTH, torch.zeros(16, 16)) == "Triton's interpreter does not support Gluon"
 
 
 # --- on a GPU ---------------------------------------------------------------------------------------------------------
@@ -199,7 +201,7 @@ def special_inputs(rows, width, dtype):
 @pytest.fixture
 def launched(machine):
     """Launches of Gluon kernels, which do happen."""
-    reason = gluon_tiles.why_not(torch.zeros(16, 16, dtype=torch.bfloat16, device="cuda"))
+    reason = why_no_tiles(BOTH, torch.zeros(16, 16, dtype=torch.bfloat16, device="cuda"))
     if reason is not None:
         pytest.skip(reason)
     return machine.launches_of(gluon_tiles)

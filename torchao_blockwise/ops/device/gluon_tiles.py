@@ -11,9 +11,9 @@ at a time. Two elements of 16 bits share a word: they are loaded and compared to
 Words of a row are swizzled by the row's sixteenth, so that reading by columns meets no bank twice; reading by rows
 meets each twice.
 
-Tiles are numbered along grid x alone. Only whole words of 16 bytes are read and written: see `why_not`; where tokens do
-not fill those of the columnwise copy, zeros do (ops/padding.py). Of tokens in groups a tile is a block of their table
-(device/groups.py), which begins at any row and is stored columnwise on a multiple of 128.
+Tiles are numbered along grid x only. Kernels read and write 16 bytes at a time (see `why_no_tiles`); zeros pad the
+tokens of the columnwise copy (ops/padding.py). With groups of tokens, a tile is a block of their table
+(device/groups.py): it begins at any row, and is stored columnwise at a multiple of 128.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from torchao_blockwise.formats import CastOptions, Copies, Groups
-from torchao_blockwise.ops.backend import compute_capability, interpreting
 from torchao_blockwise.ops.device.elements import encode_e4m3
 from torchao_blockwise.ops.device.scales import fp8_scales
 from torchao_blockwise.ops.groups.tables.kernels_triton import block_table
@@ -37,10 +36,7 @@ from torchao_blockwise.ops.operands import as_asked, new_copies, pointers
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
 DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
-_MIN_CAPABILITY = (9, 0)
-# Elements of a store of payload, and what an address must be a multiple of: 16 bytes.
-_RUN = 16
-_RUN_BYTES = 16
+_RUN = 16  # elements of a store of payload
 _THREADS = 32  # of a warp
 _MAGNITUDES = gl.constexpr(0x7FFF7FFF)
 _HIGH = gl.constexpr(-(1 << 16))
@@ -270,7 +266,7 @@ def make_copies(
 ) -> Copies:
     """The copies asked for of the matrix of this shape that `kernel` computes; the columnwise one is among them.
 
-    inputs: matrices [M, ..] of one dtype, within what `why_not` admits.
+    inputs: matrices [M, ..] of one dtype, within what `why_no_tiles` admits.
     vectors: what a kernel without groups takes behind its inputs; all others take a table of blocks at the end.
     """
     x, fmt = inputs[0], options.fmt
@@ -287,32 +283,3 @@ def make_copies(
             B=build, num_warps=build.warps, **flags,
         )  # fmt: skip
     return as_asked(copies, M, options, groups)
-
-
-def why_not(*inputs: torch.Tensor) -> str | None:
-    """Why kernels of such tiles cannot make copies from these, or None if they can."""
-    if interpreting():
-        return "Triton's interpreter does not support Gluon"
-    capability = compute_capability(inputs[0].device)
-    if capability < _MIN_CAPABILITY:
-        return "the kernel needs sm_{}{} or newer, got sm_{}{}".format(*_MIN_CAPABILITY, *capability)
-    for x in inputs:
-        if (reason := why_not_this(x)) is not None:
-            return reason
-        if x.dtype != inputs[0].dtype:
-            return f"the kernel takes inputs of one dtype, got {inputs[0].dtype} and {x.dtype}"
-    return None
-
-
-def why_not_this(x: torch.Tensor) -> str | None:
-    """`why_not` of one input, whatever the GPU."""
-    if x.dtype not in DTYPES:
-        return f"the kernel supports only 16-bit dtypes, got {x.dtype}"
-    if x.dim() != 2:
-        return f"the kernel takes one matrix, got shape {list(x.shape)}"
-    if x.shape[1] % _RUN or x.stride(0) % _RUN or x.stride(1) != 1 or x.data_ptr() % _RUN_BYTES:
-        return (
-            f"the kernel takes K and a stride of rows that are multiples of {_RUN}, from an address on {_RUN_BYTES} "
-            f"bytes on, got shape {list(x.shape)}, strides {list(x.stride())}, address {x.data_ptr():#x}"
-        )
-    return None

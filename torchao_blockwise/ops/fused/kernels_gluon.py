@@ -92,7 +92,7 @@ def _norm_quantize_kernel(
 
 
 def norm_quantize(norm: Norm, options: CastOptions) -> Copies:
-    """Arguments and result as in the op, bit for bit, within what `gluon_tiles.why_not` admits."""
+    """Arguments and result as in the op, bit for bit, within what `why_no_tiles` admits."""
     x, vectors = norm.x, (norm.mean, norm.rstd, norm.weight, norm.bias)
     parts, warps = NORM
     build = build_of(options, norm.dtype, options.fmt.block[1], warps, parts, x.dtype)
@@ -197,7 +197,7 @@ def _swiglu_backward_kernel(
 
 
 def swiglu_quantize(gate: torch.Tensor, up: torch.Tensor, options: CastOptions, groups: Groups | None) -> Copies:
-    """Arguments and result as in the op, bit for bit, within what `gluon_tiles.why_not` admits."""
+    """Arguments and result as in the op, bit for bit, within what `why_no_tiles` admits."""
     parts, warps = FORWARD
     build = build_of(options, gate.dtype, options.fmt.block[1], warps, parts)
     return make_copies(_swiglu_kernel, (gate, up), gate.shape, options, groups, build, enable_fp_fusion=False)
@@ -206,7 +206,7 @@ def swiglu_quantize(gate: torch.Tensor, up: torch.Tensor, options: CastOptions, 
 def swiglu_backward_quantize(
     dh: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, options: CastOptions, groups: Groups | None
 ) -> Copies:
-    """Arguments and result as in the op, bit for bit, within what `gluon_tiles.why_not` admits."""
+    """Arguments and result as in the op, bit for bit, within what `why_no_tiles` admits."""
     (M, H), block, (parts, warps) = gate.shape, options.fmt.block[1], BACKWARD
     # A block of dgate and one of dup, or one of the merged gradient.
     build = build_of(options, gate.dtype, block if H % block else 2 * block, warps, parts)

@@ -58,7 +58,7 @@ def _quantize_kernel(
 def quantize(
     x: torch.Tensor, amax_bits: None, options: CastOptions, groups: Groups | None = None, *_: object
 ) -> Copies:
-    """Arguments and result as in the op, or in that of tokens in groups, within what `gluon_tiles.why_not` admits."""
+    """Arguments and result as in the op, or in that of tokens in groups, within what `why_no_tiles` admits."""
     columns, warps = BOTH if options.rowwise or options.columnwise_format.is_square else COLUMNWISE
     build = build_of(options, x.dtype, columns, warps)
     return make_copies(_quantize_kernel, (x,), x.shape, options, groups, build)
