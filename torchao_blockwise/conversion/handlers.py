@@ -36,7 +36,7 @@ from torchao_blockwise.nn.converted import (
     restore_class,
     why_no_class,
 )
-from torchao_blockwise.nn.grouped_layer import take_products_of_others
+from torchao_blockwise.nn.grouped_layer import take_grouped_gemms
 from torchao_blockwise.tensors import (
     BlockwiseFP8Tensor,
     BlockwiseFP8TrainingConfig,
@@ -221,7 +221,8 @@ def _convert(
     numbers = {weight: number for number, weight in enumerate(held)}
     for fqn, module in targets.items():
         if not isinstance(module, nn.Linear):
-            take_products_of_others()
+            # Otherwise transformers, whose operation serves compiled float32 weights, computes in high precision.
+            take_grouped_gemms(_compat.grouped_products_of_others())
         for name, weight in weights_of(module, parameter_name).items():
             assert weight is not None, "checked before"
             if not _trains_by(weight, config):
