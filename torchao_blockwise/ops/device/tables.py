@@ -9,8 +9,8 @@ that works on it. Rows lie in that order, so a program finds its row by binary s
 """
 
 import collections
-from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
 import triton
@@ -113,11 +113,3 @@ def _new_table(
         return torch.tensor(table, dtype=torch.int64, device=device), None
     tensor = torch.tensor(table, dtype=torch.int64, device="cpu", pin_memory=True).to(device, non_blocking=True)
     return tensor, torch.cuda.current_stream(device).record_event()
-
-
-def grouped(indices: Iterable[int], key: Callable[[int], Any]) -> list[tuple[Any, list[int]]]:
-    """`indices` grouped by `key`, in order: a launch a group, of which there are few kinds whatever the length."""
-    groups: dict[Any, list[int]] = {}
-    for i in indices:
-        groups.setdefault(key(i), []).append(i)
-    return list(groups.items())

@@ -25,7 +25,6 @@ from torchao_blockwise.ops.device.scales import fp8_scales, nvfp4_scales
 from torchao_blockwise.ops.device.tables import (
     ALIGNMENT,
     find_row,
-    grouped,
     load_pointer,
     load_size,
     make_table,
@@ -237,14 +236,6 @@ def _tensor_amax_kernel(table_ptr, amax_ptr, tensor_amax_ptr, count, CHUNK: tl.c
     tl.atomic_max(tensor_amax_ptr + index, tl.max(amax_bits, 0), sem="relaxed")
 
 
-@triton.jit
-def _global_scale(tensor_amax, LARGEST: tl.constexpr):
-    """amax / LARGEST; see formats/nvfp4.py."""
-    scale = tl.div_rn(tensor_amax, LARGEST)
-    scale = tl.where(tensor_amax == 0, 1.0, scale)
-    return tl.where(tensor_amax < float("inf"), scale, float("nan"))
-
-
 @triton.jit(do_not_specialize=["count"])
 def _block_scales_kernel(
     table_ptr,  # [tensors, fields] int64
@@ -269,7 +260,9 @@ def _block_scales_kernel(
         global_ptr = load_pointer(row_ptr + 2, tl.float32, False)
         if PER_MATRIX:
             global_ptr += matrix
-        tl.store(global_ptr, _global_scale(tensor_amax, ELEMENT_MAX * SCALE_MAX))
+        global_scale = tl.div_rn(tensor_amax, ELEMENT_MAX * SCALE_MAX)
+        global_scale = tl.where(tensor_amax == 0, 1.0, global_scale)
+        tl.store(global_ptr, tl.where(tensor_amax < float("inf"), global_scale, float("nan")))
     else:
         encode, scale = fp8_scales(amax_bits, ELEMENT_MAX, MIN_AMAX, POWER_OF_2)
         tl.store(load_pointer(row_ptr + 1, tl.float32, False) + offs, scale, mask=exist)
@@ -294,7 +287,11 @@ def _launch(kernel, shards: Shards, of_blocks: torch.Tensor, targets=None, into=
         aligned = all(size % wide == 0 for size in (start, x.numel(), shape[-1]))
         return x.dtype, wide if aligned and (x.data_ptr() | addresses[i]) % ALIGNMENT == 0 else 1
 
-    for (dtype, align), group in grouped((i for i, shard in enumerate(each) if shard.x.numel()), kind):
+    kinds: dict[tuple[torch.dtype, int], list[int]] = {}
+    for i, shard in enumerate(each):
+        if shard.x.numel():
+            kinds.setdefault(kind(i), []).append(i)
+    for (dtype, align), group in kinds.items():
         tile_m, tile_k, warps = _TILES[fmt.element.name] if align > 1 or blocks else _UNALIGNED_TILE
 
         def row(i: int, tile_m=tile_m, tile_k=tile_k):
