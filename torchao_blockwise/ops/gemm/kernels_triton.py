@@ -20,6 +20,8 @@ specialized. `K` counts them in the third: payload rows that do not fill 16 byte
 bytes at a time, by one build for every count.
 """
 
+import functools
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -76,19 +78,40 @@ _NVFP4_REGISTER_CONFIGS = (
     Config(_ANY, 64, 64, 4, 8, 3),
 )
 
+
+@dataclass(frozen=True, eq=False)
+class Build:
+    """The constants of a kernel."""
+
+    tile_m: int
+    tile_n: int
+    tile_k: int  # only NVFP4; a sum of FP8 ends with its block
+    block: int  # of K
+    block_rows: int  # of a block of b
+    decode: bool
+    along_m: bool
+    accumulate: bool
+    e_pad: int  # a power of two, at least the number of groups
+    a_per_group: bool = False  # NVFP4: whether each group has a tensor scale
+    b_per_group: bool = False
+
+
+# Launches tell builds apart by identity.
+_build = functools.cache(Build)
+
 # Tile rows of the output whose tiles are computed side by side, so that they find b's tiles in the L2 cache.
-GROUP = 8
+_GROUP: tl.constexpr = tl.constexpr(8)
 # Where a tile's group lies takes registers, so tiles of groups are smaller: blocks of K of NVFP4 that are decoded
 # at once; and columns in FP8, where a thread has a row of them (from sm_100 on) and one-row blocks give each its scale.
 _GROUPED_BLOCKS_K, _GROUPED_TILE_N = 4, 64
 
 
 @triton.jit
-def _locate_tile(tile, tiles_m, tiles_n, GROUP: tl.constexpr):
-    """(tile row, tile column) of tile number `tile`, GROUP rows of tiles at a time, column by column."""
-    first_m = tile // (GROUP * tiles_n) * GROUP
-    group_rows = min(tiles_m - first_m, GROUP)
-    in_group = tile % (GROUP * tiles_n)
+def _locate_tile(tile, tiles_m, tiles_n):
+    """(tile row, tile column) of tile number `tile`, _GROUP rows of tiles at a time, column by column."""
+    first_m = tile // (_GROUP * tiles_n) * _GROUP
+    group_rows = min(tiles_m - first_m, _GROUP)
+    in_group = tile % (_GROUP * tiles_n)
     return first_m + in_group % group_rows, in_group // group_rows
 
 
@@ -99,33 +122,28 @@ def _locate_in_group(
     N,
     columns,  # of a and b along the contraction, in elements
     groups,
-    ALONG_M: tl.constexpr,
-    BLOCK: tl.constexpr,
-    TILE_M: tl.constexpr,
-    TILE_N: tl.constexpr,
-    GROUP: tl.constexpr,
-    E_PAD: tl.constexpr,
+    B: tl.constexpr,
 ):
     """(group, first row, end of rows, first column, first and end of the contraction in blocks) of this program's tile.
 
     Rows that begin at their end, and a contraction that does, are empty.
     """
-    tiles_n = tl.cdiv(N, TILE_N)
-    if ALONG_M:
+    tiles_n = tl.cdiv(N, B.tile_n)
+    if B.along_m:
         # Tiles of a group lie one behind the other, so that those side by side read the same tiles of b, as a rule.
-        tile, tile_n = _locate_tile(tl.program_id(0), tl.num_programs(0) // tiles_n, tiles_n, GROUP)
-        group, first_m, end_m = locate_tile_of_groups(ends_ptr, tile, M, groups, TILE_M, E_PAD)
+        tile, tile_n = _locate_tile(tl.program_id(0), tl.num_programs(0) // tiles_n, tiles_n)
+        group, first_m, end_m = locate_tile_of_groups(ends_ptr, tile, M, groups, B.tile_m, B.e_pad)
         first_block = 0
-        end_block = tl.where(group < groups, tl.cdiv(columns, BLOCK), 0)
+        end_block = tl.where(group < groups, tl.cdiv(columns, B.block), 0)
     else:
-        tiles_m = tl.cdiv(M, TILE_M)
+        tiles_m = tl.cdiv(M, B.tile_m)
         group = tl.program_id(0) // (tiles_m * tiles_n)
-        tile_m, tile_n = _locate_tile(tl.program_id(0) % (tiles_m * tiles_n), tiles_m, tiles_n, GROUP)
-        first_m, end_m = tile_m * TILE_M, M
-        first_block, end_block = locate_padded_group(ends_ptr, group, columns, groups, BLOCK, E_PAD)
+        tile_m, tile_n = _locate_tile(tl.program_id(0) % (tiles_m * tiles_n), tiles_m, tiles_n)
+        first_m, end_m = tile_m * B.tile_m, M
+        first_block, end_block = locate_padded_group(ends_ptr, group, columns, groups, B.block, B.e_pad)
         # Ends that fit the tokens fit the columns; others must not lead outside of them.
-        end_block = min(end_block, columns // BLOCK)
-    return group, first_m, end_m, tile_n * TILE_N, first_block, end_block
+        end_block = min(end_block, columns // B.block)
+    return group, first_m, end_m, tile_n * B.tile_n, first_block, end_block
 
 
 @triton.jit
@@ -142,10 +160,10 @@ def _store_output(out_ptr, bias_ptr, acc, offs_m, offs_n, end_m, N, ACCUMULATE: 
 
 @triton.jit(do_not_specialize=["M"])
 def _matmul_fp8_kernel(
-    a_ptr,  # [M, K] e4m3, its bytes where DECODE
+    a_ptr,  # [M, K] e4m3, its bytes where B.decode
     a_scale_ptr,  # [K/BLOCK, M] f32
     b_ptr,  # [N, K] like a, along "m" [E, N, K]
-    b_scale_ptr,  # [.., K/BLOCK, N] f32, or [.., N/BLOCK, K/BLOCK] where B_SQUARE
+    b_scale_ptr,  # [.., K/BLOCK, N] f32, or [.., N/BLOCK, K/BLOCK] of square blocks
     bias_ptr,  # [N] or None
     ends_ptr,  # [E] int32; None without groups
     out_ptr,  # [M, N], along "k" [E, M, N]
@@ -153,56 +171,44 @@ def _matmul_fp8_kernel(
     N,
     K,
     groups,
-    ALONG_M: tl.constexpr,
-    ACCUMULATE: tl.constexpr,
-    B_SQUARE: tl.constexpr,
-    DECODE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    TILE_M: tl.constexpr,
-    TILE_N: tl.constexpr,
-    GROUP: tl.constexpr,
-    E_PAD: tl.constexpr,
+    B: tl.constexpr,  # a Build
 ):
     if ends_ptr is None:
-        tile_m, tile_n = _locate_tile(tl.program_id(0), tl.cdiv(M, TILE_M), tl.cdiv(N, TILE_N), GROUP)
-        offs_m = tile_m * TILE_M + tl.arange(0, TILE_M)
-        first_n, rows, first_k, end_k = tile_n * TILE_N, M, 0, K
-        offs_n = first_n + tl.arange(0, TILE_N)
+        tile_m, tile_n = _locate_tile(tl.program_id(0), tl.cdiv(M, B.tile_m), tl.cdiv(N, B.tile_n))
+        offs_m = tile_m * B.tile_m + tl.arange(0, B.tile_m)
+        first_n, rows, first_k, end_k = tile_n * B.tile_n, M, 0, K
+        offs_n = first_n + tl.arange(0, B.tile_n)
     else:
-        group, first_m, end_m, first_n, first_block, end_block = _locate_in_group(
-            ends_ptr, M, N, K, groups, ALONG_M, BLOCK, TILE_M, TILE_N, GROUP, E_PAD
-        )
+        group, first_m, end_m, first_n, first_block, end_block = _locate_in_group(ends_ptr, M, N, K, groups, B)
         if first_m >= end_m:
             return
-        if ACCUMULATE and first_block >= end_block:
+        if B.accumulate and first_block >= end_block:
             return
-        offs_m, offs_n = tl.arange(0, TILE_M), first_n + tl.arange(0, TILE_N)
+        offs_m, offs_n = tl.arange(0, B.tile_m), first_n + tl.arange(0, B.tile_n)
         a_ptr += tl.cast(first_m, tl.int64) * K
         a_scale_ptr += first_m
         out_ptr += tl.cast(first_m, tl.int64) * N
-        if ALONG_M:
+        if B.along_m:
             # Of no group: outside of b, and an empty loop reads nothing of it.
             b_ptr += group.to(tl.int64) * N * K
-            scales_n = tl.cdiv(N, BLOCK) if B_SQUARE else N
-            b_scale_ptr += group.to(tl.int64) * scales_n * tl.cdiv(K, BLOCK)
+            b_scale_ptr += group.to(tl.int64) * tl.cdiv(N, B.block_rows) * tl.cdiv(K, B.block)
         else:
             out_ptr += group.to(tl.int64) * M * N
-        rows, first_k, end_k = end_m - first_m, first_block * BLOCK, end_block * BLOCK
+        rows, first_k, end_k = end_m - first_m, first_block * B.block, end_block * B.block
     acc = accumulate_fp8(
-        a_ptr, a_scale_ptr, b_ptr, b_scale_ptr, offs_m, offs_n, first_n, rows,
-        first_k, end_k, M, N, K, B_SQUARE, DECODE, BLOCK, TILE_M, TILE_N,
+        a_ptr, a_scale_ptr, b_ptr, b_scale_ptr, offs_m, offs_n, first_n, rows, first_k, end_k, M, N, K, B,
     )  # fmt: skip
-    _store_output(out_ptr, bias_ptr, acc, offs_m, offs_n, rows, N, ACCUMULATE)
+    _store_output(out_ptr, bias_ptr, acc, offs_m, offs_n, rows, N, B.accumulate)
 
 
 @triton.jit(do_not_specialize=["M", "grid_k"])
 def _matmul_nvfp4_kernel(
     a_ptr,  # [M, ⌈K/2⌉] two codes a byte
     a_scale_ptr,  # [M, K/BLOCK] e4m3 bytes
-    a_global_ptr,  # f32 scalar; A_PER_GROUP [E]
+    a_global_ptr,  # f32 scalar; B.a_per_group [E]
     b_ptr,  # [N, ⌈K/2⌉] two codes a byte, along "m" [E, N, ⌈K/2⌉]
-    b_scale_ptr,  # [.., N/B_BLOCK_ROWS, K/BLOCK] e4m3 bytes
-    b_global_ptr,  # f32 scalar; B_PER_GROUP [E]
+    b_scale_ptr,  # [.., N/block_rows, K/BLOCK] e4m3 bytes
+    b_global_ptr,  # f32 scalar; B.b_per_group [E]
     bias_ptr,  # [N] or None
     ends_ptr,  # [E] int32; None without groups
     out_ptr,  # [M, N], along "k" [E, M, N]
@@ -211,62 +217,51 @@ def _matmul_nvfp4_kernel(
     packed_k,  # bytes in a row of payload, and
     grid_k,  # scales in a row: the last bytes may be padding
     groups,
-    ALONG_M: tl.constexpr,
-    ACCUMULATE: tl.constexpr,
-    DECODE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    B_BLOCK_ROWS: tl.constexpr,
-    A_PER_GROUP: tl.constexpr,
-    B_PER_GROUP: tl.constexpr,
-    TILE_M: tl.constexpr,
-    TILE_N: tl.constexpr,
-    TILE_K: tl.constexpr,
-    GROUP: tl.constexpr,
-    E_PAD: tl.constexpr,
+    B: tl.constexpr,  # a Build
 ):
-    BLOCK_BYTES: tl.constexpr = BLOCK // 2
+    BLOCK_BYTES: tl.constexpr = B.block // 2
+    BLOCKS_N: tl.constexpr = B.tile_n // B.block_rows
     if ends_ptr is None:
-        tile_m, tile_n = _locate_tile(tl.program_id(0), tl.cdiv(M, TILE_M), tl.cdiv(N, TILE_N), GROUP)
-        offs_m = tile_m * TILE_M + tl.arange(0, TILE_M)
-        first_n, rows, first_byte, end_byte, end_block = tile_n * TILE_N, M, 0, packed_k, grid_k
-        offs_n = first_n + tl.arange(0, TILE_N)
-        blocks_n = tile_n * (TILE_N // B_BLOCK_ROWS) + tl.arange(0, TILE_N // B_BLOCK_ROWS)
+        tile_m, tile_n = _locate_tile(tl.program_id(0), tl.cdiv(M, B.tile_m), tl.cdiv(N, B.tile_n))
+        offs_m = tile_m * B.tile_m + tl.arange(0, B.tile_m)
+        first_n, rows, first_byte, end_byte, end_block = tile_n * B.tile_n, M, 0, packed_k, grid_k
+        offs_n = first_n + tl.arange(0, B.tile_n)
+        blocks_n = tile_n * BLOCKS_N + tl.arange(0, BLOCKS_N)
     else:
         group, first_m, end_m, first_n, first_block, end_block = _locate_in_group(
-            ends_ptr, M, N, grid_k * BLOCK, groups, ALONG_M, BLOCK, TILE_M, TILE_N, GROUP, E_PAD
+            ends_ptr, M, N, grid_k * B.block, groups, B
         )
         if first_m >= end_m:
             return
-        if ACCUMULATE and first_block >= end_block:
+        if B.accumulate and first_block >= end_block:
             return
-        offs_m, offs_n = tl.arange(0, TILE_M), first_n + tl.arange(0, TILE_N)
+        offs_m, offs_n = tl.arange(0, B.tile_m), first_n + tl.arange(0, B.tile_n)
         a_ptr += tl.cast(first_m, tl.int64) * packed_k
         a_scale_ptr += tl.cast(first_m, tl.int64) * grid_k
         out_ptr += tl.cast(first_m, tl.int64) * N
-        blocks_n = first_n // B_BLOCK_ROWS + tl.arange(0, TILE_N // B_BLOCK_ROWS)
-        if ALONG_M:
+        blocks_n = first_n // B.block_rows + tl.arange(0, BLOCKS_N)
+        if B.along_m:
             b_ptr += group.to(tl.int64) * N * packed_k
-            b_scale_ptr += group.to(tl.int64) * tl.cdiv(N, B_BLOCK_ROWS) * grid_k
+            b_scale_ptr += group.to(tl.int64) * tl.cdiv(N, B.block_rows) * grid_k
         else:
             out_ptr += group.to(tl.int64) * M * N
         rows, first_byte, end_byte = end_m - first_m, first_block * BLOCK_BYTES, end_block * BLOCK_BYTES
     acc = accumulate_nvfp4(
         a_ptr, a_scale_ptr, b_ptr, b_scale_ptr, offs_m, offs_n, blocks_n, rows,
-        first_byte, end_byte, end_block, N, packed_k, grid_k,
-        DECODE, BLOCK, B_BLOCK_ROWS, TILE_M, TILE_N, TILE_K,
+        first_byte, end_byte, end_block, N, packed_k, grid_k, B,
     )  # fmt: skip
     if ends_ptr is None:
         acc *= tl.load(a_global_ptr) * tl.load(b_global_ptr)
     else:
         # Tokens of no group have no scale.
         scaled_by = tl.where(first_block < end_block, group, 0)
-        if A_PER_GROUP:
+        if B.a_per_group:
             a_global_ptr += scaled_by
-        if B_PER_GROUP:
+        if B.b_per_group:
             b_global_ptr += scaled_by
         # What nothing was summed to stays zero, with scales of NaN too.
         acc *= tl.where(first_block < end_block, tl.load(a_global_ptr) * tl.load(b_global_ptr), 0.0)
-    _store_output(out_ptr, bias_ptr, acc, offs_m, offs_n, rows, N, ACCUMULATE)
+    _store_output(out_ptr, bias_ptr, acc, offs_m, offs_n, rows, N, B.accumulate)
 
 
 def decodes(fmt: BlockFormat, device: torch.device) -> bool:
@@ -335,31 +330,23 @@ def _launch(
         tiles_m = experts * ceil_div(M, config.tile_m)
     qa, qb = aligned_rows(a.qdata), aligned_rows(b.qdata.flatten(0, -2))
     a_scale, b_scale = a.scale.contiguous(), b.scale.contiguous()
-    options = {
-        "ALONG_M": along == "m",
-        "ACCUMULATE": accumulate,
-        "DECODE": decode,
-        "BLOCK": a_fmt.block[1],
-        "TILE_M": config.tile_m,
-        "TILE_N": config.tile_n,
-        "GROUP": GROUP,
-        "E_PAD": triton.next_power_of_2(experts),
-        "num_warps": config.warps,
-        "num_stages": config.stages,
-    }
     grid = tiles_m * ceil_div(N, config.tile_n)
     behind = None if bias is None else bias.contiguous(), ends, out, M, N, qa.shape[1]
     count = None if ends is None else experts
+    build = (
+        config.tile_m, config.tile_n, config.blocks_k * a_fmt.block[1], a_fmt.block[1], b_fmt.block[0], decode,
+        along == "m", accumulate, triton.next_power_of_2(experts),
+    )  # fmt: skip
+    options = {"num_warps": config.warps, "num_stages": config.stages}
     if is_fp4:
         assert a.global_scale is not None and b.global_scale is not None
         launch(
             _matmul_nvfp4_kernel, grid,
             qa, a_scale.view(torch.uint8), a.global_scale, qb, b_scale.view(torch.uint8), b.global_scale,
             *behind, a_scale.shape[1], count,
-            B_BLOCK_ROWS=b_fmt.block[0], A_PER_GROUP=a.global_scale.dim() > 0, B_PER_GROUP=b.global_scale.dim() > 0,
-            TILE_K=config.blocks_k * a_fmt.block[1], **options,
+            B=_build(*build, a.global_scale.dim() > 0, b.global_scale.dim() > 0), **options,
         )  # fmt: skip
     else:
         if decode:
             qa, qb = qa.view(torch.uint8), qb.view(torch.uint8)
-        launch(_matmul_fp8_kernel, grid, qa, a_scale, qb, b_scale, *behind, count, B_SQUARE=b_fmt.is_square, **options)
+        launch(_matmul_fp8_kernel, grid, qa, a_scale, qb, b_scale, *behind, count, B=_build(*build), **options)
