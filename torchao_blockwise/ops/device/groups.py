@@ -89,16 +89,6 @@ def groups_of(rows, ends_ptr, tokens, groups, E_PAD: tl.constexpr):
 
 
 @triton.jit
-def amax_of_groups(amax_ptr, rows, ends_ptr, tokens, groups, E_PAD: tl.constexpr):
-    """The amax of the group that each row lies in, f32; 0 behind the last one.
-
-    amax_ptr: [groups] f32.
-    """
-    group, _ = groups_of(rows, ends_ptr, tokens, groups, E_PAD)
-    return tl.load(amax_ptr + group, mask=group < groups, other=0.0)
-
-
-@triton.jit
 def locate_padded_group(ends_ptr, group, tokens, groups, BLOCK: tl.constexpr, E_PAD: tl.constexpr):
     """(first, end) block of group number `group` where each group is padded to whole blocks of BLOCK tokens.
 

@@ -12,7 +12,7 @@ import triton.language as tl
 
 from torchao_blockwise.formats import E2M1, E4M3
 from torchao_blockwise.ops.device.elements import magnitude_bits, to_f32
-from torchao_blockwise.ops.device.groups import amax_of_groups, groups_of, load_block
+from torchao_blockwise.ops.device.groups import groups_of, load_block
 from torchao_blockwise.ops.launch import ceil_div, launch
 
 _CHUNK = 8192
@@ -108,7 +108,9 @@ def _looked_up_kernel(
     rows = offs
     if blocks_ptr is not None:
         rows, _, _ = load_block(blocks_ptr, tl.minimum(offs, count - 1))
-    tl.store(out_ptr + offs, amax_of_groups(amax_ptr, rows, ends_ptr, tokens, groups, E_PAD), mask=offs < count)
+    inside, out_ptrs = offs < count, out_ptr + offs
+    group, _ = groups_of(rows, ends_ptr, tokens, groups, E_PAD)
+    tl.store(out_ptrs, tl.load(amax_ptr + group, mask=group < groups, other=0.0), mask=inside)
 
 
 @triton.jit(do_not_specialize=["count"])

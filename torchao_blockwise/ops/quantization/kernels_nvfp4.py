@@ -37,13 +37,6 @@ def _pack(codes, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def _pack_transposed(codes, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Codes of 4 bits two in a byte along rows, then transposed: [ROWS, COLUMNS] -> [COLUMNS, ROWS/2]."""
-    even, odd = tl.split(codes.reshape(ROWS // 2, 2, COLUMNS).permute(0, 2, 1))
-    return tl.trans(even | (odd << 4))
-
-
-@triton.jit
 def _quantize_nvfp4_kernel(
     x_ptr,  # [B, M, K] bf16 | f16 | f32
     tensor_amax_ptr,  # f32 scalar; PER_GROUP [M] where tokens lie in groups, else [B]
@@ -104,7 +97,8 @@ def _quantize_nvfp4_kernel(
             store_tile(q_ptr, _pack(codes, TILE_M, TILE_K), offs_m, pairs_k, M, packed_k, batch)
             store_tile(s_ptr, scale, blocks_m, blocks_k, grid_m, grid_k, batch)
         if COLUMNWISE:
-            store_tile(qt_ptr, _pack_transposed(codes, TILE_M, TILE_K), offs_k, pairs_m, K, width_qt, batch)
+            even, odd = tl.split(codes.reshape(TILE_M // 2, 2, TILE_K).permute(0, 2, 1))
+            store_tile(qt_ptr, tl.trans(even | (odd << 4)), offs_k, pairs_m, K, width_qt, batch)
             store_tile(st_ptr, tl.trans(scale), blocks_k, blocks_m, grid_k, width_qt // (BLOCK // 2), batch)
     else:
         amax = tl.max(magnitude.reshape(TILE_M, BLOCKS_K, BLOCK), 2)
