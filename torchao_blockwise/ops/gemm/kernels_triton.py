@@ -12,12 +12,12 @@
               ┌────┬────┐  tokens after the last group: zeros
               └────┴────┘
 
-How many tiles there are along "m", only the device knows. Launched is what the number of tokens and groups allows at
-most, less than one tile a group too much; the programs that are left over return at once.
+Only the device knows the number of tiles along "m". The largest possible number is launched, less than one tile more
+for each group; unneeded programs return at once.
 
-The sums of a tile are in `triton_sums.py`. `M` counts tokens in two of a layer's three GEMMs and is never
-specialized. `K` counts them in the third: payload rows that do not fill 16 bytes are padded, so that all are copied 16
-bytes at a time, by one build for every count.
+The accumulation is in `triton_sums.py`. `M` is the number of tokens in two of a layer's three GEMMs, and is never
+specialized. In the third, `K` is the number of tokens: rows of payload are padded to 16 bytes, so that one build copies
+16 bytes at a time for every count.
 """
 
 import functools
@@ -40,7 +40,7 @@ from torchao_blockwise.ops.padding import aligned_rows
 
 
 class Config(NamedTuple):
-    max_m: float  # the first row with M <= max_m is taken
+    max_m: float  # the first row with M <= max_m is used
     tile_m: int
     tile_n: int
     blocks_k: int  # blocks of K in a tile; 1 for FP8, where a sum ends with its block
@@ -50,10 +50,10 @@ class Config(NamedTuple):
 
 _ANY = float("inf")
 _FP8_CONFIGS = (
-    # Few rows: bound by reading b, so narrow tiles, to have one for every multiprocessor.
+    # Few rows: limited by reading b, so tiles are narrow, to have one for each multiprocessor.
     Config(16, 16, 64, 1, 4, 5),
     Config(64, 64, 64, 1, 4, 4),
-    # 8 warps hold partial and accumulator in 64 registers each.
+    # In each of 8 warps, a thread holds the partial sum and the accumulator in 64 registers each.
     Config(_ANY, 128, 128, 1, 8, 4),
 )
 # Below sm_89.
@@ -61,7 +61,7 @@ _FP8_DECODE_CONFIGS = (
     Config(16, 16, 64, 1, 4, 4),
     Config(_ANY, 64, 128, 1, 8, 3),
 )
-# Dots of FP4 tensor cores have 128 rows on sm_100. Not measured: chosen without such a GPU.
+# FP4 tensor cores of sm_100 multiply 128 rows. Not measured on such a GPU.
 _NVFP4_SCALED_CONFIGS = (
     Config(64, 128, 32, 16, 4, 4),
     Config(_ANY, 128, 128, 16, 8, 4),
@@ -72,7 +72,7 @@ _NVFP4_CONFIGS = (
     Config(64, 64, 64, 8, 4, 4),
     Config(_ANY, 128, 128, 8, 8, 3),
 )
-# Below sm_90 a dot takes both operands from registers: these are as many as fit.
+# Below sm_90, both operands of a dot are in registers, which limits the tiles.
 _NVFP4_REGISTER_CONFIGS = (
     Config(16, 16, 32, 4, 4, 4),
     Config(_ANY, 64, 64, 4, 8, 3),
@@ -101,8 +101,9 @@ _build = functools.cache(Build)
 
 # Tile rows of the output whose tiles are computed side by side, so that they find b's tiles in the L2 cache.
 _GROUP: tl.constexpr = tl.constexpr(8)
-# Where a tile's group lies takes registers, so tiles of groups are smaller: blocks of K of NVFP4 that are decoded
-# at once; and columns in FP8, where a thread has a row of them (from sm_100 on) and one-row blocks give each its scale.
+# Locating a group takes registers, so tiles are smaller with groups: fewer blocks of K in NVFP4 that is decoded, and
+# fewer columns in FP8 with one-row blocks from sm_100 on, where a thread has a row of a tile and a scale for each
+# column.
 _GROUPED_BLOCKS_K, _GROUPED_TILE_N = 4, 64
 
 
@@ -124,13 +125,12 @@ def _locate_in_group(
     groups,
     B: tl.constexpr,
 ):
-    """(group, first row, end of rows, first column, first and end of the contraction in blocks) of this program's tile.
-
-    Rows that begin at their end, and a contraction that does, are empty.
+    """(group, first row, end of rows, first column, first and last block of the contraction, without the last) of this
+    program's tile. Both ranges may be empty.
     """
     tiles_n = tl.cdiv(N, B.tile_n)
     if B.along_m:
-        # Tiles of a group lie one behind the other, so that those side by side read the same tiles of b, as a rule.
+        # The tiles of a group are consecutive, so neighbors usually read the same tiles of b.
         tile, tile_n = _locate_tile(tl.program_id(0), tl.num_programs(0) // tiles_n, tiles_n)
         group, first_m, end_m = locate_tile_of_groups(ends_ptr, tile, M, groups, B.tile_m, B.e_pad)
         first_block = 0
@@ -141,7 +141,7 @@ def _locate_in_group(
         tile_m, tile_n = _locate_tile(tl.program_id(0) % (tiles_m * tiles_n), tiles_m, tiles_n)
         first_m, end_m = tile_m * B.tile_m, M
         first_block, end_block = locate_padded_group(ends_ptr, group, columns, groups, B.block, B.e_pad)
-        # Ends that fit the tokens fit the columns; others must not lead outside of them.
+        # Invalid ends must not lead outside of the columns.
         end_block = min(end_block, columns // B.block)
     return group, first_m, end_m, tile_n * B.tile_n, first_block, end_block
 
@@ -189,7 +189,7 @@ def _matmul_fp8_kernel(
         a_scale_ptr += first_m
         out_ptr += tl.cast(first_m, tl.int64) * N
         if B.along_m:
-            # Of no group: outside of b, and an empty loop reads nothing of it.
+            # After the last group this is outside of b, but the empty loop does not read it.
             b_ptr += group.to(tl.int64) * N * K
             b_scale_ptr += group.to(tl.int64) * tl.cdiv(N, B.block_rows) * tl.cdiv(K, B.block)
         else:
@@ -253,24 +253,24 @@ def _matmul_nvfp4_kernel(
     if ends_ptr is None:
         acc *= tl.load(a_global_ptr) * tl.load(b_global_ptr)
     else:
-        # Tokens of no group have no scale.
+        # Tokens after the last group have no scale.
         scaled_by = tl.where(first_block < end_block, group, 0)
         if B.a_per_group:
             a_global_ptr += scaled_by
         if B.b_per_group:
             b_global_ptr += scaled_by
-        # What nothing was summed to stays zero, with scales of NaN too.
+        # Empty sums are zero even if scales are NaN.
         acc *= tl.where(first_block < end_block, tl.load(a_global_ptr) * tl.load(b_global_ptr), 0.0)
     _store_output(out_ptr, bias_ptr, acc, offs_m, offs_n, rows, N, B.accumulate)
 
 
 def decodes(fmt: BlockFormat, device: torch.device) -> bool:
-    """Whether kernels turn elements of `fmt` to f16 on `device`, which has no dot of them."""
+    """Whether kernels decode elements of `fmt` to f16, because `device` has no tensor cores for them."""
     return interpreting() or compute_capability(device) < ((10, 0) if fmt.element is E2M1 else (8, 9))
 
 
 def _config_for(fmt: BlockFormat, rows: int, device: torch.device) -> Config:
-    """The tile for a GEMM whose first operand, in `fmt`, has `rows` rows."""
+    """Return the config of a GEMM whose first operand, in `fmt`, has this number of rows."""
     decode = decodes(fmt, device)
     if fmt.element is not E2M1:
         configs = _FP8_DECODE_CONFIGS if decode else _FP8_CONFIGS
@@ -282,21 +282,21 @@ def _config_for(fmt: BlockFormat, rows: int, device: torch.device) -> Config:
 
 
 def matmul(a: Operand, b: Operand, out_dtype: torch.dtype, bias: torch.Tensor | None) -> torch.Tensor:
-    """a · bᵀ [M, N] of a [M, packed(K)], of one-row blocks, and b [N, packed(K)]. Arguments as in the op."""
+    """Return a · bᵀ [M, N] for a [M, packed(K)], with one-row blocks, and b [N, packed(K)]. Arguments as in the op."""
     out = new_output(a, b, out_dtype)
     _launch(out, a, b, bias=bias)
     return out
 
 
 def grouped_matmul(a: Operand, b: Operand, groups: Groups, along: str, out_dtype: torch.dtype) -> torch.Tensor:
-    """Arguments and result as in the op; `a` has one-row blocks, and along "k" so has `b`."""
+    """Arguments and result as in the op; `a` has one-row blocks."""
     out = new_output(a, b, out_dtype, groups, along)
     _launch(out, a, b, groups, along)
     return out
 
 
 def add_matmul(out: torch.Tensor, a: Operand, b: Operand, groups: Groups | None = None) -> None:
-    """out f32 += a · bᵀ, with groups along "k", in the one pass that it takes."""
+    """out f32 += a · bᵀ, with groups along "k", in one pass."""
     _launch(out, a, b, groups, "" if groups is None else "k", accumulate=True)
 
 
@@ -314,9 +314,9 @@ def _launch(
     (M, N), a_fmt, b_fmt = out.shape[-2:], a.format, b.format
     ends, experts = (None, 1) if groups is None else (groups.ends, groups.ends.shape[0])
     decode = decodes(a_fmt, out.device)
-    # The host knows the mean of the groups' sizes, not the sizes. A tile that is taller than a group multiplies rows
-    # that are not there: half its work for 64 tokens an expert in tiles of 128. A group of more than a tile reads its
-    # matrix again, but from the L2 cache, where the tile next to it has left it.
+    # The host knows only the mean size of groups. A tile that is taller than a group wastes work: half of it for 64
+    # tokens an expert and tiles of 128 rows. A group with several tiles reads its matrix several times, but from the L2
+    # cache.
     config = _config_for(a_fmt, ceil_div(M, experts) if along == "m" else M, out.device)
     is_fp4 = a_fmt.element is E2M1
     if ends is not None and is_fp4 and decode:
@@ -324,7 +324,7 @@ def _launch(
     elif not (ends is None or is_fp4 or b_fmt.is_square) and compute_capability(out.device) >= (10, 0):
         config = config._replace(tile_n=min(config.tile_n, _GROUPED_TILE_N))
     if along == "m":
-        # Tokens of no group begin a tile, too.
+        # Tokens after the last group have separate tiles.
         tiles_m = padded_tokens(M, experts + 1, config.tile_m) // config.tile_m
     else:
         tiles_m = experts * ceil_div(M, config.tile_m)

@@ -1,4 +1,4 @@
-"""Σ over a part of K of a[m, k] · b[n, k] with their scales, in Triton: what a tile of a GEMM accumulates.
+"""The accumulation of a GEMM tile in Triton: Σ over a part of K of a[m, k] · b[n, k] with their scales.
 
     FP8     for each 128 of K:       acc += (a[m, k] · b[n, k]ᵀ) · scale_a[m, k] · scale_b[n, k]
 
