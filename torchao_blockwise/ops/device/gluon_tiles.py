@@ -1,4 +1,4 @@
-"""What Gluon kernels share that make copies in FP8: a tile in shared memory, read in a layout a copy.
+"""Tiles of Gluon kernels that quantize to FP8: in shared memory, read in a separate layout for each copy.
 
     tile [128, COLUMNS], as words of two neighbors of a row
       ├─ by rows      a thread has 16 neighbors of a row
@@ -6,10 +6,10 @@
       └─ by columns   a thread has 16 rows of a word, so of two columns
                       max along the rows → scale, qᵀ [K, M], 16 bytes a store; in square blocks max of the tile
 
-What is stored transposed is read transposed, so nothing is transposed through registers, and one set of values is alive
-at a time. Two elements of 16 bits share a word: they are loaded and compared together (`max.u16x2`, from sm_90 on).
-Words of a row are swizzled by the row's sixteenth, so that reading by columns meets no bank twice; reading by rows
-meets each twice.
+Columnwise copies are read transposed, so values are never transposed in registers, and only one set of values is live
+at a time. Two elements of 16 bits share a word, and are loaded and compared together (`max.u16x2`, from sm_90 on). The
+words of a row are swizzled, differently every 16 rows, so that reading by columns has no bank conflicts; reading by
+rows has conflicts of two.
 
 Tiles are numbered along grid x only. Kernels read and write 16 bytes at a time (see `why_no_tiles`); zeros pad the
 tokens of the columnwise copy (ops/padding.py). With groups of tokens, a tile is a block of their table
@@ -44,31 +44,31 @@ _HIGH = gl.constexpr(-(1 << 16))
 
 @gluon.constexpr_function
 def copy_layout(words, warps):
-    """Words as a copy takes them: 16 bytes a thread, neighbors along a row of so many."""
+    """The layout of words in copies to shared memory: 16 bytes a thread, along rows of `words` words."""
     return gl.BlockedLayout([1, 4], [_THREADS * 4 // words, words // 4], [warps, 1], [1, 0])
 
 
 @gluon.constexpr_function
 def _row_layout(warps):
-    """Words by rows: a run of a row a thread, 8 threads a row."""
+    """Words by rows: each thread has a run of a row, with 8 threads in a row."""
     return gl.BlockedLayout([1, _RUN // 2], [_THREADS // 8, 8], [warps, 1], [1, 0])
 
 
 @gluon.constexpr_function
 def _column_layout(warps):
-    """Words by columns: a run of rows a thread, 8 threads a column of words, so of 128 rows."""
+    """Words by columns: each thread has a run of rows, with 8 threads in a column of 128 rows."""
     return gl.BlockedLayout([_RUN, 1], [8, _THREADS // 8], [1, warps], [0, 1])
 
 
 @gluon.constexpr_function
 def _vector_layout(warps):
-    """A value a thread: what is computed once a block, not once in each thread that has a part of it."""
+    """One value in each thread: computed once for each block, and not in each thread that has a part of it."""
     return gl.BlockedLayout([1], [_THREADS], [warps], [0])
 
 
 @gluon.constexpr_function
 def _tile_layout():
-    """16 bytes stay together; every 16th row, where another thread of a column's 8 begins, takes other banks."""
+    """16 bytes stay together; every 16 rows, where the next thread of a column starts, banks change."""
     return gl.SwizzledSharedLayout(4, 16, 8, [1, 0])
 
 
@@ -106,7 +106,7 @@ def joined(low, high, DTYPE: gl.constexpr):
 
 @gluon.jit
 def _largest_halves(words, axis: gl.constexpr, DTYPE: gl.constexpr):
-    """Bits of max |x| along `axis`, of low and of high halves, in fp32. As integers they keep NaN above all."""
+    """Bits of max |x| along `axis` in fp32, of low and high halves. As integers, NaN is the largest."""
     low, high = halves(gl.reduce(words & _MAGNITUDES, axis, _larger_halves), DTYPE)
     return low.to(gl.int32, bitcast=True), high.to(gl.int32, bitcast=True)
 
@@ -168,7 +168,7 @@ def _store_columnwise(
     first_m = tile_m * BLOCK
     words = tile.load(COLUMN)
     low_amax, high_amax = _largest_halves(words, 0, B.dtype)
-    # Tokens of no group may fill a tile that the copy has no room for.
+    # The copy may have no room for a tile of tokens after the last group.
     if B.square:
         amax = gl.max(gl.maximum(low_amax, high_amax), 0)
         low_encode, scale = fp8_scales(amax, B.element_max, B.min_amax, B.power_of_2)
@@ -188,7 +188,7 @@ def _store_columnwise(
         low_encode = gl.convert_layout(low_encode, gl.SliceLayout(0, COLUMN))[None, :]
         high_encode = gl.convert_layout(high_encode, gl.SliceLayout(0, COLUMN))[None, :]
     low, high = halves(words, B.dtype)
-    # Transposed by their addresses: rows of the output are columns of the tile.
+    # Addresses transpose: rows of the output are columns of the tile.
     row = first_k + 2 * gl.arange(0, WORDS, gl.SliceLayout(0, COLUMN))[None, :]
     column = first_m + gl.arange(0, BLOCK, gl.SliceLayout(1, COLUMN))[:, None]
     _store(qt_ptr, encode_e4m3(low * low_encode, B.element_max), row, column, K, width_qt)
@@ -264,10 +264,10 @@ def make_copies(
     vectors: tuple[torch.Tensor | None, ...] | None = None,
     **flags,
 ) -> Copies:
-    """The copies asked for of the matrix of this shape that `kernel` computes; the columnwise one is among them.
+    """Return the requested copies, including the columnwise one, of the matrix of this shape that `kernel` computes.
 
-    inputs: matrices [M, ..] of one dtype, within what `why_no_tiles` admits.
-    vectors: what a kernel without groups takes behind its inputs; all others take a table of blocks at the end.
+    inputs: matrices [M, ..] of one dtype, for which `why_no_tiles` returns None.
+    vectors: further arguments, after the inputs, of a kernel without groups; all others take a table of blocks last.
     """
     x, fmt = inputs[0], options.fmt
     copies = new_copies(x, shape, options._replace(padded=True), groups)

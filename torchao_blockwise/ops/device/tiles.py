@@ -1,4 +1,4 @@
-"""A tile of values in kernels: how it is found, read and stored, and its rowwise FP8 copy."""
+"""Tiles of values in kernels: locating, loading and storing them, and their rowwise FP8 copies."""
 
 from typing import Any
 
@@ -10,13 +10,13 @@ from torchao_blockwise.formats import BlockFormat
 from torchao_blockwise.ops.device.elements import encode_e4m3, magnitude_bits, to_f32
 from torchao_blockwise.ops.device.scales import fp8_vector_scales
 
-# (rows of a tile, warps) of kernels that store plain values, and of those that store the rowwise copy. Chosen so that
-# nothing spills: with more rows, or fewer threads, what is computed does not fit in registers.
+# (rows of a tile, warps) of kernels that store plain values, and of those that store the rowwise copy. With more rows
+# or fewer threads, they would spill.
 _PLAIN, _ROWWISE = (16, 4), (32, 4)
 
 
 def options_of(fmt: BlockFormat, rowwise: bool, power_of_2_scales: bool) -> dict[str, Any]:
-    """Constants and options of a kernel that stores the rowwise copy, or plain values."""
+    """Return constants and options of a kernel that stores the rowwise copy, or plain values."""
     rows, warps = _ROWWISE if rowwise else _PLAIN
     return {
         "ROWS": rows,
@@ -32,7 +32,7 @@ def options_of(fmt: BlockFormat, rowwise: bool, power_of_2_scales: bool) -> dict
 
 
 def matrices_of(x: torch.Tensor) -> tuple[torch.Tensor, int, tuple[int, ...]]:
-    """(`x` [.., M, K] as [B, M, K] or [M, K], B, three strides), as kernels of a batch take it."""
+    """Return (`x` [.., M, K] as [B, M, K] or [M, K], B, three strides), the arguments of batched kernels."""
     if x.dim() == 2:
         return x, 1, (0, *x.stride())
     x = x.flatten(0, -3)
@@ -45,7 +45,7 @@ def locate_tile(tile, M, K, TILE_M: tl.constexpr, TILE_K: tl.constexpr, BATCHED:
     tiles_m, tiles_k = tl.cdiv(M, TILE_M), tl.cdiv(K, TILE_K)
     batch, tile_m = tl.full([], 0, tl.int64), tile // tiles_k
     if BATCHED:
-        # A division takes 20 instructions, as many as two or three values do altogether.
+        # A division takes 20 instructions, as many as quantizing two or three values.
         batch, tile_m = (tile_m // tiles_m).to(tl.int64), tile_m % tiles_m
     return batch, tile_m, tile % tiles_k, tiles_m, tiles_k
 
@@ -85,7 +85,7 @@ def store_rowwise(
     ELEMENT_MAX: tl.constexpr,
     MIN_AMAX: tl.constexpr,
     POWER_OF_2: tl.constexpr,
-    end_m=None,  # rows from here on are not the tile's; M for None
+    end_m=None,  # the end of the tile's rows; None for M
 ):
     """Quantize rows of a tile as `ops.quantize` does and store them."""
     end_m = M if end_m is None else end_m

@@ -46,7 +46,7 @@ def _locate_tile(M, K, TILE_M: tl.constexpr, TILE_K: tl.constexpr):
 
 @triton.jit
 def _entries(ptr, offs_row, offs_column, rows, columns, STEP: tl.constexpr = 1):
-    """(addresses, mask) of elements of every STEP-th row, of which there are `rows`, of a contiguous matrix from `ptr`."""
+    """(addresses, mask) of elements of every STEP-th row of a contiguous matrix; `rows` is the number of these rows."""
     offsets = offs_row.to(tl.int64)[:, None] * (STEP * columns) + offs_column[None, :]
     return ptr + offsets, (offs_row < rows)[:, None] & (offs_column < columns)[None, :]
 
