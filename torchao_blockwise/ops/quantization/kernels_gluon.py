@@ -2,8 +2,8 @@
 
     x  [M, K] ──cp.async──▶ tile 128×128 ─▶ rowwise and columnwise copies
 
-A launch each reads `x` twice; one launch that keeps the tile in registers holds two sets of scaled values. For only
-the columnwise copy the rows are left out, and tiles may be narrower.
+Two launches would read `x` twice, and one launch with the tile in registers would hold two sets of scaled values. If
+only the columnwise copy is requested, tiles may be narrower.
 """
 
 import torch
@@ -15,14 +15,14 @@ from torchao_blockwise.formats import FP8_1X128, CastOptions, Copies, Groups
 from torchao_blockwise.ops.device.gluon_tiles import barrier, build_of, copy_layout, make_copies, new_tile, store_copies
 from torchao_blockwise.ops.device.groups import locate_rows
 
-# (columns of a tile, warps) of both copies, 1.4 times as fast as two launches on an H200, and of one copy.
+# (columns of a tile, warps) for both copies, 1.4 times as fast as two launches on an H200, and for one copy.
 BOTH = (FP8_1X128.block[1], 4)
 COLUMNWISE = (64, 4)
 # Its name moved in Triton 3.8.
 _load_async = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 
 
-# Tokens count only for masks, which are the same along a store.
+# The number of tokens is used only for masks, which are the same along a store.
 @gluon.jit(do_not_specialize=["M"])
 def _quantize_kernel(
     x_ptr,  # [M, K/2] words of two elements
@@ -58,7 +58,7 @@ def _quantize_kernel(
 def quantize(
     x: torch.Tensor, amax_bits: None, options: CastOptions, groups: Groups | None = None, *_: object
 ) -> Copies:
-    """Arguments and result as in the op, or in that of tokens in groups, within what `why_no_tiles` admits."""
+    """Arguments and result as in the op, if `why_no_tiles` returns None."""
     columns, warps = BOTH if options.rowwise or options.columnwise_format.is_square else COLUMNWISE
     build = build_of(options, x.dtype, columns, warps)
     return make_copies(_quantize_kernel, (x,), x.shape, options, groups, build)

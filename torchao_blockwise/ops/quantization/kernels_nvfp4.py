@@ -1,7 +1,7 @@
 """NVFP4 copies in Triton: rowwise ones, rounded to nearest or by random bits, and both copies of square blocks.
 
-A tile holds many blocks of 16, seen by a reshape; two codes are packed in a byte along each copy's last dim. Columnwise
-copies of one-row blocks are made of chunks (kernels_chunks.py).
+A tile contains many blocks of 16, as a reshaped view; two codes are packed in a byte along the last dim of each copy.
+Columnwise copies with one-row blocks are computed from chunks (kernels_chunks.py).
 """
 
 import torch
@@ -20,9 +20,9 @@ from torchao_blockwise.ops.quantization.kernels_chunks import ANY, block_words, 
 
 _BLOCK = tl.constexpr(16)
 _BITS = tl.constexpr(8)
-# (tile rows, tile columns, warps, warps where rows of K elements do not start on 16 bytes), as in kernels_triton.py;
-# (rows, columns, warps) of rowwise blocks that are rounded by random bits. Threads read 16 bytes of these at a time: a
-# block is two threads', and both compute what is the block's.
+# (tile rows, tile columns, warps, warps if rows of K elements do not start at multiples of 16 bytes), as in
+# kernels_triton.py; (rows, columns, warps) of rowwise blocks that are rounded stochastically. Threads read 16 bytes at
+# a time, so two threads share a block, and both compute its scale.
 _NVFP4_TILE = (32, 128, 2, 4)
 _ROWWISE_TILE = (32, 128, 4)
 
@@ -182,7 +182,7 @@ def write_nvfp4(
     key: torch.Tensor | None,
     place: Place,
 ) -> None:
-    """Write these copies of `x` [.., M, K], the columnwise one padded. blocks: of tokens in groups, their table."""
+    """Write these copies of `x` [.., M, K], the columnwise one padded. blocks: the table of groups, or None."""
     rowwise, columnwise = copies
     if not options.fmt.is_square:
         if columnwise:
