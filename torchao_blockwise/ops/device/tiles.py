@@ -1,5 +1,7 @@
 """Tiles of values in kernels: locating, loading and storing them, and their rowwise FP8 copies."""
 
+import functools
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,20 +17,25 @@ from torchao_blockwise.ops.device.scales import fp8_vector_scales
 _PLAIN, _ROWWISE = (16, 4), (32, 4)
 
 
+@dataclass(frozen=True, eq=False)
+class Build:
+    """The constants of a kernel that stores the rowwise copy, or plain values."""
+
+    rows: int  # of a tile
+    block: int
+    element_max: float
+    min_amax: float
+    power_of_2: bool
+    rowwise: bool
+
+
+@functools.cache
 def options_of(fmt: BlockFormat, rowwise: bool, power_of_2_scales: bool) -> dict[str, Any]:
-    """Return constants and options of a kernel that stores the rowwise copy, or plain values."""
+    """Return the build of a kernel, and options of its launch. There is one object for each build."""
     rows, warps = _ROWWISE if rowwise else _PLAIN
-    return {
-        "ROWS": rows,
-        "BLOCK": fmt.block[1],
-        "ELEMENT_MAX": fmt.element.max,
-        "MIN_AMAX": fmt.min_amax,
-        "POWER_OF_2": power_of_2_scales,
-        "ROWWISE": rowwise,
-        "num_warps": warps,
-        # An operation that shows two roundings must not become one FMA with one.
-        "enable_fp_fusion": False,
-    }
+    build = Build(rows, fmt.block[1], fmt.element.max, fmt.min_amax, power_of_2_scales, rowwise)
+    # An FMA would round once where a formula has two roundings.
+    return {"B": build, "num_warps": warps, "enable_fp_fusion": False}
 
 
 def matrices_of(x: torch.Tensor) -> tuple[torch.Tensor, int, tuple[int, ...]]:
@@ -74,7 +81,7 @@ def store_tile(ptr, values, offs_row, offs_column, rows, columns, batch=0):
 
 @triton.jit
 def store_rowwise(
-    y,  # [ROWS, BLOCK] fp32, zero outside of the matrix
+    y,  # [rows, block] fp32, zero outside of the matrix
     q_ptr,  # [M, K] e4m3 bytes
     s_ptr,  # [K/BLOCK, M] f32
     tile_k,
@@ -82,13 +89,11 @@ def store_rowwise(
     offs_k,
     M,
     K,
-    ELEMENT_MAX: tl.constexpr,
-    MIN_AMAX: tl.constexpr,
-    POWER_OF_2: tl.constexpr,
+    B: tl.constexpr,  # a Build
     end_m=None,  # the end of the tile's rows; None for M
 ):
     """Quantize rows of a tile as `ops.quantize` does and store them."""
     end_m = M if end_m is None else end_m
-    encode, scale = fp8_vector_scales(tl.max(magnitude_bits(y), 1), ELEMENT_MAX, MIN_AMAX, POWER_OF_2)
-    store_tile(q_ptr, encode_e4m3(y * encode[:, None], ELEMENT_MAX), offs_m, offs_k, end_m, K)
+    encode, scale = fp8_vector_scales(tl.max(magnitude_bits(y), 1), B.element_max, B.min_amax, B.power_of_2)
+    store_tile(q_ptr, encode_e4m3(y * encode[:, None], B.element_max), offs_m, offs_k, end_m, K)
     tl.store(s_ptr + tile_k.to(tl.int64) * M + offs_m, scale, mask=offs_m < end_m)

@@ -127,22 +127,17 @@ def _norm_quantize_kernel(
     stride_xm,
     stride_xk,
     DTYPE: tl.constexpr,
-    ELEMENT_MAX: tl.constexpr,
-    MIN_AMAX: tl.constexpr,
-    POWER_OF_2: tl.constexpr,
-    ROWWISE: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    B: tl.constexpr,  # a Build
 ):
-    tiles_k = tl.cdiv(K, BLOCK)
+    tiles_k = tl.cdiv(K, B.block)
     tile_m, tile_k = tl.program_id(0) // tiles_k, tl.program_id(0) % tiles_k
-    offs_k = tile_k * BLOCK + tl.arange(0, BLOCK)
+    offs_k = tile_k * B.block + tl.arange(0, B.block)
     columns = offs_k < K
     if weight_ptr is not None:
         weight = to_f32(tl.load(weight_ptr + offs_k, mask=columns, other=0.0))
     if bias_ptr is not None:
         bias = to_f32(tl.load(bias_ptr + offs_k, mask=columns, other=0.0))
-    offs_m = tile_m * ROWS + tl.arange(0, ROWS)
+    offs_m = tile_m * B.rows + tl.arange(0, B.rows)
     rows = offs_m < M
     y = load_tile(x_ptr, offs_m, offs_k, M, K, stride_xm, stride_xk)
     if mean_ptr is not None:
@@ -154,8 +149,8 @@ def _norm_quantize_kernel(
         y += bias[None, :]
     # A bias, or a row of NaN, would reach blocks from outside the matrix.
     y = from_f32(tl.where(rows[:, None] & columns[None, :], y, 0.0), DTYPE)
-    if ROWWISE:
-        store_rowwise(to_f32(y), q_ptr, s_ptr, tile_k, offs_m, offs_k, M, K, ELEMENT_MAX, MIN_AMAX, POWER_OF_2)
+    if B.rowwise:
+        store_rowwise(to_f32(y), q_ptr, s_ptr, tile_k, offs_m, offs_k, M, K, B)
     else:
         store_tile(y_ptr, y, offs_m, offs_k, M, K)
 
@@ -205,23 +200,18 @@ def _swiglu_kernel(
     stride_gh,
     stride_um,
     stride_uh,
-    ELEMENT_MAX: tl.constexpr,
-    MIN_AMAX: tl.constexpr,
-    POWER_OF_2: tl.constexpr,
-    ROWWISE: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    B: tl.constexpr,  # a Build
 ):
-    tiles_h = tl.cdiv(H, BLOCK)
+    tiles_h = tl.cdiv(H, B.block)
     tile_m, tile_h = tl.program_id(0) // tiles_h, tl.program_id(0) % tiles_h
-    offs_h = tile_h * BLOCK + tl.arange(0, BLOCK)
-    first, live, end = locate_rows(blocks_ptr, tile_m, M, ROWS, False)
-    offs_m = first + tl.arange(0, ROWS)
+    offs_h = tile_h * B.block + tl.arange(0, B.block)
+    first, live, end = locate_rows(blocks_ptr, tile_m, M, B.rows, False)
+    offs_m = first + tl.arange(0, B.rows)
     gate = load_tile(gate_ptr, offs_m, offs_h, live, H, stride_gm, stride_gh)
     up = load_tile(up_ptr, offs_m, offs_h, live, H, stride_um, stride_uh)
     h = from_f32(silu_times(gate, up), gate_ptr.dtype.element_ty)
-    if ROWWISE:
-        store_rowwise(to_f32(h), q_ptr, s_ptr, tile_h, offs_m, offs_h, M, H, ELEMENT_MAX, MIN_AMAX, POWER_OF_2, end)
+    if B.rowwise:
+        store_rowwise(to_f32(h), q_ptr, s_ptr, tile_h, offs_m, offs_h, M, H, B, end)
     else:
         store_tile(h_ptr, h, offs_m, offs_h, M, H)
 
@@ -244,45 +234,38 @@ def _swiglu_backward_kernel(
     stride_gh,
     stride_um,
     stride_uh,
-    WHOLE_BLOCKS: tl.constexpr,  # H is a multiple of BLOCK: no block of the gradient holds parts of both
-    ELEMENT_MAX: tl.constexpr,
-    MIN_AMAX: tl.constexpr,
-    POWER_OF_2: tl.constexpr,
-    ROWWISE: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    WHOLE_BLOCKS: tl.constexpr,  # H is a multiple of a block: no block of the gradient holds parts of both
+    B: tl.constexpr,  # a Build
 ):
-    SPLIT: tl.constexpr = ROWWISE and not WHOLE_BLOCKS
+    SPLIT: tl.constexpr = B.rowwise and not WHOLE_BLOCKS
     dtype: tl.constexpr = gate_ptr.dtype.element_ty
     if SPLIT:
-        tiles_c = tl.cdiv(2 * H, BLOCK)
+        tiles_c = tl.cdiv(2 * H, B.block)
         tile_m, tile_c = tl.program_id(0) // tiles_c, tl.program_id(0) % tiles_c
-        offs_c = tile_c * BLOCK + tl.arange(0, BLOCK)
+        offs_c = tile_c * B.block + tl.arange(0, B.block)
         # Columns of the gradient from H on are those of `up`.
         of_up = ((offs_c >= H) & (offs_c < 2 * H))[None, :]
         offs_h = tl.where((offs_c >= H) & (offs_c < 2 * H), offs_c - H, offs_c)
     else:
         # Programs that read the same tiles are neighbors, so that the second reading comes from cache.
-        PARTS: tl.constexpr = 2 if ROWWISE else 1
-        tiles_h = tl.cdiv(H, BLOCK)
+        PARTS: tl.constexpr = 2 if B.rowwise else 1
+        tiles_h = tl.cdiv(H, B.block)
         part = tl.program_id(0) % PARTS
         tile_h = tl.program_id(0) // PARTS % tiles_h
         tile_m = tl.program_id(0) // PARTS // tiles_h
         tile_c = tile_h + part * tiles_h
-        offs_h = tile_h * BLOCK + tl.arange(0, BLOCK)
-        offs_c = tile_c * BLOCK + tl.arange(0, BLOCK)
+        offs_h = tile_h * B.block + tl.arange(0, B.block)
+        offs_c = tile_c * B.block + tl.arange(0, B.block)
         of_up = part == 1
-    first, live, end = locate_rows(blocks_ptr, tile_m, M, ROWS, False)
-    offs_m = first + tl.arange(0, ROWS)
+    first, live, end = locate_rows(blocks_ptr, tile_m, M, B.rows, False)
+    offs_m = first + tl.arange(0, B.rows)
     dh = load_tile(dh_ptr, offs_m, offs_h, live, H, stride_dm, stride_dh)
     gate = load_tile(gate_ptr, offs_m, offs_h, live, H, stride_gm, stride_gh)
     up = load_tile(up_ptr, offs_m, offs_h, live, H, stride_um, stride_uh)
     dgate, dup = swiglu_gradients(dh, gate, up)
-    if ROWWISE:
+    if B.rowwise:
         gradient = to_f32(from_f32(tl.where(of_up, dup, dgate), dtype))
-        store_rowwise(
-            gradient, q_ptr, s_ptr, tile_c, offs_m, offs_c, M, 2 * H, ELEMENT_MAX, MIN_AMAX, POWER_OF_2, end
-        )  # fmt: skip
+        store_rowwise(gradient, q_ptr, s_ptr, tile_c, offs_m, offs_c, M, 2 * H, B, end)
     else:
         store_tile(dgate_ptr, from_f32(dgate, dtype), offs_m, offs_h, M, H)
         store_tile(dup_ptr, from_f32(dup, dtype), offs_m, offs_h, M, H)
@@ -297,7 +280,7 @@ def _launch(kernel, inputs, arguments, rowwise: bool, power_of_2_scales=False, w
     if M == 0 or K == 0:
         return
     options = options_of(FP8_1X128, rowwise, power_of_2_scales)
-    tiles = ceil_div(M, options["ROWS"]) * ceil_div(width or K, options["BLOCK"])
+    tiles = ceil_div(M, options["B"].rows) * ceil_div(width or K, options["B"].block)
     strides = [stride for x in inputs for stride in x.stride()]
     launch(kernel, tiles, *inputs, *arguments, M, K, *strides, **flags, **options)
 
