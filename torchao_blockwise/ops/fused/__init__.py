@@ -2,7 +2,7 @@
 
 The activation is never stored in high precision. The result is bitwise identical to that of two separate operations.
 Two operations do run for formats with a tensor scale (NVFP4), which need the whole tensor before any block can be
-quantized, and for rowwise copies in 128×128 blocks, for which there is no kernel. Not differentiable.
+quantized, and for rowwise copies in 128×128 blocks, which kernels do not support. Not differentiable.
 
 Source: DeepSeek-V3 report (arXiv 2412.19437), §3.3 and §5 (fusing the cast with the layer before).
 """
@@ -24,7 +24,7 @@ from torchao_blockwise.ops.quantization import quantize_by
 from torchao_blockwise.ops.quantization.reference import quantize as quantize_by_reference
 from torchao_blockwise.ops.registry import OPTIONS, Operation, groups
 
-# Bytes of payload that a store of a kernel writes.
+# Bytes of payload that a kernel stores at a time.
 _ALIGNMENT = 16
 
 

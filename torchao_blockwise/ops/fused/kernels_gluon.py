@@ -2,11 +2,11 @@
 
     norm        x tile, given the statistics ─▶ y ─▶ its copies
     forward     gate, up tile ─▶ h ─▶ its copies
-    backward    dh, gate, up tile ─▶ dgate ─▶ its copies      from one read; h's columns are those of dgate, and of dup
-                                  └▶ dup   ─▶ its copies      as many columns on
+    backward    dh, gate, up tile ─▶ dgate ─▶ its copies      from one read; columns of dup come H columns after
+                                  └▶ dup   ─▶ its copies      those of dgate
 
-Where H is not a multiple of a block, a block of the merged gradient [M, 2H] holds parts of both; there a program takes
-a tile of it and computes what it needs, so that each input is read twice.
+If H is not a multiple of a block, one block of the merged gradient [M, 2H] contains parts of both. Then a program
+computes one tile of this gradient, so that each input is read twice.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from torchao_blockwise.ops.device.groups import locate_rows
 from torchao_blockwise.ops.fused import Norm
 from torchao_blockwise.ops.fused.kernels_triton import silu_times, swiglu_gradients
 
-# (parts of a tile, warps) of a program, of a norm, of SwiGLU and of its gradients; measured on an H200.
+# (parts of a tile, warps) of a norm, of SwiGLU and of its gradients; measured on an H200.
 NORM, FORWARD, BACKWARD = (1, 8), (2, 4), (2, 16)
 
 
 @gluon.jit
 def _pair(ptr, word, K):
-    """fp32 of a vector's elements of each word, those of the low halves and those of the high."""
+    """Elements of a vector that belong to the low and to the high half of each word, in fp32."""
     inside = word < K // 2
     low = gl.load(ptr + 2 * word, mask=inside, other=0.0).to(gl.float32)
     return low[None, :], gl.load(ptr + 2 * word + 1, mask=inside, other=0.0).to(gl.float32)[None, :]
@@ -84,7 +84,7 @@ def _norm_quantize_kernel(
         if bias_ptr is not None:
             low_bias, high_bias = _pair(bias_ptr, word, K)
             low, high = low + low_bias, high + high_bias
-        # A bias, or a row of NaN, would reach blocks from outside the matrix.
+        # Otherwise, a bias or NaN would affect blocks from outside of the matrix.
         y = gl.where(inside, joined(low, high, B.dtype), 0)
         tile.slice(part * WORDS, WORDS, 1).store(y)
     barrier()
@@ -92,7 +92,7 @@ def _norm_quantize_kernel(
 
 
 def norm_quantize(norm: Norm, options: CastOptions) -> Copies:
-    """Arguments and result as in the op, bit for bit, within what `why_no_tiles` admits."""
+    """Arguments and result as in the op, if `why_no_tiles` returns None."""
     x, vectors = norm.x, (norm.mean, norm.rstd, norm.weight, norm.bias)
     parts, warps = NORM
     build = build_of(options, norm.dtype, options.fmt.block[1], warps, parts, x.dtype)
@@ -197,7 +197,7 @@ def _swiglu_backward_kernel(
 
 
 def swiglu_quantize(gate: torch.Tensor, up: torch.Tensor, options: CastOptions, groups: Groups | None) -> Copies:
-    """Arguments and result as in the op, bit for bit, within what `why_no_tiles` admits."""
+    """Arguments and result as in the op, if `why_no_tiles` returns None."""
     parts, warps = FORWARD
     build = build_of(options, gate.dtype, options.fmt.block[1], warps, parts)
     return make_copies(_swiglu_kernel, (gate, up), gate.shape, options, groups, build, enable_fp_fusion=False)
@@ -206,7 +206,7 @@ def swiglu_quantize(gate: torch.Tensor, up: torch.Tensor, options: CastOptions, 
 def swiglu_backward_quantize(
     dh: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, options: CastOptions, groups: Groups | None
 ) -> Copies:
-    """Arguments and result as in the op, bit for bit, within what `why_no_tiles` admits."""
+    """Arguments and result as in the op, if `why_no_tiles` returns None."""
     (M, H), block, (parts, warps) = gate.shape, options.fmt.block[1], BACKWARD
     # A block of dgate and one of dup, or one of the merged gradient.
     build = build_of(options, gate.dtype, block if H % block else 2 * block, warps, parts)
