@@ -10,7 +10,7 @@ copies with blocks along tokens, each group starts a block; `padded_tokens` is t
 from __future__ import annotations
 
 import itertools
-from typing import Any
+from typing import overload
 
 import torch
 
@@ -19,7 +19,11 @@ from torchao_blockwise.formats import BlockFormat, Groups
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
-def as_groups(groups: Groups | torch.Tensor | None) -> Any:
+@overload
+def as_groups(groups: Groups | torch.Tensor) -> Groups: ...
+@overload
+def as_groups(groups: Groups | torch.Tensor | None) -> Groups | None: ...
+def as_groups(groups: Groups | torch.Tensor | None) -> Groups | None:
     """Return `groups`, which may be only the ends, as `Groups`."""
     return Groups(groups) if isinstance(groups, torch.Tensor) else groups
 
