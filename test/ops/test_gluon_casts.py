@@ -179,6 +179,13 @@ def test_reasons(machine):
     assert why_no_tiles(BOTH, torch.zeros(16, 16)) == "Triton's interpreter does not support Gluon"
 
 
+def test_equal_constants_are_one_build():
+    """Otherwise a layer's input and its gradient would each have a build."""
+    other = BOTH._replace(padded=True, columnwise_format_name=FP8_1X128.name)
+    builds = (gluon_tiles.build_of(options, torch.bfloat16, 128, 4) for options in (BOTH, other))
+    assert len(set(builds)) == 1
+
+
 # --- on a GPU ---------------------------------------------------------------------------------------------------------
 
 gpu_shapes = pytest.mark.parametrize(

@@ -220,7 +220,7 @@ def store_copies(
 
 @dataclass(frozen=True, eq=False)
 class Build:
-    """The constants of a kernel. `build_of` returns one object for each build: launches tell them apart by identity."""
+    """The constants of a kernel. Launches tell builds apart by identity, so there is one object for equal constants."""
 
     dtype: gl.dtype  # of the matrix, before it is quantized
     columns: int  # of the matrix that a program computes
@@ -239,6 +239,9 @@ class Build:
         return min(self.columns, self.block)
 
 
+_build = functools.cache(Build)
+
+
 @functools.cache
 def build_of(
     options: CastOptions,
@@ -251,7 +254,7 @@ def build_of(
     """Return the build for a matrix of `dtype`, by default also the dtype of the inputs."""
     fmt, dtypes = options.fmt, (DTYPES[dtype], DTYPES[x_dtype or dtype])
     scales = fmt.block[1], fmt.element.max, fmt.min_amax, options.power_of_2_scales, options.columnwise_format.is_square
-    return Build(dtypes[0], columns, warps, parts, dtypes[1], *scales)
+    return _build(dtypes[0], columns, warps, parts, dtypes[1], *scales)
 
 
 def make_copies(
