@@ -68,11 +68,8 @@ class Machine:
 
         Triton's kernels run where they ran before. `launches_of_tiles` sees that nothing is really launched.
         """
-        from torchao_blockwise.ops.device import gluon_tiles
-
-        for module in (operands, gluon_tiles):
-            self.patch.setattr(module, "compute_capability", lambda device: capability)
-        self.patch.setattr(gluon_tiles, "interpreting", lambda: interprets)
+        self.patch.setattr(operands, "compute_capability", lambda device: capability)
+        self.patch.setattr(operands, "interpreting", lambda: interprets)
 
     def multiplies_by(self, scaled_mm) -> None:
         """cuBLASLt's product with block scales, which CPUs do not have, is this function."""

@@ -137,8 +137,8 @@ def _triton_cases() -> dict:
 
 
 def _gluon_cases() -> dict:
-    from torchao_blockwise.ops.device import gluon_tiles
     from torchao_blockwise.ops.fused import kernels_gluon as fused
+    from torchao_blockwise.ops.operands import why_no_tile
     from torchao_blockwise.ops.quantization import kernels_gluon as gluon
 
     cases = {}
@@ -149,7 +149,7 @@ def _gluon_cases() -> dict:
         y: the matrix that it quantizes.
         """
         ends = Groups(torch.tensor([0, 37, 36, len(y) - 23], dtype=torch.int32))
-        assert gluon_tiles.why_not_this(y) is None
+        assert why_no_tile(y) is None
 
         def run(rowwise, groups):
             for (module, constant), value in tiles.items():

@@ -14,6 +14,7 @@ from quantize_cases import assert_same
 from torchao_blockwise import ops
 from torchao_blockwise.formats import FP8_1X128, CastOptions
 from torchao_blockwise.ops.groups.ends import as_groups
+from torchao_blockwise.ops.operands import why_no_tiles
 from torchao_blockwise.testing import random_tensor, shape_id
 
 pytest.importorskip("triton")
@@ -23,6 +24,7 @@ from torchao_blockwise.ops.fused import kernels_gluon
 from torchao_blockwise.ops.quantization import kernels_gluon as quantization
 
 EPS = 1e-5
+BOTH = CastOptions(FP8_1X128, columnwise=True)
 SQUARES = MappingProxyType({"columnwise_format_name": "fp8_128x128"})
 OPS = ("quantize", "norm_quantize", "swiglu_quantize", "swiglu_backward_quantize")
 SWIGLU = OPS[2:]
@@ -116,10 +118,10 @@ def test_is_taken(op, change, options, taken, device):
     is_square, is_rowwise = "columnwise_format_name" in options, options.get("rowwise", True)
     of_matrix = quantization.BOTH if is_rowwise or is_square else quantization.COLUMNWISE
     build = dict(zip(OPS, (of_matrix, kernels_gluon.NORM, kernels_gluon.FORWARD, kernels_gluon.BACKWARD)))[op]
-    assert (launch.options["COLUMNS" if op == "quantize" else "PARTS"], launch.options["num_warps"]) == build
-    assert launch.options["DTYPE"] is gluon_tiles.DTYPES[options.get("dtype", dh.dtype)]
-    assert launch.options["POWER_OF_2"] == options.get("power_of_2_scales", False)
-    assert launch.options["SQUARE"] == is_square
+    B = launch.options["B"]
+    assert (B.columns if op == "quantize" else B.parts, launch.options["num_warps"]) == (build[0], B.warps) == build
+    assert B.dtype is gluon_tiles.DTYPES[options.get("dtype", dh.dtype)]
+    assert (B.power_of_2, B.square) == (options.get("power_of_2_scales", False), is_square)
     # Two roundings never become one; a matrix is only scaled.
     assert launch.options.get("enable_fp_fusion", op == "quantize") is (op == "quantize")
     others = [t for t in launch.tensors[len(read) :] if t is not None]
@@ -154,10 +156,10 @@ def test_is_not_taken_for_others(op, change, options, taken, device):
 
 
 REASONS = {
-    "the kernel supports only 16-bit dtypes, got torch.float32": (torch.zeros(16, 16),),
-    "the kernel takes one matrix, got shape [2, 16, 16]": (torch.zeros(2, 16, 16).half(),),
+    "the kernels support only 16-bit dtypes, got torch.float32": (torch.zeros(16, 16),),
+    "the kernels take one matrix, got shape [2, 16, 16]": (torch.zeros(2, 16, 16).half(),),
     "got shape [16, 24]": (torch.zeros(16, 24).half(),),
-    "the kernel takes inputs of one dtype, got torch.float16 and torch.bfloat16": (
+    "the kernels take inputs of one dtype, got torch.float16 and torch.bfloat16": (
         torch.zeros(16, 16).half(), torch.zeros(16, 16).bfloat16(),
     ),
 }  # fmt: skip
@@ -166,15 +168,22 @@ REASONS = {
 def test_reasons(machine):
     machine.runs_gluon((9, 0))
     for reason, inputs in REASONS.items():
-        assert reason in gluon_tiles.why_not(*inputs)
+        assert reason in why_no_tiles(BOTH, *inputs)
     with pytest.raises(
         ValueError, match="gluon cannot run: the kernels always compute the columnwise copy, but it is not requested"
     ):
         call("quantize", *inputs_of(16, 32), columnwise=False, backend="gluon")
     machine.runs_gluon((8, 9))
-    assert gluon_tiles.why_not(torch.zeros(16, 16)) == "the kernel needs sm_90 or newer, got sm_89"
+    assert why_no_tiles(BOTH, torch.zeros(16, 16)) == "the kernels need sm_90 or newer, got cpu"
     machine.runs_gluon((9, 0), interprets=True)
-    assert gluon_tiles.why_not(torch.zeros(16, 16)) == "Triton's interpreter does not support Gluon"
+    assert why_no_tiles(BOTH, torch.zeros(16, 16)) == "Triton's interpreter does not support Gluon"
+
+
+def test_equal_constants_are_one_build():
+    """Otherwise a layer's input and its gradient would each have a build."""
+    other = BOTH._replace(padded=True, columnwise_format_name=FP8_1X128.name)
+    builds = (gluon_tiles.build_of(options, torch.bfloat16, 128, 4) for options in (BOTH, other))
+    assert len(set(builds)) == 1
 
 
 # --- on a GPU ---------------------------------------------------------------------------------------------------------
@@ -199,7 +208,7 @@ def special_inputs(rows, width, dtype):
 @pytest.fixture
 def launched(machine):
     """Launches of Gluon kernels, which do happen."""
-    reason = gluon_tiles.why_not(torch.zeros(16, 16, dtype=torch.bfloat16, device="cuda"))
+    reason = why_no_tiles(BOTH, torch.zeros(16, 16, dtype=torch.bfloat16, device="cuda"))
     if reason is not None:
         pytest.skip(reason)
     return machine.launches_of(gluon_tiles)

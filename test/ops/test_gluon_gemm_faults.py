@@ -65,8 +65,8 @@ FAULTS = {
     # Seen on an H200: rows scaled by what a later block brought.
     "a stage is freed before its scales have come": (
         PLAIN,
-        "            free_stage_after(a_scale, 2, stage, zero)\n            # Here",
-        "            free_stage(stage)\n            # Here",
+        "            free_stage_after(a_scale, 2, stage, zero)\n            # Waiting here",
+        "            free_stage(stage)\n            # Waiting here",
     ),
     "the producer does not wait": (
         PLAIN, "            wait_for_stage(stage, phase)\n            bar", "            bar"
@@ -97,8 +97,8 @@ FAULTS = {
     "columns behind the output are written": (PLAIN, "mask = own[:, None] & (columns < N)[None, :]", "mask = None"),
     "a wave is staged before a copy that left later": (
         WHOLE,
-        '        if B.copy_out and B.along == "m":\n            # All copies',
-        "        if False:\n            # All copies",
+        '        if B.copy_out and B.along == "m":\n            # Wait for all copies',
+        "        if False:\n            # Wait for all copies",
     ),
     "waves are staged in one place": (
         WHOLE, "out_ring.index(CONSUMER * B.waves + 1)", "out_ring.index(CONSUMER * B.waves)"

@@ -33,7 +33,7 @@ from torchao_blockwise.nn.converted import (
     restore_class,
     why_no_class,
 )
-from torchao_blockwise.nn.grouped_layer import take_products_of_others
+from torchao_blockwise.nn.grouped_layer import take_grouped_gemms
 from torchao_blockwise.tensors import (
     BlockwiseFP8Tensor,
     BlockwiseFP8TrainingConfig,
@@ -193,7 +193,8 @@ def convert_module(module: nn.Module, config: TrainingConfig, *, parameter_name:
     for fqn in reasons:
         target = model.get_submodule(fqn)
         if not isinstance(target, nn.Linear):
-            take_products_of_others()
+            # Otherwise transformers, whose operation serves compiled float32 weights, computes in high precision.
+            take_grouped_gemms(_compat.grouped_products_of_others())
         for name, weight in weights_of(target, parameter_name).items():
             assert weight is not None, "checked before"
             if not _trains_by(weight, config):

@@ -92,22 +92,12 @@ def _stored(weight: torch.Tensor) -> torch.Tensor:
     return weight.weight if isinstance(weight, TransposedWeight) else weight
 
 
-def _take(functions: list[Any]) -> None:
-    """Let the grouped GEMM functions of other libraries call `grouped_linear` for converted weights."""
+def take_grouped_gemms(functions: list[Any]) -> None:
+    """Let these functions, which have the arguments of `F.grouped_mm`, call `grouped_linear` for converted weights."""
     for kind in (*WEIGHTS, TransposedWeight):
-        kind.implements_torch_function(functions)(_grouped_mm_function)
-
-
-def take_products_of_others() -> None:
-    """Let grouped GEMMs of imported libraries call `grouped_linear`; called when experts are converted.
-
-    Otherwise transformers, whose custom operation serves compiled float32 weights, would compute in high precision.
-    """
-    _take(_compat.grouped_products_of_others())
-
-
-def _grouped_mm_function(func: Any, types: Any, args: Any, kwargs: Any) -> torch.Tensor:
-    return _grouped_mm(*args, **(kwargs or {}))
+        kind.implements_torch_function(functions)(
+            lambda func, types, args, kwargs: _grouped_mm(*args, **(kwargs or {}))
+        )
 
 
 def _grouped_mm(
@@ -134,4 +124,4 @@ def _grouped_mm(
     return _grouped_linear(input, mat2, offs, isinstance(mat2, TransposedWeight), out_dtype)
 
 
-_take([_compat.grouped_mm])
+take_grouped_gemms([_compat.grouped_mm])

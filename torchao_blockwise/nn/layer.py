@@ -259,18 +259,17 @@ def local_linear(
 @BlockwiseFP8Tensor.implements_torch_function(F.linear)
 @NVFP4Tensor.implements_torch_function(F.linear)
 def _linear_function(func: Any, types: Any, args: Any, kwargs: Any) -> torch.Tensor:
-    """Run `linear` for `F.linear`; raise for a quantized input."""
-    x, weight, bias = _by_names_of_torch(*args, **(kwargs or {}))
+    return _f_linear(*args, **(kwargs or {}))
+
+
+def _f_linear(input: torch.Tensor, weight: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """Run `linear` for `F.linear`, whose names of arguments these are; raise for a quantized input."""
     if not isinstance(weight, WEIGHTS):
         raise TypeError(
-            f"linear: x must be a plain tensor, got a {type(x).__name__} with a plain weight; only a weight can be a "
-            "quantized tensor"
+            f"linear: x must be a plain tensor, got a {type(input).__name__} with a plain weight; only a weight can be "
+            "a quantized tensor"
         )
-    return local_linear(x, weight, bias, weight)
-
-
-def _by_names_of_torch(input: Any, weight: Any, bias: torch.Tensor | None = None) -> tuple[Any, Any, Any]:
-    return input, weight, bias
+    return local_linear(input, weight, bias, weight)
 
 
 # --- steps that all layers share --------------------------------------------------------------------------------------

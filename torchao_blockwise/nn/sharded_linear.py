@@ -42,8 +42,6 @@ def sharded_linear(linear: Callable[..., Any], x: DTensor, weight: Any, bias: DT
     are split.
     Raises TypeError for operands that are not all DTensors, ValueError for placements or shards that cut blocks.
     """
-    from torch.distributed.tensor import DTensor
-
     _check(x, weight, bias)
     mesh = weight.device_mesh
     plan = [_Plan.of(*placements, x.dim()) for placements in zip(x.placements, weight.placements)]
@@ -57,15 +55,16 @@ def sharded_linear(linear: Callable[..., Any], x: DTensor, weight: Any, bias: DT
         bias = bias if tuple(wanted) == tuple(bias.placements) else bias.redistribute(placements=wanted)
         local_bias = bias.to_local(grad_placements=tuple(step.grad_bias for step in plan))
         summands = [rank for rank, step in zip(mesh.get_coordinate(), plan) if step.output.is_partial()]
-        # Only the first summand includes the bias.
-        local_bias = _Summand.apply(local_bias, not any(summands)) if summands else local_bias
+        if any(summands):
+            # Only the first summand includes the bias. For the others it is zero, with the same gradient.
+            local_bias = local_bias - local_bias.detach()
     shape = torch.Size([*x.shape[:-1], weight.shape[0]])
     local_x = x.to_local(grad_placements=tuple(step.grad_x for step in plan))
     # Compilers know the config of a weight that is an input, but not of one that a function returns.
     like, placements = _compat.local_of(weight), [step.output for step in plan]
     places = places_of(shape, mesh, placements) if config_of(like).stochastic_rounding else None
     out = linear(local_x, local_weight, local_bias, like, _amax_groups(weight, plan), places)
-    return DTensor.from_local(out, mesh, placements, run_check=False, shape=shape, stride=_strides(shape))
+    return _dtensor(out, mesh, placements, shape)
 
 
 def _why_shards_cut_blocks(weight: Any) -> str | None:
@@ -75,21 +74,13 @@ def _why_shards_cut_blocks(weight: Any) -> str | None:
         size, ranks = weight.shape[dim], 1
         for i, placement in enumerate(weight.placements):
             ranks *= weight.device_mesh.size(i) if placement.is_shard(dim) else 1
-        if not _fits(size, ranks, block[dim]):
-            fitting = [str(n) for n in range(1, size // block[dim] + 1) if _fits(size, n, block[dim])] or ["1"]
+        if ranks > 1 and -(-size // ranks) % block[dim]:
+            fitting = [str(n) for n in range(2, size // block[dim] + 1) if -(-size // n) % block[dim] == 0]
             return (
-                f"{size} {what} over {ranks} ranks give {_per_rank(size, ranks)}, which cuts a block of {block[dim]}; "
-                f"use {' or '.join(fitting)} ranks, or exclude the layer (filter_fn)"
+                f"{size} {what} over {ranks} ranks give {-(-size // ranks)}, which cuts a block of {block[dim]}; "
+                f"use {' or '.join(['1', *fitting])} ranks, or exclude the layer (filter_fn)"
             )
     return None
-
-
-def _per_rank(size: int, ranks: int) -> int:
-    return (size + ranks - 1) // ranks
-
-
-def _fits(size: int, ranks: int, block: int) -> bool:
-    return ranks == 1 or _per_rank(size, ranks) % block == 0
 
 
 def _format_of(weight: Any) -> BlockFormat:
@@ -150,7 +141,6 @@ class _Plan(NamedTuple):
 def _amax_groups(weight: Any, plan: list[_Plan]) -> AmaxGroups:
     if not _format_of(_compat.local_of(weight)).has_global_scale:
         return WHOLE
-
     mesh, placements = weight.device_mesh, ([p.x for p in plan], weight.placements, [p.output for p in plan])
     return AmaxGroups(*(_groups(mesh, of_tensor) for of_tensor in placements))
 
@@ -159,8 +149,12 @@ def _groups(mesh: DeviceMesh, placements: Sequence[Placement | None]) -> str:
     return group_names([mesh.get_group(i) for i, p in enumerate(placements) if p is not None and p.is_shard()])
 
 
-def _strides(shape: torch.Size) -> tuple[int, ...]:
-    return torch.empty(shape, device="meta").stride()
+def _dtensor(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Size) -> DTensor:
+    """Return the contiguous DTensor of this shape with these local parts."""
+    from torch.distributed.tensor import DTensor
+
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 class _LocalWeight(torch.autograd.Function):
@@ -175,17 +169,8 @@ class _LocalWeight(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        from torch.distributed.tensor import DTensor
-
         (weight,) = ctx.saved_tensors
-        return DTensor.from_local(
-            grad,
-            weight.device_mesh,
-            ctx.grad_placements,
-            run_check=False,
-            shape=weight.shape,
-            stride=_strides(weight.shape),
-        ), None
+        return _dtensor(grad, weight.device_mesh, ctx.grad_placements, weight.shape), None
 
 
 def own_part(weight: Any) -> tuple[torch.Tensor, str]:
@@ -200,18 +185,6 @@ def own_part(weight: Any) -> tuple[torch.Tensor, str]:
     apart = weight.dim() - 2 if config is not None and config.scale_per_expert else 0
     placements = [None if any(p.is_shard(dim) for dim in range(apart)) else p for p in weight.placements]
     return _LocalWeight.apply(weight, weight.placements), _groups(weight.device_mesh, placements)
-
-
-class _Summand(torch.autograd.Function):
-    """The bias on the one rank that adds it to the sum, zeros on the others; its gradient is the same on all ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, bias: torch.Tensor, brings_it: bool) -> torch.Tensor:
-        return bias.clone() if brings_it else torch.zeros_like(bias)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        return grad, None
 
 
 # --- random bits of shards --------------------------------------------------------------------------------------------

@@ -227,16 +227,14 @@ def ranked(table: Sequence[Implementation], preferred: Backend | None) -> Sequen
     return sorted(table, key=lambda row: row.backend is not preferred)
 
 
-def why_no_kernels(*args: Any) -> str | None:
+def why_no_kernels(*args: Any, min_capability: tuple[int, int] = (8, 0)) -> str | None:
     """Return why Triton kernels cannot compute these arguments of an operation, or None if they can."""
     x = first_tensor(args)
-    return "there is nothing to compute" if x is None else why_no_triton(x.device)
+    return "there is nothing to compute" if x is None else why_no_triton(x.device, min_capability)
 
 
-def why_no_encoders(*args: Any) -> str | None:
-    """`why_no_kernels` for kernels that round to e4m3, for which GPUs below sm_89 have no hardware conversion."""
-    x = first_tensor(args)
-    return "there is nothing to compute" if x is None else why_no_triton(x.device, min_capability=(8, 9))
+# For kernels that round to e4m3: GPUs below sm_89 have no hardware conversion.
+why_no_encoders = functools.partial(why_no_kernels, min_capability=(8, 9))
 
 
 def first_tensor(x: Any) -> torch.Tensor | None:

@@ -1,14 +1,15 @@
-"""Launching Triton kernels: the first launch of a build through Triton, every later one straight to the build.
+"""Launch Triton kernels: the first launch of a build goes through Triton, all others directly to the build.
 
-Triton's own launcher binds, specializes and formats a key in Python on every call, and encodes descriptors. The host is
-what small layers wait for. A build is found again by what Triton specializes it on:
+In each call, Triton's own launcher binds and specializes arguments and formats a key in Python, and encodes
+descriptors. Small layers are limited by this host overhead. Here, a build is looked up by the properties that Triton
+specializes it on:
 
-    tensor      dtype; whether it starts on 16 bytes
-    integer     whether it is 1, a multiple of 16, and how many bits it needs
-    matrix      of tiles for the copy engine: dtype; the tile's shape and layout
-    option      its value: constexprs, num_warps, ..
+    tensor      dtype; whether its address is a multiple of 16 bytes
+    integer     whether it is 1 or a multiple of 16, and how many bits it needs
+    descriptor  of a matrix that TMA copies in tiles: dtype; shape and layout of the tiles
+    option      value: constexprs, num_warps, ..
 
-The key here is finer than Triton's where that is cheaper, so that two keys may lead to one build, never one to two.
+Where it is cheaper, this key is finer than Triton's: two keys may share a build, but one key never has two.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ if TYPE_CHECKING:
 # Builds differ by whether addresses and sizes are multiples of 16.
 _ALIGNMENT_MASK = 15
 
-# (options, kernel, device, arguments) -> what launches the build
+# (options, kernel, device, arguments) -> the launcher of the build
 _builds: dict[tuple[Any, ...], triton_launcher.Launcher | None] = {}
 
 
 class Tile:
-    """A tile of `shape` that lies in shared memory as Gluon's `layout` says. Told apart from others by identity."""
+    """A tile of `shape` with Gluon's `layout` in shared memory. Tiles are compared by identity."""
 
     __slots__ = ("layout", "shape")
 
@@ -40,30 +41,30 @@ class Tile:
         self.shape, self.layout = shape, layout
 
 
-# A tensor; or (x, dtype) for `x.view(dtype)`, which would take 0.5 µs; or, for a Gluon kernel, (matrix, Tile) for a
-# descriptor of what the copy engine (TMA) moves in tiles. That matrix is not empty, elements of a row lie side by side,
-# rows begin on 16 bytes.
+# A tensor; or (x, dtype) for `x.view(dtype)`, which would take 0.5 µs; or, for a Gluon kernel, (matrix, Tile) for the
+# descriptor of a matrix that TMA copies in tiles. The matrix must not be empty, the elements of a row must be adjacent,
+# and rows must start at multiples of 16 bytes.
 TensorArgument: TypeAlias = torch.Tensor | tuple[torch.Tensor, Tile | torch.dtype] | None
 
 
 def launch(kernel: JITFunction[Any], grid: int, *args: TensorArgument | int, **options: Any) -> None:
     """`kernel[(grid,)](*args, **options)` on the device of its tensors, on the current stream.
 
-    args: what the kernel takes at run time, in order; all constexprs come behind them.
-    options: its constexprs, and how it is built (num_warps, num_stages, ..).
+    args: the kernel's run-time arguments, in order; all constexprs come after them.
+    options: constexprs and build options (num_warps, num_stages, ..).
     """
     triton = triton_launcher.launching()
     if triton is None or triton.is_watched(kernel):
         _launch_by_triton(kernel, grid, args, options)
         return
     device = triton.current_device()
-    # What tells builds apart, and the arguments as a launcher takes them: addresses, which it need not ask of tensors.
+    # The key of the build, and the arguments of its launcher, with addresses instead of tensors.
     parts: list[Any] = [*options, *options.values(), kernel.fn, device]
     values: list[Any] = []
     for arg in args:
         x, form = arg if type(arg) is tuple else (arg, None)
         if x is None or type(x) is int:
-            # Whether it is 1, its lowest bits, and whether it needs more than 32.
+            # Whether it is 1, its lowest bits, and whether it needs more than 32 bits.
             parts.append(x if x is None or x == 1 else (x >> 31, x & _ALIGNMENT_MASK))
             values.append(x)
         elif not isinstance(x, torch.Tensor) or x.get_device() != device:
@@ -87,16 +88,16 @@ def launch(kernel: JITFunction[Any], grid: int, *args: TensorArgument | int, **o
 
 
 def ceil_div(x: int, length: int) -> int:
-    """⌈x / length⌉. On the host `triton.cdiv` takes 1.5 µs: it looks for constexprs first."""
+    """⌈x / length⌉. On the host, `triton.cdiv` takes 1.5 µs, because it first checks for constexprs."""
     return -(-x // length)
 
 
 def _strides(x: torch.Tensor) -> tuple[int, int]:
-    """Strides of the matrix `x` as the copy engine is told of them."""
+    """Return the strides of the matrix `x` for its TMA descriptor."""
     rows, columns = x.shape
     stride = x.stride(0)
     if rows == 1:
-        # Of a lone row it may be anything, and the copy engine wants whole 16 bytes.
+        # The stride of a single row is arbitrary, but TMA needs a multiple of 16 bytes.
         stride = ((columns * x.itemsize | _ALIGNMENT_MASK) + 1) // x.itemsize
     assert rows > 0 and columns > 0 and (columns == 1 or x.stride(1) == 1)
     assert (x.data_ptr() | stride * x.itemsize) & _ALIGNMENT_MASK == 0
@@ -104,7 +105,7 @@ def _strides(x: torch.Tensor) -> tuple[int, int]:
 
 
 def _in_form(x: torch.Tensor, form: Tile | torch.dtype) -> Any:
-    """What Triton itself takes for (x, form)."""
+    """Return the argument (x, form) in the form that Triton's own launcher takes."""
     if not isinstance(form, Tile):
         return x.view(form)
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-import importlib
 from collections.abc import Sequence
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -23,16 +20,9 @@ from torchao_blockwise.formats import (
     Groups,
     Operand,
 )
-from torchao_blockwise.ops.backend import compute_capability, why_no_compiler
+from torchao_blockwise.ops.backend import architecture, compute_capability, interpreting, why_no_compiler
 from torchao_blockwise.ops.groups.ends import padded_tokens
-from torchao_blockwise.ops.padding import padded_size, without_padding
-
-
-def without_grad(*tensors: torch.Tensor | None) -> list[torch.Tensor | None]:
-    """Detach tensors, because operations are not differentiable."""
-    if not torch.is_grad_enabled():
-        return list(tensors)
-    return [t.detach() if t is not None and t.requires_grad else t for t in tensors]
+from torchao_blockwise.ops.padding import ROW_BYTES, padded_size, without_padding
 
 
 def copies_of(tensors: Sequence[torch.Tensor], options: CastOptions, scale: torch.Tensor | None = None) -> Copies:
@@ -123,15 +113,31 @@ def why_no_tiles(options: CastOptions, *inputs: torch.Tensor) -> str | None:
         return "the kernels always compute the columnwise copy, but it is not requested"
     if options.fmt.name != FP8_1X128.name:
         return f"the kernels support only {FP8_1X128.name}, got {options.fmt.name}"
-    if compute_capability(inputs[0].device) == (0, 0):
-        return f"the kernels need a CUDA device, got {inputs[0].device.type}"
-    return why_no_compiler() or _gluon_tiles().why_not(*inputs)
+    device, dtype = inputs[0].device, inputs[0].dtype
+    if compute_capability(device) < (9, 0):
+        return f"the kernels need sm_90 or newer, got {architecture(device)}"
+    if interpreting():
+        return "Triton's interpreter does not support Gluon"
+    for x in inputs:
+        if (reason := why_no_tile(x)) is not None:
+            return reason
+        if x.dtype != dtype:
+            return f"the kernels take inputs of one dtype, got {dtype} and {x.dtype}"
+    return why_no_compiler()
 
 
-@functools.cache
-def _gluon_tiles() -> ModuleType:
-    # An import statement in each call would take 1 µs.
-    return importlib.import_module("torchao_blockwise.ops.device.gluon_tiles")
+def why_no_tile(x: torch.Tensor) -> str | None:
+    """`why_no_tiles` for one input, whatever the GPU."""
+    if x.dtype not in (torch.bfloat16, torch.float16):
+        return f"the kernels support only 16-bit dtypes, got {x.dtype}"
+    if x.dim() != 2:
+        return f"the kernels take one matrix, got shape {list(x.shape)}"
+    if x.shape[1] % ROW_BYTES or x.stride(0) % ROW_BYTES or x.stride(1) != 1 or x.data_ptr() % ROW_BYTES:
+        return (
+            f"the kernels need K, the stride of rows and the address to be multiples of {ROW_BYTES}, got shape "
+            f"{list(x.shape)}, strides {list(x.stride())}, address {x.data_ptr():#x}"
+        )
+    return None
 
 
 def pointers(copies: Copies) -> list[Any]:

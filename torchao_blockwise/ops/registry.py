@@ -1,4 +1,4 @@
-"""Operations of the package: `torch.library` definitions over flat tensors, each with a table of backends.
+"""Definitions of operations: a `torch.library` operation on flat tensors with a table of backends.
 
     matmul_op = Operation(
         f"matmul({operand('a')}, {operand('b')}, ScalarType out_dtype, Tensor? bias, str backend) -> Tensor",
@@ -8,8 +8,8 @@
     )
     out = matmul_op(a, b, torch.bfloat16, None, Backend.AUTO)
 
-PyTorch's dispatcher knows tensors, numbers and strings. `takes` says which of the schema's arguments belong to one
-value: they are the fields of that NamedTuple, in order. Formats and backends travel by name, as arguments `fmt`,
+PyTorch's dispatcher supports tensors, numbers and strings. `takes` lists which arguments of the schema belong to one
+value: they are the fields of that NamedTuple, in order. Formats and backends are passed by name, as arguments `fmt`,
 `backend` and `products_by`.
 """
 
@@ -41,16 +41,16 @@ PLACE = "SymInt operand, SymInt row, SymInt column, SymInt grid"
 
 
 def operand(name: str, tensor: str = "Tensor") -> str:
-    """The arguments of an `Operand`; tensor: "Tensor?" where it may be None."""
+    """The arguments of an `Operand`; tensor: "Tensor?" if it may be None."""
     return f"{tensor} {name}, {tensor} {name}_scale, Tensor? {name}_global, str {name}_format"
 
 
 def groups(tensor: str = "Tensor") -> str:
-    """The arguments of `Groups`; tensor: "Tensor?" where they may be None."""
+    """The arguments of `Groups`; tensor: "Tensor?" if they may be None."""
     return f"{tensor} groups_ends, Tensor? groups_tables"
 
 
-# Arguments that travel by name: (name of the value, value of the name).
+# Arguments that are passed by name: (value -> name, name -> value).
 _FORMAT = (lambda fmt: fmt.name, get_format)
 _BACKEND = (lambda backend: get_backend(backend).value, get_backend)
 _NAMED: dict[str, tuple[Callable[[Any], str], Callable[[str], Any]]] = {
@@ -67,26 +67,25 @@ _NOTHING: dict[Any, tuple[Any, ...]] = {Operand: (None, None, None, ""), Groups:
 
 @dataclass(eq=False)
 class Operation:
-    """An operation, called by position, with whole values.
+    """An operation; its arguments are values such as `Operand`, and positional.
 
-    Where something observes operations (a compiler, a mode, a profiler, a tensor subclass), it goes through PyTorch's
-    dispatcher.
+    If something intercepts operations (a compiler, a mode, a profiler, a tensor subclass), calls go through PyTorch's
+    dispatcher. Operations are not differentiable.
 
-    schema: as `torch.library` takes it; `str backend` last where the caller may name a backend. All functions below
-        take the same values without it.
-    table: its backends, best first for AUTO; below autograd, so that no operation is differentiable. Rows can be
-        added to it.
-    fake: allocates what the operation returns, for compilers and meta tensors; None where it writes in place.
-    takes: for each value in order a NamedTuple, or None for an argument as it is; by default all are as they are. An
+    schema: the schema for `torch.library`, with `str backend` last if the caller may name a backend. All functions
+        below take the same values without it.
+    table: the backends, in the order in which AUTO considers them. Rows can be added.
+    fake: returns uninitialized results, for compilers and meta tensors; None for an in-place operation.
+    takes: for each value, in order, its NamedTuple, or None for a plain argument; by default all are plain. An
         `Operand` or `Groups` may be None.
     preferred_backend: (values) -> a backend, or None; see `choose`.
-    check: (values) -> raises; for what can be checked only where there are values. Fakes are checked too.
-    flops: (values) -> floating point operations of its GEMMs, from shapes, for `FlopCounterMode`, which does not see
-        what other operations do inside.
-    called: the name in messages, where it is not the operation's.
+    check: (values) -> raises. It runs in the operation and for fakes, so it can also check values of tensors.
+    flops: (values) -> the floating point operations of GEMMs, from shapes, for `FlopCounterMode`, which does not see
+        what happens inside operations.
+    called: the name in messages, if it differs from the operation's.
 
-    Rows and fakes may return an `Operand` (as qdata, scale), `Copies` (as a list of these), or a list with None, which
-    is left out. Rows of what writes in place return None.
+    Rows and fakes may return an `Operand` (returned as qdata, scale), `Copies` (as a list of these), or a list, from
+    which None is removed. Rows of in-place operations return None.
     """
 
     schema: str
@@ -111,7 +110,7 @@ class Operation:
         takes = (None,) * len(names) if self.takes is None else (*self.takes, *[None] * self._takes_backend)
         ends = list(itertools.accumulate(1 if value is None else len(value._fields) for value in takes))
         assert ends[-1] == len(names), f"{self.name} takes values of {ends[-1]} arguments, its schema has {len(names)}"
-        # (NamedTuple that arguments start to stop are the fields of, or None for an argument as it is, start, stop).
+        # (NamedTuple with the fields start .. stop of the arguments, or None for a plain argument, start, stop).
         self._slots = list(zip(takes, [0, *ends], ends))
         self._returns_list = self.schema.endswith("Tensor[]")
         _library.impl(defined, self.dispatched, "CompositeExplicitAutograd")
@@ -120,11 +119,15 @@ class Operation:
             register_flop_formula(packet, get_raw=True)(self._count)
 
     def __call__(self, *args: Any, dispatched: bool = False) -> Any:
-        """The operation on whole values; of several tensors a list or tuple.
+        """Run the operation on these values; return a tensor, or a list or tuple of several.
 
-        Where nothing observes operations, PyTorch's dispatcher is left out, which takes longer than the rest of a call.
-        dispatched: whether it has been there.
+        If nothing intercepts operations, skip PyTorch's dispatcher, which takes longer than the rest of a call.
+        dispatched: whether the dispatcher makes this call.
         """
+        if torch.is_grad_enabled() and not dispatched:
+            # Operations are not differentiable.
+            with torch.no_grad():
+                return self(*args)
         if not dispatched and modes.is_intercepted(args):
             return self.overload(*self._parts_of(args))
         *values, backend = args if self._takes_backend else (*args, Backend.AUTO)
@@ -137,7 +140,7 @@ class Operation:
         return result if isinstance(result, torch.Tensor) else self._flat(result)
 
     def _parts_of(self, values: Sequence[Any]) -> list[Any]:
-        """The arguments of the schema that stand for these values."""
+        """Return these values as arguments of the schema."""
         parts: list[Any] = []
         for value, (kind, _, _) in zip(values, self._slots, strict=True):
             if kind is None:
@@ -151,24 +154,24 @@ class Operation:
         return parts
 
     def _values_of(self, parts: Sequence[Any]) -> list[Any]:
-        """The values that have these parts."""
+        """Return the values that consist of these arguments of the schema."""
         flat = list(parts)
         for i, _, value_of in self._named:
             flat[i] = value_of(flat[i])
         values: list[Any] = []
         for value, start, stop in self._slots:
             part = flat[start]
-            # Straight to `tuple`: the class itself would go through Python.
+            # `tuple.__new__`, because the constructor of a NamedTuple runs Python code.
             values.append(part if value is None or part is None else tuple.__new__(value, flat[start:stop]))
         return values
 
     def _inputs_of(self, parts: Sequence[Any]) -> list[Any]:
-        """`_values_of`, without the backend: what rows and fakes take."""
+        """`_values_of` without the backend, the arguments of rows and fakes."""
         values = self._values_of(parts)
         return values[:-1] if self._takes_backend else values
 
     def _flat(self, result: Any) -> Any:
-        """Return the result of a row or a fake as the schema has it."""
+        """Return the result of a row or a fake in the form that the schema declares."""
         if type(result) is Copies:
             tensors: list[Any] = []
             for copy in result:
@@ -180,7 +183,7 @@ class Operation:
         return [x for x in result if x is not None] if self._returns_list else result
 
     def dispatched(self, *parts: Any) -> Any:
-        """The operation as PyTorch's dispatcher calls it, by the arguments of the schema."""
+        """Run the operation with the arguments of the schema; PyTorch's dispatcher calls it."""
         return self(*self._values_of(parts), dispatched=True)
 
     def _faked(self, *parts: Any) -> Any:
@@ -194,5 +197,5 @@ class Operation:
         return self.flops(*self._inputs_of(parts))
 
     def ranked(self, *values: Any) -> Sequence[Implementation]:
-        """The rows of the table in the order in which AUTO asks them for these values."""
+        """Return the rows of the table in the order in which AUTO considers them for these values."""
         return ranked(self.table, None if self.preferred_backend is None else self.preferred_backend(*values))

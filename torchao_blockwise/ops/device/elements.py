@@ -1,8 +1,8 @@
-"""Elements in Triton kernels: the bit codecs of e4m3 and e2m1, exact on GPUs and in Triton's interpreter alike.
+"""Elements in Triton kernels: encoding and decoding of e4m3 and e2m1, exact on GPUs and in Triton's interpreter.
 
-Payload crosses these helpers as bytes (e4m3) or as one code a byte (e2m1). The interpreter keeps bfloat16 and 8-bit
-floats as plain integers, truncates where it casts to bfloat16, rounds ties away from zero where it casts to e4m3, and
-knows no e4m3 NaN; so bits are made here with integer operations, but for the conversion to e4m3, which GPUs have.
+These helpers represent payload as bytes (e4m3) or as one code in each byte (e2m1). Triton's interpreter stores bfloat16
+and 8-bit floats as integers, truncates in casts to bfloat16, rounds ties away from zero in casts to e4m3, and does not
+support e4m3 NaN. So these functions use integer operations, except for conversion to e4m3 in the hardware of GPUs.
 """
 
 import torch
@@ -13,7 +13,7 @@ from torchao_blockwise.ops.backend import interpreting
 
 INTERPRETING = tl.constexpr(interpreting())
 
-# Fields of an fp32.
+# Fields of fp32.
 _MANTISSA_BITS = tl.constexpr(23)
 _BIAS = tl.constexpr(127)
 _EXPONENT = tl.constexpr(0x7F800000)
@@ -42,7 +42,7 @@ def from_f32(x, dtype: tl.constexpr):
     """`x` rounded to nearest even in bf16 | f16 | f32."""
     if INTERPRETING and dtype == tl.bfloat16:
         bits = x.to(tl.int32, bitcast=True)
-        # As bits: the interpreter's own cast gives subnormals the wrong mantissa.
+        # With integers, because the interpreter's cast returns a wrong mantissa for subnormals.
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
         return tl.where(x == x, rounded, _QUIET_NAN >> 16).to(tl.uint16).to(dtype, bitcast=True)
     return x.to(dtype)
@@ -50,9 +50,9 @@ def from_f32(x, dtype: tl.constexpr):
 
 @triton.jit
 def round_both(a, b, dtype: tl.constexpr):
-    """fp32 `a` and `b` rounded to nearest even in bf16 | f16 | f32, in fp32; NaN as 0x7fff0000 or as `from_f32` has it.
+    """Round fp32 `a` and `b` to nearest even in bf16 | f16 | f32; return fp32. NaN is 0x7fff0000, or as in `from_f32`.
 
-    GPUs round two to bf16 in one instruction, at eight times the rate of one.
+    GPUs round two values to bf16 with one instruction, at eight times the rate of one value.
     """
     if INTERPRETING or dtype != tl.bfloat16:
         return to_f32(from_f32(a, dtype)), to_f32(from_f32(b, dtype))
@@ -70,9 +70,9 @@ def round_both(a, b, dtype: tl.constexpr):
 
 @triton.jit
 def magnitude_bits(x):
-    """Bits of |x|. Read as integers they have the order of the magnitudes, with Inf above all and NaN above Inf.
+    """Return the bits of |x|. As integers, they have the order of the magnitudes, with NaN above Inf above all others.
 
-    A maximum of these propagates NaN, which a maximum of floats does not.
+    So their maximum propagates NaN, unlike a maximum of floats.
     """
     return x.to(tl.int32, bitcast=True) & _MAGNITUDE
 
@@ -86,7 +86,7 @@ def _larger(a, b):
 def largest_magnitude(x, axis: tl.constexpr):
     """`magnitude_bits` of max |x| along `axis`, of bf16 | f16 | f32 `x` in fp32; NaN propagates.
 
-    Values of 16 bits are compared as they are, two in a register: as fp32 a tile would take twice the registers.
+    16-bit values are compared in pairs in a register. In fp32, a tile would take twice the registers.
     """
     if x.dtype.primitive_bitwidth == 32:
         return tl.max(magnitude_bits(x), axis)
@@ -102,17 +102,17 @@ def largest_magnitude(x, axis: tl.constexpr):
 
 @triton.jit
 def canonical_nan(x):
-    """fp32 `x` with every NaN as 0x7fc00000: devices give NaNs of different bits."""
+    """Return fp32 `x` with every NaN as 0x7fc00000, because the bits of NaN differ between devices."""
     bits = x.to(tl.int32, bitcast=True)
     return tl.where((bits & _MAGNITUDE) > _EXPONENT, _QUIET_NAN, bits).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def reciprocal(x):
-    """1 / x rounded to nearest even, of fp32 `x` from 1 to 2^126; NaN stays.
+    """1 / x rounded to nearest even, for fp32 `x` from 1 to 2^126; NaN propagates.
 
-    The GPU's estimate and a step of Newton's: 3 instructions, where a division that knows no bounds takes ten. That it
-    is rounded right a test shows on every mantissa.
+    The GPU's estimate and a Newton step: 3 instructions, while a division without bounds takes ten. A test checks that
+    every mantissa is rounded correctly.
     """
     if INTERPRETING:
         return tl.div_rn(1.0, x)
@@ -136,7 +136,7 @@ def reciprocal(x):
 
 @triton.jit
 def at_most_f32_max(x):
-    """`x` with +Inf as the largest finite fp32; NaN stays."""
+    """Return `x` with +Inf replaced by the largest finite fp32; NaN propagates."""
     return tl.where(x > _F32_MAX, _F32_MAX, x)
 
 
@@ -159,7 +159,7 @@ def _encode_magnitude(y, MAX: tl.constexpr, MANTISSA_BITS: tl.constexpr, MIN_EXP
 
 @triton.jit
 def encode_e4m3_by_integers(y, MAX: tl.constexpr):
-    """`encode_e4m3` in integer operations: for block scales, of which there are few, and for the interpreter."""
+    """`encode_e4m3` with integer operations, for block scales, which are few, and for the interpreter."""
     sign = (y.to(tl.int32, bitcast=True) >> _SIGN_SHIFT) & 1
     code = _encode_magnitude(y, MAX, _E4M3_MANTISSA_BITS, _E4M3_MIN_EXPONENT) | (sign << 7)
     return tl.where(y == y, code, _E4M3_NAN).to(tl.uint8)
@@ -169,8 +169,8 @@ def encode_e4m3_by_integers(y, MAX: tl.constexpr):
 def encode_e4m3(y, MAX: tl.constexpr):
     """e4m3 bytes of fp32 `y`, rounded to nearest even, saturating at ±MAX; -0 is kept and every NaN is 0x7f.
 
-    Four at a time: ptxas 12.8, which Triton 3.6 and 3.7 carry, loses bytes of half-defined words, and a lone
-    conversion of two leaves half of its word undefined.
+    Converts four values at a time: a conversion of two leaves half of its word undefined, and ptxas 12.8, which Triton
+    3.6 and 3.7 use, loses bytes of such words.
     """
     if INTERPRETING:
         return encode_e4m3_by_integers(y, MAX)
@@ -193,9 +193,10 @@ def encode_e4m3(y, MAX: tl.constexpr):
 
 @triton.jit
 def decode_e4m3(byte, SCALE: tl.constexpr):
-    """f16 of e4m3 bytes times SCALE, a power of two in [2^-8, 2^7]: exact.
+    """Return e4m3 bytes times SCALE, a power of two in [2^-8, 2^7], as f16: exact.
 
-    The bits shifted to f16's fields make a number 2^8 (the difference of the biases) too small, subnormals included.
+    Shifted to the fields of f16, the bits are a number that is too small by 2^8, the difference of the biases, also for
+    subnormals.
     """
     magnitude = (byte & _E4M3_MAGNITUDE).to(tl.uint16)
     bits = (magnitude << 7) | ((byte >> 7).to(tl.uint16) << 15)
@@ -215,12 +216,12 @@ def encode_e2m1(y, MAX: tl.constexpr):
 def encode_e2m1_stochastically(y, random, MAX: tl.constexpr):
     """e2m1 codes of fp32 `y`, one a byte, rounded by random bits from 0 to 255, saturating at ±MAX; NaN is 0.
 
-    A step of the grid at |y|, times random / 256, is added, and what is below a step cut off. From 1 on the code is the
-    exponent and the first bit of the mantissa.
+    Adds random / 256 of a step of the grid at |y|, and rounds down to a step. From 1 on, the code is the exponent and
+    the first bit of the mantissa.
     """
     sign = (y.to(tl.int32, bitcast=True) >> _SIGN_SHIFT) & 1
     v = tl.minimum(tl.abs(y), MAX)
-    # A conversion takes as long as eight sums: 2^23 + random by its bits, less 2^23.
+    # A conversion takes as long as eight additions, so the bits of 2^23 + random are set, and 2^23 is subtracted.
     number = (random | _TWO_TO_23).to(tl.float32, bitcast=True) - 8388608.0
     power = tl.maximum(v.to(tl.int32, bitcast=True), _BIAS << _MANTISSA_BITS) & _EXPONENT
     step = (power - ((_E2M1_MANTISSA_BITS + 8) << _MANTISSA_BITS)).to(tl.float32, bitcast=True)

@@ -1,4 +1,4 @@
-"""What Gluon kernels share that make copies in FP8: a tile in shared memory, read in a layout a copy.
+"""Tiles of Gluon kernels that quantize to FP8: in shared memory, read in a separate layout for each copy.
 
     tile [128, COLUMNS], as words of two neighbors of a row
       ├─ by rows      a thread has 16 neighbors of a row
@@ -6,26 +6,26 @@
       └─ by columns   a thread has 16 rows of a word, so of two columns
                       max along the rows → scale, qᵀ [K, M], 16 bytes a store; in square blocks max of the tile
 
-What is stored transposed is read transposed, so nothing is transposed through registers, and one set of values is alive
-at a time. Two elements of 16 bits share a word: they are loaded and compared together (`max.u16x2`, from sm_90 on).
-Words of a row are swizzled by the row's sixteenth, so that reading by columns meets no bank twice; reading by rows
-meets each twice.
+Columnwise copies are read transposed, so values are never transposed in registers, and only one set of values is live
+at a time. Two elements of 16 bits share a word, and are loaded and compared together (`max.u16x2`, from sm_90 on). The
+words of a row are swizzled, differently every 16 rows, so that reading by columns has no bank conflicts; reading by
+rows has conflicts of two.
 
-Tiles are numbered along grid x alone. Only whole words of 16 bytes are read and written: see `why_not`; where tokens do
-not fill those of the columnwise copy, zeros do (ops/padding.py). Of tokens in groups a tile is a block of their table
-(device/groups.py), which begins at any row and is stored columnwise on a multiple of 128.
+Tiles are numbered along grid x only. Kernels read and write 16 bytes at a time (see `why_no_tiles`); zeros pad the
+tokens of the columnwise copy (ops/padding.py). With groups of tokens, a tile is a block of their table
+(device/groups.py): it begins at any row, and is stored columnwise at a multiple of 128.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import functools
+from dataclasses import dataclass
 
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from torchao_blockwise.formats import CastOptions, Copies, Groups
-from torchao_blockwise.ops.backend import compute_capability, interpreting
 from torchao_blockwise.ops.device.elements import encode_e4m3
 from torchao_blockwise.ops.device.scales import fp8_scales
 from torchao_blockwise.ops.groups.tables.kernels_triton import block_table
@@ -36,10 +36,7 @@ from torchao_blockwise.ops.operands import as_asked, new_copies, pointers
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
 DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
-_MIN_CAPABILITY = (9, 0)
-# Elements of a store of payload, and what an address must be a multiple of: 16 bytes.
-_RUN = 16
-_RUN_BYTES = 16
+_RUN = 16  # elements of a store of payload
 _THREADS = 32  # of a warp
 _MAGNITUDES = gl.constexpr(0x7FFF7FFF)
 _HIGH = gl.constexpr(-(1 << 16))
@@ -47,39 +44,39 @@ _HIGH = gl.constexpr(-(1 << 16))
 
 @gluon.constexpr_function
 def copy_layout(words, warps):
-    """Words as a copy takes them: 16 bytes a thread, neighbors along a row of so many."""
+    """The layout of words in copies to shared memory: 16 bytes a thread, along rows of `words` words."""
     return gl.BlockedLayout([1, 4], [_THREADS * 4 // words, words // 4], [warps, 1], [1, 0])
 
 
 @gluon.constexpr_function
 def _row_layout(warps):
-    """Words by rows: a run of a row a thread, 8 threads a row."""
+    """Words by rows: each thread has a run of a row, with 8 threads in a row."""
     return gl.BlockedLayout([1, _RUN // 2], [_THREADS // 8, 8], [warps, 1], [1, 0])
 
 
 @gluon.constexpr_function
 def _column_layout(warps):
-    """Words by columns: a run of rows a thread, 8 threads a column of words, so of 128 rows."""
+    """Words by columns: each thread has a run of rows, with 8 threads in a column of 128 rows."""
     return gl.BlockedLayout([_RUN, 1], [8, _THREADS // 8], [1, warps], [0, 1])
 
 
 @gluon.constexpr_function
 def _vector_layout(warps):
-    """A value a thread: what is computed once a block, not once in each thread that has a part of it."""
+    """One value in each thread: computed once for each block, and not in each thread that has a part of it."""
     return gl.BlockedLayout([1], [_THREADS], [warps], [0])
 
 
 @gluon.constexpr_function
 def _tile_layout():
-    """16 bytes stay together; every 16th row, where another thread of a column's 8 begins, takes other banks."""
+    """16 bytes stay together; every 16 rows, where the next thread of a column starts, banks change."""
     return gl.SwizzledSharedLayout(4, 16, 8, [1, 0])
 
 
 @gluon.jit
-def new_tile(BLOCK: gl.constexpr, COLUMNS: gl.constexpr):
+def new_tile(B: gl.constexpr):
     """Shared memory of a tile, as words."""
     LAYOUT: gl.constexpr = _tile_layout()
-    return gl.allocate_shared_memory(gl.int32, [BLOCK, COLUMNS // 2], LAYOUT)
+    return gl.allocate_shared_memory(gl.int32, [B.block, B.tile_columns // 2], LAYOUT)
 
 
 @gluon.jit
@@ -109,7 +106,7 @@ def joined(low, high, DTYPE: gl.constexpr):
 
 @gluon.jit
 def _largest_halves(words, axis: gl.constexpr, DTYPE: gl.constexpr):
-    """Bits of max |x| along `axis`, of low and of high halves, in fp32. As integers they keep NaN above all."""
+    """Bits of max |x| along `axis` in fp32, of low and high halves. As integers, NaN is the largest."""
     low, high = halves(gl.reduce(words & _MAGNITUDES, axis, _larger_halves), DTYPE)
     return low.to(gl.int32, bitcast=True), high.to(gl.int32, bitcast=True)
 
@@ -131,25 +128,21 @@ def _store_rowwise(
     end,  # and its last, and one
     M,
     K,
-    DTYPE: gl.constexpr,
-    ELEMENT_MAX: gl.constexpr,
-    MIN_AMAX: gl.constexpr,
-    POWER_OF_2: gl.constexpr,
-    WARPS: gl.constexpr,
+    B: gl.constexpr,
 ):
     """Quantize the rows of a tile as `ops.quantize` does and store them."""
-    BLOCK: gl.constexpr = tile.shape[0]
-    ROW: gl.constexpr = _row_layout(WARPS)
-    VECTOR: gl.constexpr = _vector_layout(WARPS)
+    BLOCK: gl.constexpr = B.block
+    ROW: gl.constexpr = _row_layout(B.warps)
+    VECTOR: gl.constexpr = _vector_layout(B.warps)
     words = tile.load(ROW)
-    low_amax, high_amax = _largest_halves(words, 1, DTYPE)
+    low_amax, high_amax = _largest_halves(words, 1, B.dtype)
     amax = gl.convert_layout(gl.maximum(low_amax, high_amax), VECTOR)
-    encode, scale = fp8_scales(amax, ELEMENT_MAX, MIN_AMAX, POWER_OF_2)
+    encode, scale = fp8_scales(amax, B.element_max, B.min_amax, B.power_of_2)
     offs_m = first + gl.arange(0, BLOCK, VECTOR)
     gl.store(s_ptr + tile_k.to(gl.int64) * M + offs_m, scale, mask=offs_m < end)
     encode = gl.convert_layout(encode, gl.SliceLayout(1, ROW))[:, None]
-    low, high = halves(words, DTYPE)
-    q = encode_e4m3(gl.join(low * encode, high * encode).reshape([BLOCK, BLOCK]), ELEMENT_MAX)
+    low, high = halves(words, B.dtype)
+    q = encode_e4m3(gl.join(low * encode, high * encode).reshape([BLOCK, BLOCK]), B.element_max)
     row = first + gl.arange(0, BLOCK, gl.SliceLayout(1, q.type.layout))[:, None]
     column = tile_k * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(0, q.type.layout))[None, :]
     _store(q_ptr, q, row, column, end, K)
@@ -165,31 +158,27 @@ def _store_columnwise(
     first_k,  # the tile's first column
     K,
     width_qt,  # bytes of a row of qt: M and padding
-    DTYPE: gl.constexpr,
-    ELEMENT_MAX: gl.constexpr,
-    MIN_AMAX: gl.constexpr,
-    POWER_OF_2: gl.constexpr,
-    SQUARE: gl.constexpr,  # the tile is a block
-    WARPS: gl.constexpr,
+    B: gl.constexpr,
 ):
     """Quantize the columns of a tile as `ops.quantize` does and store them."""
-    BLOCK: gl.constexpr = tile.shape[0]
-    WORDS: gl.constexpr = tile.shape[1]
-    COLUMN: gl.constexpr = _column_layout(WARPS)
-    VECTOR: gl.constexpr = _vector_layout(WARPS)
+    BLOCK: gl.constexpr = B.block
+    WORDS: gl.constexpr = B.tile_columns // 2
+    COLUMN: gl.constexpr = _column_layout(B.warps)
+    VECTOR: gl.constexpr = _vector_layout(B.warps)
     first_m = tile_m * BLOCK
     words = tile.load(COLUMN)
-    low_amax, high_amax = _largest_halves(words, 0, DTYPE)
-    # Tokens of no group may fill a tile that the copy has no room for.
-    if SQUARE:
+    low_amax, high_amax = _largest_halves(words, 0, B.dtype)
+    # The copy may have no room for a tile of tokens after the last group.
+    if B.square:
         amax = gl.max(gl.maximum(low_amax, high_amax), 0)
-        low_encode, scale = fp8_scales(amax, ELEMENT_MAX, MIN_AMAX, POWER_OF_2)
+        low_encode, scale = fp8_scales(amax, B.element_max, B.min_amax, B.power_of_2)
         high_encode = low_encode
         scales = (first_k // BLOCK).to(gl.int64) * gl.cdiv(width_qt, BLOCK)
         gl.store(st_ptr + scales + tile_m, scale, mask=first_m < width_qt)
     else:
         amax = gl.join(low_amax, high_amax).reshape([2 * WORDS])
-        encode, scale = fp8_scales(gl.convert_layout(amax, VECTOR), ELEMENT_MAX, MIN_AMAX, POWER_OF_2)
+        of_columns = gl.convert_layout(amax, VECTOR)
+        encode, scale = fp8_scales(of_columns, B.element_max, B.min_amax, B.power_of_2)
         offs_k = first_k + gl.arange(0, 2 * WORDS, VECTOR)
         columns = K
         if blocks_ptr is not None:
@@ -198,12 +187,12 @@ def _store_columnwise(
         low_encode, high_encode = gl.split(gl.convert_layout(encode, amax.type.layout).reshape([WORDS, 2]))
         low_encode = gl.convert_layout(low_encode, gl.SliceLayout(0, COLUMN))[None, :]
         high_encode = gl.convert_layout(high_encode, gl.SliceLayout(0, COLUMN))[None, :]
-    low, high = halves(words, DTYPE)
-    # Transposed by their addresses: rows of the output are columns of the tile.
+    low, high = halves(words, B.dtype)
+    # Addresses transpose: rows of the output are columns of the tile.
     row = first_k + 2 * gl.arange(0, WORDS, gl.SliceLayout(0, COLUMN))[None, :]
     column = first_m + gl.arange(0, BLOCK, gl.SliceLayout(1, COLUMN))[:, None]
-    _store(qt_ptr, encode_e4m3(low * low_encode, ELEMENT_MAX), row, column, K, width_qt)
-    _store(qt_ptr, encode_e4m3(high * high_encode, ELEMENT_MAX), row + 1, column, K, width_qt)
+    _store(qt_ptr, encode_e4m3(low * low_encode, B.element_max), row, column, K, width_qt)
+    _store(qt_ptr, encode_e4m3(high * high_encode, B.element_max), row + 1, column, K, width_qt)
 
 
 @gluon.jit
@@ -221,30 +210,51 @@ def store_copies(
     M,
     K,
     width_qt,
-    DTYPE: gl.constexpr,
-    ELEMENT_MAX: gl.constexpr,
-    MIN_AMAX: gl.constexpr,
-    POWER_OF_2: gl.constexpr,
-    SQUARE: gl.constexpr,
-    WARPS: gl.constexpr,
+    B: gl.constexpr,
 ):
     """Quantize a tile, behind a barrier after what wrote it, and store its copies."""
-    COLUMNS: gl.constexpr = 2 * tile.shape[1]
     if q_ptr is not None:
-        _store_rowwise(tile, q_ptr, s_ptr, tile_k, first, end, M, K, DTYPE, ELEMENT_MAX, MIN_AMAX, POWER_OF_2, WARPS)
-    _store_columnwise(
-        tile, qt_ptr, st_ptr, blocks_ptr, tile_m, tile_k * COLUMNS, K, width_qt,
-        DTYPE, ELEMENT_MAX, MIN_AMAX, POWER_OF_2, SQUARE, WARPS,
-    )  # fmt: skip
+        _store_rowwise(tile, q_ptr, s_ptr, tile_k, first, end, M, K, B)
+    _store_columnwise(tile, qt_ptr, st_ptr, blocks_ptr, tile_m, tile_k * B.tile_columns, K, width_qt, B)
 
 
-class Tiling(NamedTuple):
-    """How a kernel takes the matrix that it computes in tiles."""
+@dataclass(frozen=True, eq=False)
+class Build:
+    """The constants of a kernel. Launches tell builds apart by identity, so there is one object for equal constants."""
 
-    dtype: torch.dtype  # of the matrix, before it is quantized
-    columns: int  # that a program computes
+    dtype: gl.dtype  # of the matrix, before it is quantized
+    columns: int  # of the matrix that a program computes
     warps: int
-    constants: dict[str, Any]  # of this kernel alone; a dtype as PyTorch has it
+    parts: int  # of a tile that are computed one after the other, columns by columns
+    x_dtype: gl.dtype  # of the inputs
+    block: int
+    element_max: float
+    min_amax: float
+    power_of_2: bool
+    square: bool  # whether blocks of the columnwise copy are square
+
+    @property
+    def tile_columns(self) -> int:
+        """Columns of a tile in shared memory: at most a block, whose rows it may store."""
+        return min(self.columns, self.block)
+
+
+_build = functools.cache(Build)
+
+
+@functools.cache
+def build_of(
+    options: CastOptions,
+    dtype: torch.dtype,
+    columns: int,
+    warps: int,
+    parts: int = 1,
+    x_dtype: torch.dtype | None = None,
+) -> Build:
+    """Return the build for a matrix of `dtype`, by default also the dtype of the inputs."""
+    fmt, dtypes = options.fmt, (DTYPES[dtype], DTYPES[x_dtype or dtype])
+    scales = fmt.block[1], fmt.element.max, fmt.min_amax, options.power_of_2_scales, options.columnwise_format.is_square
+    return _build(dtypes[0], columns, warps, parts, dtypes[1], *scales)
 
 
 def make_copies(
@@ -253,13 +263,14 @@ def make_copies(
     shape: tuple[int, int],
     options: CastOptions,
     groups: Groups | None,
-    tiling: Tiling,
+    build: Build,
     vectors: tuple[torch.Tensor | None, ...] | None = None,
+    **flags,
 ) -> Copies:
-    """The copies asked for of the matrix of this shape that `kernel` computes; the columnwise one is among them.
+    """Return the requested copies, including the columnwise one, of the matrix of this shape that `kernel` computes.
 
-    inputs: matrices [M, ..] of one dtype, within what `why_not` admits.
-    vectors: what a kernel without groups takes behind its inputs; all others take a table of blocks at the end.
+    inputs: matrices [M, ..] of one dtype, for which `why_no_tiles` returns None.
+    vectors: further arguments, after the inputs, of a kernel without groups; all others take a table of blocks last.
     """
     x, fmt = inputs[0], options.fmt
     copies = new_copies(x, shape, options._replace(padded=True), groups)
@@ -269,41 +280,9 @@ def make_copies(
         tiles_m = ceil_div(M, fmt.block[1]) if blocks is None else blocks.shape[0] - 1
         behind = (*pointers(copies), blocks) if vectors is None else (*vectors, *pointers(copies))
         launch(
-            kernel, tiles_m * ceil_div(shape[1], tiling.columns),
+            kernel, tiles_m * ceil_div(shape[1], build.columns),
             *((x, torch.int32) for x in inputs), *behind,
             M, columns, copies.columnwise.qdata.shape[1], *(x.stride(0) for x in inputs),
-            DTYPE=DTYPES[tiling.dtype], ELEMENT_MAX=fmt.element.max, MIN_AMAX=fmt.min_amax,
-            POWER_OF_2=options.power_of_2_scales, SQUARE=options.columnwise_format.is_square,
-            BLOCK=fmt.block[1], WARPS=tiling.warps, num_warps=tiling.warps,
-            **{name: DTYPES.get(value, value) for name, value in tiling.constants.items()},
+            B=build, num_warps=build.warps, **flags,
         )  # fmt: skip
     return as_asked(copies, M, options, groups)
-
-
-def why_not(*inputs: torch.Tensor) -> str | None:
-    """Why kernels of such tiles cannot make copies from these, or None if they can."""
-    if interpreting():
-        return "Triton's interpreter does not support Gluon"
-    capability = compute_capability(inputs[0].device)
-    if capability < _MIN_CAPABILITY:
-        return "the kernel needs sm_{}{} or newer, got sm_{}{}".format(*_MIN_CAPABILITY, *capability)
-    for x in inputs:
-        if (reason := why_not_this(x)) is not None:
-            return reason
-        if x.dtype != inputs[0].dtype:
-            return f"the kernel takes inputs of one dtype, got {inputs[0].dtype} and {x.dtype}"
-    return None
-
-
-def why_not_this(x: torch.Tensor) -> str | None:
-    """`why_not` of one input, whatever the GPU."""
-    if x.dtype not in DTYPES:
-        return f"the kernel supports only 16-bit dtypes, got {x.dtype}"
-    if x.dim() != 2:
-        return f"the kernel takes one matrix, got shape {list(x.shape)}"
-    if x.shape[1] % _RUN or x.stride(0) % _RUN or x.stride(1) != 1 or x.data_ptr() % _RUN_BYTES:
-        return (
-            f"the kernel takes K and a stride of rows that are multiples of {_RUN}, from an address on {_RUN_BYTES} "
-            f"bytes on, got shape {list(x.shape)}, strides {list(x.stride())}, address {x.data_ptr():#x}"
-        )
-    return None

@@ -1,21 +1,21 @@
-"""Groups of tokens in Triton kernels: a program finds the group of its tile in the ends, which only the device knows.
+"""Groups of tokens in Triton kernels: each program finds the group of its tile, because only the device knows the ends.
 
-    tiles       0   1   2   3 │ 4 │ 5   6 │ 7          each group in separate tiles; tiles behind the last group hold
-    group       0   0   0   0 │ 2 │ 3   3 │ E          the tokens of no group, E, and those behind these hold no token
+    tiles       0   1   2   3 │ 4 │ 5   6 │ 7          each group has separate tiles, and so have the tokens after the
+    group       0   0   0   0 │ 2 │ 3   3 │ E          last group (E); later tiles have no tokens
 
-A program loads all ends at once and clamps them: those of group g become max over i <= g of clamp(ends[i], 0, tokens),
-so that no ends, whatever they are, lead outside the tensors. No host, no loop over groups, no table between launches.
+A program loads all ends at once and clamps them: the end of group g becomes the maximum over i <= g of
+clamp(ends[i], 0, tokens), so that invalid ends never lead outside of the tensors.
 
-What quantizes reads the last of the tables of groups instead, which says where each block of padded tokens lies:
+Kernels that quantize read the last of the tables of groups instead, with the position of each block of padded tokens:
 
-    tokens   0 ────────── 300 ─── 350 ··· 400      groups of 300 and 50 tokens, and 50 tokens of no group
-    blocks   │ 0 │ 1 │  2  │   3   │  4  │          of 128: each group starts one; behind the last group come its like
+    tokens   0 ────────── 300 ─── 350 ··· 400      groups of 300 and 50 tokens, and 50 tokens after the last group
+    blocks   │ 0 │ 1 │  2  │   3   │  4  │          of 128: each group starts a block, and so do the tokens after them
 
-    entry    (first, live, end, 0): the block begins with token `first`; its tokens before `live` have values, those
-             from `live` to `end` belong to no group and count as zeros, and from `end` on it is padding.
+    entry    (first, live, end, 0): the block starts at token `first`; its tokens before `live` have values, those from
+             `live` to `end` are after the last group and count as zeros, and from `end` on it is padding.
 
-A program that quantizes a tile reads two or three integers; to search all ends would take as many instructions as half
-of a tile does. Entry -1 describes the tokens as a whole: (0, end of the last group, tokens).
+A program that quantizes a tile reads two or three integers. Searching all ends would take half as many instructions as
+quantizing the tile. Entry -1 describes all tokens: (0, end of the last group, tokens).
 """
 
 import triton
@@ -44,11 +44,11 @@ def _sum_pairs(a, b, c, d):
 
 @triton.jit
 def load_ends(ends_ptr, tokens, groups, E_PAD: tl.constexpr):
-    """(groups, their ends, their sizes), int32 [E_PAD]; groups from `groups` on are empty and lie at the last end."""
+    """(groups, their ends, their sizes), int32 [E_PAD]; groups from `groups` on are empty, at the last end."""
     index = tl.arange(0, E_PAD)
     ends = tl.load(ends_ptr + index, mask=index < groups, other=0)
     starts = tl.load(ends_ptr + index - 1, mask=(index > 0) & (index <= groups), other=0)
-    # One scan for both, where a shift between lanes would be another.
+    # One scan for both, because a shift between lanes would be a second one.
     ends, starts = tl.associative_scan((tl.minimum(ends, tokens), tl.minimum(starts, tokens)), 0, _larger_of_pairs)
     ends, starts = tl.maximum(ends, 0), tl.maximum(starts, 0)
     return index, ends, ends - starts
@@ -56,16 +56,16 @@ def load_ends(ends_ptr, tokens, groups, E_PAD: tl.constexpr):
 
 @triton.jit
 def locate_tile_of_groups(ends_ptr, tile, tokens, groups, TILE: tl.constexpr, E_PAD: tl.constexpr):
-    """(group, first token, end of the group) of tile number `tile`, where each group begins a tile of TILE tokens.
+    """(group, first token, end of the group) of tile number `tile`; each group starts a tile of TILE tokens.
 
     ends_ptr: [groups] int32. E_PAD: a power of two, at least `groups`.
-    Tiles behind those of the last group hold tokens of no group: group = groups, up to `tokens`. Still later ones are
-    empty: first token >= end. There are no more than `padded_tokens(tokens, groups + 1, TILE) / TILE` that are not.
+    Tiles after those of the last group contain the remaining tokens, with group = groups. Later tiles are empty:
+    first token >= end. At most `padded_tokens(tokens, groups + 1, TILE) / TILE` tiles are not empty.
     """
     _, ends, sizes = load_ends(ends_ptr, tokens, groups, E_PAD)
     tile_ends = tl.cumsum((sizes + (TILE - 1)) // TILE, 0)
-    # Of the groups that end before this tile: their number, the last one's end in tokens and tiles. Of the others: the
-    # first one's end.
+    # The number of groups that end before this tile, the end of the last of them in tokens and in tiles, and the end of
+    # the first other group.
     earlier = tile_ends <= tile
     group, start, first_tile, end = tl.reduce(
         (
@@ -82,27 +82,17 @@ def locate_tile_of_groups(ends_ptr, tile, tokens, groups, TILE: tl.constexpr, E_
 
 @triton.jit
 def groups_of(rows, ends_ptr, tokens, groups, E_PAD: tl.constexpr):
-    """(group, its first token) of rows that lie in groups; `groups` for rows behind the last one."""
+    """(group, its first token) of each row; `groups` for rows after the last group."""
     index, ends, _ = load_ends(ends_ptr, tokens, groups, E_PAD)
     earlier = (ends[None, :] <= rows[:, None]) & (index < groups)[None, :]
     return tl.sum(earlier.to(tl.int32), 1), tl.max(tl.where(earlier, ends[None, :], 0), 1)
 
 
 @triton.jit
-def amax_of_groups(amax_ptr, rows, ends_ptr, tokens, groups, E_PAD: tl.constexpr):
-    """The amax of the group that each row lies in, f32; 0 behind the last one.
-
-    amax_ptr: [groups] f32.
-    """
-    group, _ = groups_of(rows, ends_ptr, tokens, groups, E_PAD)
-    return tl.load(amax_ptr + group, mask=group < groups, other=0.0)
-
-
-@triton.jit
 def locate_padded_group(ends_ptr, group, tokens, groups, BLOCK: tl.constexpr, E_PAD: tl.constexpr):
-    """(first, end) block of group number `group` where each group is padded to whole blocks of BLOCK tokens.
+    """(first, end) block of group number `group` if each group is padded to whole blocks of BLOCK tokens.
 
-    ends_ptr: [groups] int32, of tokens that are not padded. E_PAD: a power of two, at least `groups`.
+    ends_ptr: [groups] int32, the ends before padding. E_PAD: a power of two, at least `groups`.
     """
     index, _, sizes = load_ends(ends_ptr, tokens, groups, E_PAD)
     blocks = (sizes + (BLOCK - 1)) // BLOCK
@@ -112,16 +102,16 @@ def locate_padded_group(ends_ptr, group, tokens, groups, BLOCK: tl.constexpr, E_
 
 @triton.jit
 def load_block(blocks_ptr, block):
-    """(first, live, end) of a block, or of each of several; -1 is the tokens as a whole."""
+    """(first, live, end) of a block, or of each of several; -1 for all tokens."""
     entry = blocks_ptr + (block + 1) * _FIELDS
     return tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
 
 
 @triton.jit
 def locate_rows(blocks_ptr, tile_m, M, TILE_M: tl.constexpr, IN_BLOCKS: tl.constexpr):
-    """(first, live, end) of the rows of a tile, which is a block of the table where it is IN_BLOCKS.
+    """(first, live, end) of the rows of a tile. IN_BLOCKS: whether tiles are blocks of the table.
 
-    Rows before `live` have values, up to `end` the tile holds zeros. blocks_ptr: None without groups.
+    Rows before `live` have values, those from `live` to `end` are zeros. blocks_ptr: None without groups.
     """
     if blocks_ptr is None:
         return tile_m * TILE_M, M, M

@@ -1,4 +1,4 @@
-"""Scales in Triton kernels: amaxes of blocks to encode factors and stored scales, bit by bit as formats/ does."""
+"""Scales in Triton kernels: encode factors and stored scales of block amaxes, bitwise identical to formats/."""
 
 import triton
 import triton.language as tl
@@ -15,11 +15,12 @@ _EXPONENT_AND_SIGN = tl.constexpr(-(1 << 23))
 
 @triton.jit
 def deal_out(x):
-    """`x` unchanged, by a gather that deals its values out over the threads, once each.
+    """Return `x` unchanged, distributed over threads by a gather, so that each value is in one thread.
 
-    A maximum leaves every result in many threads, and all of them would divide: along rows 16 divisions a thread for
-    the 32 elements it holds, or 32 for NVFP4. The compiler moves an ordinary change of layout behind the divisions, a
-    gather it leaves in place. Before the scales it saves divisions, after them it keeps the first from being undone.
+    A maximum leaves each result in many threads, and all of them would divide: along rows, 16 divisions in each thread
+    for its 32 elements, or 32 in NVFP4. The compiler moves an ordinary change of layout after the divisions, but not a
+    gather. The gather before the scales saves divisions; the one after them prevents the compiler from removing the
+    first.
     """
     axis: tl.constexpr = len(x.shape) - 1
     index = tl.arange(0, x.shape[axis])
@@ -32,7 +33,7 @@ def deal_out(x):
 def fp8_scales(amax_bits, ELEMENT_MAX: tl.constexpr, MIN_AMAX: tl.constexpr, POWER_OF_2: tl.constexpr):
     """(encode, scale) of block amaxes; see formats/fp8.py."""
     amax = amax_bits.to(tl.float32, bitcast=True)
-    # A comparison, not a maximum: NaN stays.
+    # A comparison and not a maximum, so that NaN propagates.
     amax = tl.where(amax < MIN_AMAX, MIN_AMAX, amax)
     encode = tl.div_rn(ELEMENT_MAX, amax)
     if POWER_OF_2:
@@ -57,5 +58,5 @@ def nvfp4_scales(amax_bits, tensor_amax, ELEMENT_MAX: tl.constexpr, SCALE_MAX: t
     scale = encode_e4m3_by_integers(amax * (tensor_encode * tl.div_rn(1.0, ELEMENT_MAX)), SCALE_MAX)
     decoded = decode_e4m3(scale, 1.0).to(tl.float32)
     encode = at_most_f32_max(tl.div_rn(1.0, decoded * tl.div_rn(1.0, tensor_encode)))
-    # A block scale of zero (or NaN) leaves the sign and saturates: the largest factor stands for "divide by zero".
+    # With a block scale of zero (or NaN), the largest factor saturates values and keeps their signs.
     return at_most_f32_max(tl.where(decoded > 0, encode, float("inf"))), scale

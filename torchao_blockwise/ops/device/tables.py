@@ -1,7 +1,7 @@
-"""One launch for many tensors: a table in device memory says where they lie, a program looks up its own.
+"""One launch for many tensors: programs find their tensor in a table in device memory.
 
-A row of the table is a tensor, or a part of one: int64 fields, the first of which is the number of the first program
-that works on it. Rows lie in that order, so a program finds its row by binary search:
+A row of the table describes a tensor or a part of one with int64 fields, of which the first is the first program that
+works on it. Rows are in the order of programs, so each program finds its row by binary search:
 
     first program   pointer   sizes ..
           0          0x7f..     ..          programs 0, 1, 2
@@ -9,16 +9,16 @@ that works on it. Rows lie in that order, so a program finds its row by binary s
 """
 
 import collections
-from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-# Tables that are kept: a table a launch, a few launches a training step.
+# The number of kept tables: one for each launch, with a few launches in a training step.
 _MAX_TABLES = 128
-# What 16-byte loads and stores need of every row's pointers.
+# The alignment of all pointers that 16-byte loads and stores need.
 ALIGNMENT = 16
 
 
@@ -63,11 +63,11 @@ class Table(NamedTuple):
     programs: int
 
 
-# (a table, the event behind its copy to a GPU, or None on a CPU), the latest used at the end.
+# (table, event after its copy to a GPU, or None on a CPU), in the order of their last use.
 _tables: collections.OrderedDict[tuple[object, ...], tuple[torch.Tensor, torch.cuda.Event | None]] = (
     collections.OrderedDict()
 )
-# A captured graph reads its tables at every replay.
+# Captured graphs read their tables in each replay.
 _captured: dict[int, torch.Tensor] = {}
 
 
@@ -113,11 +113,3 @@ def _new_table(
         return torch.tensor(table, dtype=torch.int64, device=device), None
     tensor = torch.tensor(table, dtype=torch.int64, device="cpu", pin_memory=True).to(device, non_blocking=True)
     return tensor, torch.cuda.current_stream(device).record_event()
-
-
-def grouped(indices: Iterable[int], key: Callable[[int], Any]) -> list[tuple[Any, list[int]]]:
-    """`indices` grouped by `key`, in order: a launch a group, of which there are few kinds whatever the length."""
-    groups: dict[Any, list[int]] = {}
-    for i in indices:
-        groups.setdefault(key(i), []).append(i)
-    return list(groups.items())

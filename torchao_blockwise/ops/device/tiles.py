@@ -1,5 +1,7 @@
-"""A tile of values in kernels: how it is found, read and stored, and its rowwise FP8 copy."""
+"""Tiles of values in kernels: locating, loading and storing them, and their rowwise FP8 copies."""
 
+import functools
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,29 +12,34 @@ from torchao_blockwise.formats import BlockFormat
 from torchao_blockwise.ops.device.elements import encode_e4m3, magnitude_bits, to_f32
 from torchao_blockwise.ops.device.scales import fp8_vector_scales
 
-# (rows of a tile, warps) of kernels that store plain values, and of those that store the rowwise copy. Chosen so that
-# nothing spills: with more rows, or fewer threads, what is computed does not fit in registers.
+# (rows of a tile, warps) of kernels that store plain values, and of those that store the rowwise copy. With more rows
+# or fewer threads, they would spill.
 _PLAIN, _ROWWISE = (16, 4), (32, 4)
 
 
+@dataclass(frozen=True, eq=False)
+class Build:
+    """The constants of a kernel that stores the rowwise copy, or plain values."""
+
+    rows: int  # of a tile
+    block: int
+    element_max: float
+    min_amax: float
+    power_of_2: bool
+    rowwise: bool
+
+
+@functools.cache
 def options_of(fmt: BlockFormat, rowwise: bool, power_of_2_scales: bool) -> dict[str, Any]:
-    """Constants and options of a kernel that stores the rowwise copy, or plain values."""
+    """Return the build of a kernel, and options of its launch. There is one object for each build."""
     rows, warps = _ROWWISE if rowwise else _PLAIN
-    return {
-        "ROWS": rows,
-        "BLOCK": fmt.block[1],
-        "ELEMENT_MAX": fmt.element.max,
-        "MIN_AMAX": fmt.min_amax,
-        "POWER_OF_2": power_of_2_scales,
-        "ROWWISE": rowwise,
-        "num_warps": warps,
-        # An operation that shows two roundings must not become one FMA with one.
-        "enable_fp_fusion": False,
-    }
+    build = Build(rows, fmt.block[1], fmt.element.max, fmt.min_amax, power_of_2_scales, rowwise)
+    # An FMA would round once where a formula has two roundings.
+    return {"B": build, "num_warps": warps, "enable_fp_fusion": False}
 
 
 def matrices_of(x: torch.Tensor) -> tuple[torch.Tensor, int, tuple[int, ...]]:
-    """(`x` [.., M, K] as [B, M, K] or [M, K], B, three strides), as kernels of a batch take it."""
+    """Return (`x` [.., M, K] as [B, M, K] or [M, K], B, three strides), the arguments of batched kernels."""
     if x.dim() == 2:
         return x, 1, (0, *x.stride())
     x = x.flatten(0, -3)
@@ -45,7 +52,7 @@ def locate_tile(tile, M, K, TILE_M: tl.constexpr, TILE_K: tl.constexpr, BATCHED:
     tiles_m, tiles_k = tl.cdiv(M, TILE_M), tl.cdiv(K, TILE_K)
     batch, tile_m = tl.full([], 0, tl.int64), tile // tiles_k
     if BATCHED:
-        # A division takes 20 instructions, as many as two or three values do altogether.
+        # A division takes 20 instructions, as many as quantizing two or three values.
         batch, tile_m = (tile_m // tiles_m).to(tl.int64), tile_m % tiles_m
     return batch, tile_m, tile % tiles_k, tiles_m, tiles_k
 
@@ -74,7 +81,7 @@ def store_tile(ptr, values, offs_row, offs_column, rows, columns, batch=0):
 
 @triton.jit
 def store_rowwise(
-    y,  # [ROWS, BLOCK] fp32, zero outside of the matrix
+    y,  # [rows, block] fp32, zero outside of the matrix
     q_ptr,  # [M, K] e4m3 bytes
     s_ptr,  # [K/BLOCK, M] f32
     tile_k,
@@ -82,13 +89,11 @@ def store_rowwise(
     offs_k,
     M,
     K,
-    ELEMENT_MAX: tl.constexpr,
-    MIN_AMAX: tl.constexpr,
-    POWER_OF_2: tl.constexpr,
-    end_m=None,  # rows from here on are not the tile's; M for None
+    B: tl.constexpr,  # a Build
+    end_m=None,  # the end of the tile's rows; None for M
 ):
     """Quantize rows of a tile as `ops.quantize` does and store them."""
     end_m = M if end_m is None else end_m
-    encode, scale = fp8_vector_scales(tl.max(magnitude_bits(y), 1), ELEMENT_MAX, MIN_AMAX, POWER_OF_2)
-    store_tile(q_ptr, encode_e4m3(y * encode[:, None], ELEMENT_MAX), offs_m, offs_k, end_m, K)
+    encode, scale = fp8_vector_scales(tl.max(magnitude_bits(y), 1), B.element_max, B.min_amax, B.power_of_2)
+    store_tile(q_ptr, encode_e4m3(y * encode[:, None], B.element_max), offs_m, offs_k, end_m, K)
     tl.store(s_ptr + tile_k.to(tl.int64) * M + offs_m, scale, mask=offs_m < end_m)

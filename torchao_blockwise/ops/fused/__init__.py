@@ -2,7 +2,7 @@
 
 The activation is never stored in high precision. The result is bitwise identical to that of two separate operations.
 Two operations do run for formats with a tensor scale (NVFP4), which need the whole tensor before any block can be
-quantized, and for rowwise copies in 128×128 blocks, for which there is no kernel. Not differentiable.
+quantized, and for rowwise copies in 128×128 blocks, which kernels do not support. Not differentiable.
 
 Source: DeepSeek-V3 report (arXiv 2412.19437), §3.3 and §5 (fusing the cast with the layer before).
 """
@@ -19,12 +19,12 @@ from torchao_blockwise.ops.backend import Backend, Implementation, kernels, why_
 from torchao_blockwise.ops.fused import reference
 from torchao_blockwise.ops.groups.ends import as_groups
 from torchao_blockwise.ops.groups.tables.layout import check_groups
-from torchao_blockwise.ops.operands import check_dtype, copies_of, new_copies, why_no_tiles, without_grad
+from torchao_blockwise.ops.operands import check_dtype, copies_of, new_copies, why_no_tiles
 from torchao_blockwise.ops.quantization import quantize_by
 from torchao_blockwise.ops.quantization.reference import quantize as quantize_by_reference
 from torchao_blockwise.ops.registry import OPTIONS, Operation, groups
 
-# Bytes of payload that a store of a kernel writes.
+# Bytes of payload that a kernel stores at a time.
 _ALIGNMENT = 16
 
 
@@ -56,7 +56,7 @@ def norm_statistics(
     """
     if kind not in ("rms", "layer"):
         raise ValueError(f"norm_statistics: kind must be rms or layer, got {kind!r}")
-    *mean, rstd = norm_statistics_op(*without_grad(x), kind == "layer", eps, backend)
+    *mean, rstd = norm_statistics_op(x, kind == "layer", eps, backend)
     return mean[0] if mean else None, rstd
 
 
@@ -65,7 +65,7 @@ def normalize(norm: Norm, *, backend: Backend | str | None = None) -> torch.Tens
 
     Raises TypeError for a dtype, ValueError for invalid shapes or backend.
     """
-    return normalize_op(Norm._make((*without_grad(*norm[:-1]), norm.dtype)), backend)
+    return normalize_op(norm, backend)
 
 
 def norm_quantize(norm: Norm, options: CastOptions, *, backend: Backend | str | None = None) -> Copies:
@@ -75,7 +75,6 @@ def norm_quantize(norm: Norm, options: CastOptions, *, backend: Backend | str | 
     """
     if options.fmt is not FP8_1X128:
         return quantize_by(normalize(norm, backend=backend), options, backend=backend)
-    norm = Norm._make((*without_grad(*norm[:-1]), norm.dtype))
     return copies_of(norm_quantize_op(norm, options, backend), options)
 
 
@@ -89,7 +88,7 @@ def swiglu(gate: torch.Tensor, up: torch.Tensor, *, backend: Backend | str | Non
     Raises TypeError for a dtype, ValueError for invalid shapes or backend.
     Source: GLU Variants Improve Transformer (arXiv 2002.05202).
     """
-    return swiglu_op(*without_grad(gate, up), backend)
+    return swiglu_op(gate, up, backend)
 
 
 def swiglu_quantize(
@@ -107,7 +106,7 @@ def swiglu_quantize(
     groups = as_groups(groups)
     if options.fmt is not FP8_1X128:
         return quantize_by(swiglu(gate, up, backend=backend), options, groups, backend=backend)
-    return copies_of(swiglu_quantize_op(*without_grad(gate, up), options, groups, backend), options)
+    return copies_of(swiglu_quantize_op(gate, up, options, groups, backend), options)
 
 
 def swiglu_backward(
@@ -120,7 +119,7 @@ def swiglu_backward(
     so bits do not depend on the backend.
     Raises TypeError for a dtype, ValueError for invalid shapes or backend.
     """
-    return swiglu_backward_op(*without_grad(dh, gate, up), backend)
+    return swiglu_backward_op(dh, gate, up, backend)
 
 
 def swiglu_backward_quantize(
@@ -143,7 +142,7 @@ def swiglu_backward_quantize(
     if options.fmt is not FP8_1X128 or gate.shape[1] % _ALIGNMENT:
         gradient = torch.cat(swiglu_backward(dh, gate, up, backend=backend), 1)
         return quantize_by(gradient, options, groups, rounding_bits=rounding_bits, backend=backend)
-    return copies_of(swiglu_backward_quantize_op(*without_grad(dh, gate, up), options, groups, backend), options)
+    return copies_of(swiglu_backward_quantize_op(dh, gate, up, options, groups, backend), options)
 
 
 # --- operations -------------------------------------------------------------------------------------------------------

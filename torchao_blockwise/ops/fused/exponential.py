@@ -1,16 +1,16 @@
-"""sigmoid in fp32 by operations that round alike everywhere; the constants that the reference and the kernels share.
+"""Constants of sigmoid in fp32, computed with operations that round identically on all devices.
 
-Libraries of CPUs and GPUs differ in the last bits of exp, and quantized bits must not depend on the device. So:
+CPU and GPU libraries differ in the last bits of exp, but quantized bits must not depend on the device. So:
 
     t = clamp(-x, LOW, HIGH) · LOG2_E
     n = rint(t), f = t - n                      t + SHIFT - SHIFT rounds to an integer; the difference is exact
     e^-x = p(f) · 2^n                           p(f) ≈ 2^f: 1 + f · POLYNOMIAL, by Horner's rule, highest power first
-    sigmoid = 1 / (1 + e^-x) - LEAST            LEAST: what the quotient is at HIGH
+    sigmoid = 1 / (1 + e^-x) - LEAST            LEAST: the quotient at HIGH
 
-e^LOW is far under the last bit of 1 + e^LOW. The last difference makes sigmoid 0 for x <= -HIGH, where the clamp would
-hold it at LEAST, and leaves what is above 2^24 · LEAST as it was: 1 + e^HIGH is below 2^126, so that no reciprocal is
-subnormal. The relative error of e^x is at most (3 + |x|) · 2^-23, of which |x| is the rounding of t. POLYNOMIAL is the
-minimax fit of (2^f - 1) / f for |f| <= 1/2 under relative error 9.2e-8 of 2^f.
+e^LOW is much less than the last bit of 1 + e^LOW. Subtracting LEAST makes sigmoid 0 for x <= -HIGH, where it would be
+LEAST because of the clamp, and does not change values above 2^24 · LEAST. 1 + e^HIGH is below 2^126, so that no
+reciprocal is subnormal. The relative error of e^x is at most (3 + |x|) · 2^-23, where |x| comes from rounding t.
+POLYNOMIAL is the minimax fit of (2^f - 1) / f for |f| <= 1/2, with a relative error of 2^f below 9.2e-8.
 """
 
 LOW, HIGH = -40.0, 87.0

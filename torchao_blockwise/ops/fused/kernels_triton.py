@@ -1,11 +1,11 @@
 """Norms, SwiGLU and its gradients in Triton, quantized in the pass that computes them.
 
-Norms: one pass over x for the statistics [M], which backward needs anyway; another that makes y in registers and stores
-its rowwise copy, tile by tile. A columnwise block needs 128 rows and a row's statistics all of K, so no tile could do
-both.
+Norms: one pass over x computes the statistics [M], which backward needs anyway; another one computes y in registers and
+stores its rowwise copy, tile by tile. A columnwise block needs 128 rows, and the statistics of a row need all of K, so
+no tile could do both.
 
-SwiGLU, h = silu(gate) · up: a program takes a tile of both. The gradients lie side by side: a (of the gate) and b (of
-up) are computed by a program each, neighbors, as they read the same tiles of gate, up and dh:
+SwiGLU, h = silu(gate) · up: a program computes a tile from the same tile of both. The gradients are stored next to each
+other: neighboring programs compute a (of the gate) and b (of up), because they read the same tiles of gate, up and dh:
 
                  H                              2H
            ┌───┬───┬───┐              ┌───┬───┬───┬───┬───┬───┐
@@ -14,11 +14,11 @@ up) are computed by a program each, neighbors, as they read the same tiles of ga
     up   M │   │ u │   │
            └───┴───┴───┘
 
-Where H is not a multiple of a block, a block of the gradient holds parts of both, and a program reads what it needs.
+If H is not a multiple of a block, one block of the gradient contains parts of both, and its program reads tiles of
+both.
 
-Columnwise copies are made by kernels_gluon.py where the GPU and the dtypes allow it; elsewhere the result is stored,
-and quantized by another launch. Tokens in groups: tiles are rows as they lie; the rowwise copy of the tokens of no
-group is zeros.
+kernels_gluon.py computes columnwise copies, if the GPU and the dtypes allow it. Otherwise, the result is stored, and
+quantized in another launch. Groups of tokens: tiles do not depend on groups; rows after the last group are zeros.
 """
 
 from collections.abc import Callable
@@ -37,7 +37,7 @@ from torchao_blockwise.ops.launch import ceil_div, launch
 from torchao_blockwise.ops.operands import new_copies, pointers
 from torchao_blockwise.ops.quantization.kernels_triton import quantize
 
-# Of a program of the statistics: columns that it has room for at a time, elements that fill it, of several rows, warps.
+# A program that computes statistics: the largest number of columns at a time, elements of all its rows, warps.
 _MOST_COLUMNS, _ELEMENTS, _WARPS = 8192, 4096, 4
 # Columns of a longer row that are read at a time, and how many rows.
 _COLUMNS, _ROWS = 512, 4
@@ -67,7 +67,7 @@ def _statistics_kernel(
     EPS: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    WHOLE_ROWS: tl.constexpr,  # K is at most COLUMNS: one reading is enough
+    WHOLE_ROWS: tl.constexpr,  # K is at most COLUMNS, so one read is enough
 ):
     offs_m = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     mean = tl.zeros((ROWS,), tl.float32)
@@ -86,7 +86,7 @@ def _statistics_kernel(
             total += load_tile(x_ptr, offs_m, start + tl.arange(0, COLUMNS), M, K, stride_xm, stride_xk)
         mean = _row_mean(tl.sum(total, 1), K)
         tl.store(mean_ptr + offs_m, mean, mask=offs_m < M)
-    # The second reading of a row comes from cache.
+    # The second read of a row comes from cache.
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
     for start in range(0, K, COLUMNS):
         offs_k = start + tl.arange(0, COLUMNS)
@@ -119,7 +119,7 @@ def _norm_quantize_kernel(
     rstd_ptr,  # [M] f32
     weight_ptr,  # [K], or None
     bias_ptr,  # [K], or None
-    y_ptr,  # [M, K] of DTYPE: written where no copy is asked for
+    y_ptr,  # [M, K] of DTYPE, written if no copy is requested
     q_ptr,
     s_ptr,
     M,
@@ -127,22 +127,17 @@ def _norm_quantize_kernel(
     stride_xm,
     stride_xk,
     DTYPE: tl.constexpr,
-    ELEMENT_MAX: tl.constexpr,
-    MIN_AMAX: tl.constexpr,
-    POWER_OF_2: tl.constexpr,
-    ROWWISE: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    B: tl.constexpr,  # a Build
 ):
-    tiles_k = tl.cdiv(K, BLOCK)
+    tiles_k = tl.cdiv(K, B.block)
     tile_m, tile_k = tl.program_id(0) // tiles_k, tl.program_id(0) % tiles_k
-    offs_k = tile_k * BLOCK + tl.arange(0, BLOCK)
+    offs_k = tile_k * B.block + tl.arange(0, B.block)
     columns = offs_k < K
     if weight_ptr is not None:
         weight = to_f32(tl.load(weight_ptr + offs_k, mask=columns, other=0.0))
     if bias_ptr is not None:
         bias = to_f32(tl.load(bias_ptr + offs_k, mask=columns, other=0.0))
-    offs_m = tile_m * ROWS + tl.arange(0, ROWS)
+    offs_m = tile_m * B.rows + tl.arange(0, B.rows)
     rows = offs_m < M
     y = load_tile(x_ptr, offs_m, offs_k, M, K, stride_xm, stride_xk)
     if mean_ptr is not None:
@@ -152,10 +147,10 @@ def _norm_quantize_kernel(
         y *= weight[None, :]
     if bias_ptr is not None:
         y += bias[None, :]
-    # A bias, or a row of NaN, would reach blocks from outside the matrix.
+    # Otherwise, a bias or NaN would affect blocks from outside of the matrix.
     y = from_f32(tl.where(rows[:, None] & columns[None, :], y, 0.0), DTYPE)
-    if ROWWISE:
-        store_rowwise(to_f32(y), q_ptr, s_ptr, tile_k, offs_m, offs_k, M, K, ELEMENT_MAX, MIN_AMAX, POWER_OF_2)
+    if B.rowwise:
+        store_rowwise(to_f32(y), q_ptr, s_ptr, tile_k, offs_m, offs_k, M, K, B)
     else:
         store_tile(y_ptr, y, offs_m, offs_k, M, K)
 
@@ -168,12 +163,12 @@ _MANTISSA_BITS = tl.constexpr(exponential.MANTISSA_BITS)
 
 @triton.jit
 def _sigmoid(x):
-    """1 / (1 + e^-x), see exponential.py; what is made of it is multiplied by `x`, which brings a NaN back."""
+    """1 / (1 + e^-x); see exponential.py. It drops NaN, but all callers multiply the result by `x`."""
     t = tl.maximum(tl.minimum(-x, _HIGH), _LOW) * _LOG2_E
     shifted = t + _SHIFT
     f = t - (shifted - _SHIFT)
     p = ((((_C5 * f + _C4) * f + _C3) * f + _C2) * f + _C1) * f + 1.0
-    # The low bits of `shifted` are n; all others leave the word.
+    # The low bits of `shifted` are n; the shift removes all others.
     exponent = shifted.to(tl.int32, bitcast=True) << _MANTISSA_BITS
     return reciprocal(1.0 + (p.to(tl.int32, bitcast=True) + exponent).to(tl.float32, bitcast=True)) - _LEAST
 
@@ -195,7 +190,7 @@ def swiglu_gradients(dh, gate, up):
 def _swiglu_kernel(
     gate_ptr,  # [M, H] bf16 | f16 | f32
     up_ptr,  # [M, H] of the same dtype
-    h_ptr,  # [M, H] of the same dtype: written where no copy is asked for
+    h_ptr,  # [M, H] of the same dtype, written if no copy is requested
     q_ptr,
     s_ptr,
     blocks_ptr,  # None, or where tokens lie in groups their table, see device/groups.py
@@ -205,23 +200,18 @@ def _swiglu_kernel(
     stride_gh,
     stride_um,
     stride_uh,
-    ELEMENT_MAX: tl.constexpr,
-    MIN_AMAX: tl.constexpr,
-    POWER_OF_2: tl.constexpr,
-    ROWWISE: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    B: tl.constexpr,  # a Build
 ):
-    tiles_h = tl.cdiv(H, BLOCK)
+    tiles_h = tl.cdiv(H, B.block)
     tile_m, tile_h = tl.program_id(0) // tiles_h, tl.program_id(0) % tiles_h
-    offs_h = tile_h * BLOCK + tl.arange(0, BLOCK)
-    first, live, end = locate_rows(blocks_ptr, tile_m, M, ROWS, False)
-    offs_m = first + tl.arange(0, ROWS)
+    offs_h = tile_h * B.block + tl.arange(0, B.block)
+    first, live, end = locate_rows(blocks_ptr, tile_m, M, B.rows, False)
+    offs_m = first + tl.arange(0, B.rows)
     gate = load_tile(gate_ptr, offs_m, offs_h, live, H, stride_gm, stride_gh)
     up = load_tile(up_ptr, offs_m, offs_h, live, H, stride_um, stride_uh)
     h = from_f32(silu_times(gate, up), gate_ptr.dtype.element_ty)
-    if ROWWISE:
-        store_rowwise(to_f32(h), q_ptr, s_ptr, tile_h, offs_m, offs_h, M, H, ELEMENT_MAX, MIN_AMAX, POWER_OF_2, end)
+    if B.rowwise:
+        store_rowwise(to_f32(h), q_ptr, s_ptr, tile_h, offs_m, offs_h, M, H, B, end)
     else:
         store_tile(h_ptr, h, offs_m, offs_h, M, H)
 
@@ -231,8 +221,8 @@ def _swiglu_backward_kernel(
     dh_ptr,  # [M, H] bf16 | f16 | f32
     gate_ptr,  # [M, H]
     up_ptr,  # [M, H]
-    dgate_ptr,  # [M, H] of the dtype of gate: written where no copy is asked for
-    dup_ptr,  # [M, H], likewise
+    dgate_ptr,  # [M, H] of the dtype of gate, written if no copy is requested
+    dup_ptr,  # the same
     q_ptr,  # the copy is of the [M, 2H] gradient (dgate | dup)
     s_ptr,
     blocks_ptr,  # None, or where tokens lie in groups their table, see device/groups.py
@@ -244,45 +234,38 @@ def _swiglu_backward_kernel(
     stride_gh,
     stride_um,
     stride_uh,
-    WHOLE_BLOCKS: tl.constexpr,  # H is a multiple of BLOCK: no block of the gradient holds parts of both
-    ELEMENT_MAX: tl.constexpr,
-    MIN_AMAX: tl.constexpr,
-    POWER_OF_2: tl.constexpr,
-    ROWWISE: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    WHOLE_BLOCKS: tl.constexpr,  # H is a multiple of a block: no block of the gradient holds parts of both
+    B: tl.constexpr,  # a Build
 ):
-    SPLIT: tl.constexpr = ROWWISE and not WHOLE_BLOCKS
+    SPLIT: tl.constexpr = B.rowwise and not WHOLE_BLOCKS
     dtype: tl.constexpr = gate_ptr.dtype.element_ty
     if SPLIT:
-        tiles_c = tl.cdiv(2 * H, BLOCK)
+        tiles_c = tl.cdiv(2 * H, B.block)
         tile_m, tile_c = tl.program_id(0) // tiles_c, tl.program_id(0) % tiles_c
-        offs_c = tile_c * BLOCK + tl.arange(0, BLOCK)
+        offs_c = tile_c * B.block + tl.arange(0, B.block)
         # Columns of the gradient from H on are those of `up`.
         of_up = ((offs_c >= H) & (offs_c < 2 * H))[None, :]
         offs_h = tl.where((offs_c >= H) & (offs_c < 2 * H), offs_c - H, offs_c)
     else:
-        # Programs that read the same tiles are neighbors, so that the second reading comes from cache.
-        PARTS: tl.constexpr = 2 if ROWWISE else 1
-        tiles_h = tl.cdiv(H, BLOCK)
+        # Programs that read the same tiles are neighbors, so that the second read comes from cache.
+        PARTS: tl.constexpr = 2 if B.rowwise else 1
+        tiles_h = tl.cdiv(H, B.block)
         part = tl.program_id(0) % PARTS
         tile_h = tl.program_id(0) // PARTS % tiles_h
         tile_m = tl.program_id(0) // PARTS // tiles_h
         tile_c = tile_h + part * tiles_h
-        offs_h = tile_h * BLOCK + tl.arange(0, BLOCK)
-        offs_c = tile_c * BLOCK + tl.arange(0, BLOCK)
+        offs_h = tile_h * B.block + tl.arange(0, B.block)
+        offs_c = tile_c * B.block + tl.arange(0, B.block)
         of_up = part == 1
-    first, live, end = locate_rows(blocks_ptr, tile_m, M, ROWS, False)
-    offs_m = first + tl.arange(0, ROWS)
+    first, live, end = locate_rows(blocks_ptr, tile_m, M, B.rows, False)
+    offs_m = first + tl.arange(0, B.rows)
     dh = load_tile(dh_ptr, offs_m, offs_h, live, H, stride_dm, stride_dh)
     gate = load_tile(gate_ptr, offs_m, offs_h, live, H, stride_gm, stride_gh)
     up = load_tile(up_ptr, offs_m, offs_h, live, H, stride_um, stride_uh)
     dgate, dup = swiglu_gradients(dh, gate, up)
-    if ROWWISE:
+    if B.rowwise:
         gradient = to_f32(from_f32(tl.where(of_up, dup, dgate), dtype))
-        store_rowwise(
-            gradient, q_ptr, s_ptr, tile_c, offs_m, offs_c, M, 2 * H, ELEMENT_MAX, MIN_AMAX, POWER_OF_2, end
-        )  # fmt: skip
+        store_rowwise(gradient, q_ptr, s_ptr, tile_c, offs_m, offs_c, M, 2 * H, B, end)
     else:
         store_tile(dgate_ptr, from_f32(dgate, dtype), offs_m, offs_h, M, H)
         store_tile(dup_ptr, from_f32(dup, dtype), offs_m, offs_h, M, H)
@@ -292,12 +275,12 @@ def _swiglu_backward_kernel(
 
 
 def _launch(kernel, inputs, arguments, rowwise: bool, power_of_2_scales=False, width=0, **flags) -> None:
-    """Run `kernel` on `inputs` [M, K]. arguments: what it takes behind them. width: columns that programs divide."""
+    """Run `kernel` on `inputs` [M, K]. arguments: those after the inputs. width: columns of the result, 0 for K."""
     M, K = inputs[0].shape
     if M == 0 or K == 0:
         return
     options = options_of(FP8_1X128, rowwise, power_of_2_scales)
-    tiles = ceil_div(M, options["ROWS"]) * ceil_div(width or K, options["BLOCK"])
+    tiles = ceil_div(M, options["B"].rows) * ceil_div(width or K, options["B"].block)
     strides = [stride for x in inputs for stride in x.stride()]
     launch(kernel, tiles, *inputs, *arguments, M, K, *strides, **flags, **options)
 
@@ -318,7 +301,7 @@ def norm_quantize(norm: Norm, options: CastOptions) -> Copies:
 
 
 def normalize(norm: Norm) -> torch.Tensor:
-    """y itself, [M, K]: what `norm_quantize` quantizes, by the same kernel."""
+    """Return y, [M, K], which `norm_quantize` quantizes, with the same kernel."""
     y = norm.x.new_empty(norm.x.shape, dtype=norm.dtype)
     _launch_norm(norm, [y, None, None], False)
     return y
@@ -327,7 +310,7 @@ def normalize(norm: Norm) -> torch.Tensor:
 def _quantize(
     kernel, inputs, width: int, plain: Callable[[], torch.Tensor], options: CastOptions, groups: Groups | None, **flags
 ) -> Copies:
-    """The copies asked for of the [M, width] that `kernel` makes of `inputs`. plain: makes it as it is."""
+    """Return the requested copies of the matrix [M, width] that `kernel` computes. plain: computes the matrix."""
     if options.columnwise:
         return quantize(plain(), None, options, groups)
     tokens = inputs[0].shape[0]
@@ -340,12 +323,12 @@ def _quantize(
 
 
 def swiglu_quantize(gate: torch.Tensor, up: torch.Tensor, options: CastOptions, groups: Groups | None) -> Copies:
-    """Copies of silu(gate) · up, in those groups."""
+    """Return copies of silu(gate) · up, with these groups."""
     return _quantize(_swiglu_kernel, (gate, up), gate.shape[1], lambda: swiglu(gate, up), options, groups)
 
 
 def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """silu(gate) · up [M, H]: what `swiglu_quantize` quantizes, by the same kernel."""
+    """Return silu(gate) · up [M, H], which `swiglu_quantize` quantizes, with the same kernel."""
     h = gate.new_empty(gate.shape)
     _launch(_swiglu_kernel, (gate, up), (h, None, None, None), False)
     return h
@@ -354,7 +337,7 @@ def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 def swiglu_backward_quantize(
     dh: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, options: CastOptions, groups: Groups | None
 ) -> Copies:
-    """Copies of the [M, 2H] gradient (dgate | dup), in those groups."""
+    """Return copies of the [M, 2H] gradient (dgate | dup), with these groups."""
     H = gate.shape[1]
     return _quantize(
         _swiglu_backward_kernel, (dh, gate, up), 2 * H, lambda: torch.cat(swiglu_backward(dh, gate, up), 1),
@@ -363,8 +346,8 @@ def swiglu_backward_quantize(
 
 
 def swiglu_backward(dh: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(dgate, dup) [M, H]: what `swiglu_backward_quantize` quantizes, by the same kernel."""
+    """Return (dgate, dup) [M, H], which `swiglu_backward_quantize` quantizes, with the same kernel."""
     dgate, dup = gate.new_empty(gate.shape), gate.new_empty(gate.shape)
-    # A program computes one of two gradients where it quantizes, and both where it stores them as they are.
+    # Programs that quantize compute one of the two gradients, and programs that store plain values compute both.
     _launch(_swiglu_backward_kernel, (dh, gate, up), (dgate, dup, None, None, None), False, WHOLE_BLOCKS=False)
     return dgate, dup

@@ -1,4 +1,4 @@
-"""The builds of the Hopper kernel, and the choice of one for a GEMM."""
+"""The builds of the Hopper kernel, and how one is chosen for a GEMM."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torchao_blockwise.ops.launch import ceil_div
 
 # Rows of a wgmma, and so of the tiles that the copy engine moves.
 WAVE_ROWS = 64
-# Of a row of a stage: the widest swizzle of shared memory, which is also a block of K in FP8.
+# Bytes of a row of a stage: the widest swizzle of shared memory, which is also a block of K in FP8.
 STAGE_BYTES = 128
-# Tokens of 16 bytes of scales, which is where the copy engine can begin.
+# Tokens whose scales take 16 bytes, the alignment of TMA.
 TOKEN_ALIGNMENT = 4
-# int32 fields of an entry of a schedule of groups, of which the first is its header.
+# int32 fields of an entry of a schedule of groups. The first entry is the header.
 SCHEDULE_FIELDS = 4
 
 
@@ -22,18 +22,18 @@ SCHEDULE_FIELDS = 4
 class Build:
     """The constants of a build of the kernel, most of them chosen by the launcher."""
 
-    tile_n: int  # columns of a multiprocessor
+    tile_n: int  # columns of a tile
     consumers: int  # warpgroups that multiply
-    waves: int  # of 64 rows, that a consumer takes in turn: 1 or 2
+    waves: int  # waves of 64 rows of a consumer: 1 or 2
     stages: int
-    group: int  # rows of tiles whose programs run side by side and share tiles of b in the L2 cache
-    block: int = 0  # of K: where groups begin along "k", and what FP8 is scaled by
+    group: int  # rows of tiles that are computed at the same time, to share tiles of b in the L2 cache
+    block: int = 0  # of K: the block of FP8 scales; along "k", groups start at its multiples
     splits: int = 1  # of K; their results are added afterwards
-    along: str = ""  # where groups of tokens lie: "m" for rows of a, "k" for the contraction, "" for no groups
-    decoded: bool = False  # bf16 that needs no scales but those of whole tensors, instead of FP8
-    per_group: bool = False  # of decoded operands: each group has a scale
+    along: str = ""  # the dim of groups of tokens: "m" for rows of a, "k" for the contraction, "" for no groups
+    decoded: bool = False  # operands are bf16 with only tensor scales, instead of FP8
+    per_group: bool = False  # decoded operands: each group has a scale
     b_square: bool = False
-    copy_out: bool = False  # whole tiles leave through shared memory and the copy engine
+    copy_out: bool = False  # whole tiles are written through shared memory and TMA
     accumulate: bool = False
     has_bias: bool = False
 
@@ -47,7 +47,7 @@ class Build:
 
     @property
     def copies(self) -> int:
-        """By how many copies the rows of a tile of a come. On an H200 one is faster along "k", and one a wave else."""
+        """TMA copies of a tile of a. On an H200, one is faster along "k", and one for each wave otherwise."""
         return 1 if self.along == "k" else self.all_waves
 
     @property
@@ -56,12 +56,12 @@ class Build:
 
     @property
     def all_live(self) -> bool:
-        """Whether every wave is multiplied. With groups, one that lies wholly beyond its group is not."""
+        """Whether every wave is multiplied. With groups, a wave entirely after its group is not."""
         return not self.along or self.all_waves == 1 or (self.along == "k" and self.copy_out)
 
     @property
     def stride(self) -> int:
-        """Waves from one of a consumer to its next: they take turns, so that both have work in a tile half used."""
+        """Distance between the waves of a consumer. Consumers alternate, so that both work on a half-used tile."""
         return 1 if self.all_live else self.consumers
 
     @property
@@ -90,23 +90,23 @@ class Build:
 BUILDS = (
     Build(tile_n=128, consumers=2, waves=2, stages=3, group=4),
     Build(tile_n=128, consumers=2, waves=1, stages=5, group=8),
-    # Few rows: bound by reading b from memory, which takes many stages in flight and many programs.
+    # Few rows: limited by reading b from memory, which needs many stages in flight and many programs.
     Build(tile_n=64, consumers=1, waves=1, stages=8, group=1),
 )
-# The cost of a second launch, 4 µs, in bytes that a multiprocessor reads in that time.
+# The cost of a second launch, 4 µs, as the bytes that a multiprocessor reads in this time.
 _SPLIT_BYTES = 200_000
 
 
 @functools.lru_cache(maxsize=4096)
 def choose_build(m: int, n: int, k: int, block: int, multiprocessors: int, along: str = "", groups: int = 1) -> Build:
-    """The build whose programs should read the fewest bytes, one after the other, from the L2 cache.
+    """Return the build whose programs should read the fewest bytes, one after the other, from the L2 cache.
 
-    A tile reads (tile_m + tile_n) · K bytes; programs take tiles in rounds. Splitting K fills rounds that few tiles
-    leave empty, and costs a launch and a write and a read of each split's fp32 result.
+    A tile reads (tile_m + tile_n) · K bytes; programs compute tiles in rounds. Splitting K fills rounds with few tiles,
+    but costs a launch, and a write and a read of the fp32 result of each split.
 
-    m, n, k: of the GEMM; along "m" m counts the tokens of all groups, along "k" k is a group's mean. The host knows
-    how long groups are on average, and no more. Along "m" the last tile of a group is half empty on average, and read
-    whole: what decides against high tiles where groups are short.
+    m, n, k: of the GEMM; along "m", m is the number of tokens of all groups, and along "k", k is that of a mean group.
+    The host knows only the mean length of groups. Along "m", the last tile of a group is half empty on average, but
+    read entirely, so high tiles are bad for short groups.
     """
     blocks = ceil_div(k, block)
 

@@ -28,7 +28,7 @@ from torchao_blockwise.ops.gemm import KERNEL_PAIRS
 from torchao_blockwise.ops.padding import aligned_rows
 
 _ALIGNMENT = 16
-# Rows of one-row scales lie 16 bytes apart.
+# Rows of scales lie 16 bytes apart.
 _SCALE_ROWS = 4
 
 
@@ -101,10 +101,12 @@ def matmul(a: Operand, b: Operand, out_dtype: torch.dtype, bias: torch.Tensor | 
         swizzles = [F.SwizzleType.SWIZZLE_32_4_4, F.SwizzleType.NO_SWIZZLE]
     else:
         one_row = b_fmt.block[0] == 1
+        if not one_row and (missing := -b_scale.shape[1] % _SCALE_ROWS):
+            b_scale = F.pad(b_scale, (0, missing), value=1.0)
         if missing := -m % _SCALE_ROWS:
             qa = F.pad(qa.view(torch.uint8), (0, 0, 0, missing)).view(qa.dtype)
             a_scale = F.pad(a_scale, (0, missing))
-        a_scales, b_scales = [a_scale.t()], [b_scale.t() if one_row else pad_k_blocks(b_scale).t()]
+        a_scales, b_scales = [a_scale.t()], [b_scale.t()]
         a_scalings = [F.ScalingType.BlockWise1x128]
         b_scalings = a_scalings if one_row else [F.ScalingType.BlockWise128x128]
         swizzles = []
@@ -124,9 +126,3 @@ def add_matmul(out: torch.Tensor, a: Operand, b: Operand) -> None:
         kernels_decode.add_matmul(out, a, b)
     else:
         out.add_(matmul(a, b, torch.float32, None))
-
-
-def pad_k_blocks(scale: torch.Tensor) -> torch.Tensor:
-    """128×128 scales [N/128, K/128] with the K blocks padded with ones to a multiple of 4."""
-    missing = -scale.shape[1] % 4
-    return F.pad(scale, (0, missing), value=1.0) if missing else scale

@@ -1,16 +1,16 @@
-"""Grouped NVFP4 GEMMs on Blackwell (sm_100): CUTLASS's kernels, by `torch.nn.functional.scaled_grouped_mm`.
+"""Grouped NVFP4 GEMMs on Blackwell (sm_100): CUTLASS kernels, through `torch.nn.functional.scaled_grouped_mm`.
 
-    a [M, K]       payload as it lies: a group may begin at any row
+    a [M, K]       payload, without a copy: a group may start at any row
     its scales     swizzled (kernels_blackwell.py), each group padded to tiles of 128 rows
-    b [E, N, K]    a matrix for each expert, and one row of swizzled scales
-    ends [E]       of groups, on the device, where the kernels work out what begins where
-    out [M, N]     bf16; rows of no group are not written by them, but zeroed here
+    b [E, N, K]    a matrix and one row of swizzled scales for each expert
+    ends [E]       of the groups, on the device, where the kernels compute all offsets
+    out [M, N]     bf16; the kernels do not write rows after the last group, so they are set to zero here
 
-Only along "m". Along "k" the copy engine would have to begin a group on 16 bytes, 32 tokens, and ours begin on a block
-of 16: both operands would have to be copied. Those GEMMs are bf16 too, where gradients are added up in fp32, and
-what belongs to an expert without tokens is not written.
+Only along "m". Along "k", TMA needs groups that start at multiples of 16 bytes, 32 tokens, but ours start at multiples
+of 16 tokens, so both operands would have to be copied. The output would be bf16, but gradients are summed in fp32, and
+it would not be written for experts without tokens.
 
-Not run on Blackwell hardware yet. A test decodes what is handed over by the documented layouts.
+This has not run on Blackwell hardware yet. A test decodes the arguments according to the documented layouts.
 Source: PyTorch, aten/src/ATen/native/cuda/GroupedBlas.cpp; MSLK, include/mslk/gemm/cutlass/grouped_common.cuh.
 """
 
@@ -27,7 +27,7 @@ from torchao_blockwise.ops.padding import aligned_rows
 
 _BLACKWELL = 10
 _ALIGNMENT = 16
-# A thread of one block prepares each group.
+# Each group is prepared by one thread of a single block.
 _MAX_GROUPS = 1024
 
 
@@ -54,7 +54,7 @@ def why_not(a: Operand, b: Operand, groups: Groups, along: str, out_dtype: torch
 
 @functools.cache
 def _why_not_built(device: torch.device) -> str | None:
-    """Why this build of PyTorch has no such kernels: it is asked for a GEMM of no rows, for which none runs."""
+    """Return why this build of PyTorch lacks these kernels, or None: call it with no rows, for which no kernel runs."""
     one, ends = torch.ones(1, device=device), torch.zeros(1, dtype=torch.int32, device=device)
     a, b, a_scale, b_scale = (
         torch.zeros(shape, dtype=torch.uint8, device=device) for shape in ((0, 16), (1, 16, 16), (0, 4), (1, 512))
@@ -69,7 +69,7 @@ def _why_not_built(device: torch.device) -> str | None:
 def _scaled_grouped_mm(
     a: torch.Tensor, b: torch.Tensor, a_scales: list[torch.Tensor], b_scales: list[torch.Tensor], ends: torch.Tensor
 ) -> torch.Tensor:
-    """a [M, K/2] · b [E, N, K/2], both e2m1 as bytes. scales: of blocks, as bytes, and of the tensor."""
+    """a [M, K/2] · b [E, N, K/2], both e2m1 as bytes. a_scales, b_scales: block scales as bytes, tensor scale."""
     scalings = [F.ScalingType.BlockWise1x16, F.ScalingType.TensorWise]
     swizzles = [F.SwizzleType.SWIZZLE_32_4_4, F.SwizzleType.NO_SWIZZLE]
     (a_scale, a_global), (b_scale, b_global) = a_scales, b_scales
@@ -88,7 +88,7 @@ def _scaled_grouped_mm(
 
 
 def grouped_matmul(a: Operand, b: Operand, groups: Groups, along: str, out_dtype: torch.dtype) -> torch.Tensor:
-    """[M, N] result of the GEMM, within what `why_not` admits. Arguments as in the op."""
+    """Return the GEMM, [M, N], if `why_not` returns None. Arguments as in the op."""
     from torchao_blockwise.ops.gemm.kernels_blackwell import (
         swizzled_scales,
         swizzled_scales_of_groups,
@@ -97,7 +97,7 @@ def grouped_matmul(a: Operand, b: Operand, groups: Groups, along: str, out_dtype
 
     assert a.global_scale is not None and b.global_scale is not None
     a_scale, ends = swizzled_scales_of_groups(a, groups.ends)
-    # The kernels read a tensor scale for each group. PyTorch multiplies the two first.
+    # The kernels read one tensor scale for each group: the product of both, which PyTorch computes.
     a_scales = [a_scale, a.global_scale.expand(ends.shape[0])]
     b_scales = [swizzled_scales(b), b.global_scale]
     qa, qb = aligned_rows(a.qdata), aligned_rows(b.qdata.flatten(0, -2)).view(b.qdata.shape)

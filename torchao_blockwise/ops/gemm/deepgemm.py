@@ -1,11 +1,11 @@
-"""Products through DeepGEMM on Hopper: `output` and `grad_input`, a in 1×128 blocks and b in 128×128, into bf16.
+"""GEMMs with the DeepGEMM library on Hopper: a in 1×128 blocks, b in 128×128 blocks, bf16 output.
 
-    a's scales [K/128, M] are passed as [M, K/128] with strides (1, M), as they lie at rest; M padded to a multiple of 4
-    b's scales [N/128, K/128] as they lie
+    a's scales [K/128, M] are passed as [M, K/128] with strides (1, M), without a copy; M is padded to a multiple of 4
+    b's scales [N/128, K/128] are passed as they are
 
-It promotes partial sums to fp32 every 128 of K, as our kernels do. It writes bf16 and adds nothing, so a GEMM with a
-bias, which must be rounded once, is not its. Nor is `grad_weight` of one-row blocks: that kernel adds into fp32 in
-memory and is slower. With the layer's input in square blocks, `grad_weight` is the same GEMM as `output`.
+Like our kernels, it promotes partial sums to fp32 every 128 of K. It supports neither a bias nor another dtype of the
+output. It is not used for `grad_weight` with one-row blocks: its kernel for them adds to an fp32 tensor in memory, and
+is slower. If the layer's input is quantized in square blocks, `grad_weight` is the same GEMM as `output`.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from torchao_blockwise.ops.padding import aligned_rows
 _PAIR = (FP8_1X128.name, FP8_128X128.name)
 # TMA needs rows aligned to 16 bytes, in fp8 and in bf16.
 _K_MULTIPLE, _N_MULTIPLE = 16, 8
-# AUTO takes it from this number of multiplications and these sides on. It is 4-10 % faster there, and holds the host
-# 0.1-0.4 ms longer: as long as a step of smaller layers takes. With 1024 rows or columns it can take three times as
-# long.
-_MIN_PRODUCTS, _MIN_SIDE = 2**38, 2048
+# AUTO selects it for at least this number of multiplications, if M, N and K are at least this large. There it is 4-10 %
+# faster, but its host overhead is 0.1-0.4 ms larger, as long as a step of smaller layers. With 1024 rows or columns it
+# can take three times as long.
+_MIN_MULTIPLICATIONS, _MIN_SIDE = 2**38, 2048
 
 
 def why_not(a: Operand, b: Operand, out_dtype: torch.dtype, bias: torch.Tensor | None) -> str | None:
@@ -49,7 +49,7 @@ def pays(a: Operand, b: Operand, out_dtype: torch.dtype | None, bias: torch.Tens
     return (
         out_dtype == torch.bfloat16
         and min(m, n, k) >= _MIN_SIDE
-        and m * n * k >= _MIN_PRODUCTS
+        and m * n * k >= _MIN_MULTIPLICATIONS
         and deep_gemm_library.why_absent() is None
         and why_not(a, b, out_dtype, bias) is None
     )

@@ -1,15 +1,15 @@
-"""The sums of `gluon_pipeline.py` of operands that were decoded to bf16 beforehand (B.decoded).
+"""The accumulation of `gluon_pipeline.py` for operands that were decoded to bf16 (B.decoded).
 
-bf16 sums need no promotion: wgmma adds to fp32 accumulators over the whole of K. What scales them, the product of both
-tensor scales, is one factor at the end. A stage holds 128 bytes of a row, 64 columns. A consumer, here one of two waves
-w0 and w1, frees it when the products of the next stage have been issued, so that the tensor cores always have work:
+bf16 sums need no promotion: wgmma adds to fp32 accumulators over all of K, which are multiplied by both tensor scales
+at the end. A stage holds 128 bytes of a row, 64 columns. A consumer, here with two waves w0 and w1, frees a stage after
+it has issued the wgmmas of the next one, so that the tensor cores always have work:
 
     stage       0        1        2
     issued      w0 w1    w0 w1    w0 w1
     freed                0        1        2
 
-Along "k" groups begin at multiples of a block, 16 columns, so that a group's last stage may hold columns of the next
-group's. Of that stage each block is multiplied by itself, if it is the group's: 16 is also the K of a wgmma.
+Along "k", groups start at multiples of a block, 16 columns, so the last stage of a group may contain columns of the
+next one. Of this stage, only the blocks of the group are multiplied, one by one: 16 is also the K of a wgmma.
 """
 
 from triton.experimental import gluon
@@ -41,7 +41,7 @@ def _multiply(
     acc1,
     B: gl.constexpr,
 ):
-    """Add the products of COUNT columns of a stage, from FIRST on, and wait for all but the last OUTSTANDING ones."""
+    """Add COUNT columns of a stage, from FIRST on, and wait for all wgmmas except the last OUTSTANDING ones."""
     b = b_ring.index(stage).slice(FIRST, COUNT, 1).permute((1, 0))
     a = wave_of(a_ring, stage, WAVE, B).slice(FIRST, COUNT, 1)
     acc0 = warpgroup_mma(a, b, acc0, is_async=True)
@@ -55,14 +55,14 @@ def _multiply(
 def accumulate_decoded(
     LIVE: gl.constexpr, CONSUMER: gl.constexpr, scale, rings, stage, phase, first, last, B: gl.constexpr
 ):
-    """scale · sums of products over blocks first .. last of K, for the first LIVE waves of a consumer."""
+    """Accumulate blocks first .. last of K, times `scale`, for the first LIVE waves of a consumer."""
     a_ring, _, b_ring, _, full = rings
     WAVE: gl.constexpr = first_wave(CONSUMER, B)
     MMA: gl.constexpr = accumulator_layout(B)
     WIDTH: gl.constexpr = B.tile_n
     acc0 = gl.zeros((_WAVE, WIDTH), gl.float32, MMA)
     acc1 = gl.zeros((_WAVE, WIDTH), gl.float32, MMA)
-    # Stages that are multiplied whole. Behind the last column of K there are zeros.
+    # Stages that are multiplied whole. After the last column of K, there are zeros.
     end = last
     if B.along == "k":
         end = first + (last - first) // B.stage_blocks * B.stage_blocks
@@ -72,8 +72,8 @@ def accumulate_decoded(
             free_stage(stage)
         else:
             acc0, acc1 = _multiply(LIVE, WAVE, 0, B.depth, LIVE, a_ring, b_ring, stage, acc0, acc1, B)
-            # Not a variable that is carried from turn to turn: one that begins as a copy of `stage` Triton 3.6 and 3.7
-            # take for a constant of the loop.
+            # Not a loop variable, because Triton 3.6 and 3.7 treat one that starts as a copy of `stage` as a constant
+            # of the loop.
             if k > first:
                 free_stage(_previous_stage(stage, B.stages))
         stage, phase = next_stage(stage, phase, B.stages)
@@ -90,6 +90,6 @@ def accumulate_decoded(
                     acc0, acc1 = _multiply(LIVE, WAVE, i * B.block, B.block, 0, a_ring, b_ring, stage, acc0, acc1, B)
         free_stage(stage)
         stage, phase = next_stage(stage, phase, B.stages)
-    # What nothing was summed to stays zero, with scales of NaN too.
+    # Empty sums are zero even if scales are NaN.
     scale = gl.where(first < last, scale, 0.0)
     return acc0 * scale, acc1 * scale, stage, phase

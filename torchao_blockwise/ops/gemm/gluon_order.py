@@ -1,10 +1,10 @@
-"""Which tiles a persistent program of `gluon_pipeline.py` takes, in which order, and where each lies.
+"""The order in which persistent programs of `gluon_pipeline.py` compute tiles, and the position of each tile.
 
-Without groups (B.along == "") a program takes every num_programs-th tile. With groups a schedule in device memory
-(ops/groups/tables) lists rows of tiles, or groups, and programs go through its tiles back and forth:
+Without groups (B.along == ""), a program computes every num_programs-th tile. With groups, a schedule in device memory
+(ops/groups/tables) lists rows of tiles, or groups, and the direction alternates between rounds:
 
-    programs    0   1   2   3          tiles differ in length: a program that gets the longest of one round gets the
-    round 0     0   1   2   3          shortest of the next
+    programs    0   1   2   3          tiles differ in length: the program with the longest one in a round has the
+    round 0     0   1   2   3          shortest one in the next
     round 1     7   6   5   4
     round 2     8   9
 """
@@ -20,16 +20,16 @@ _ALIGNMENT: gl.constexpr = gl.constexpr(TOKEN_ALIGNMENT)
 
 @gluon.jit
 def _reciprocal(x):
-    """1 / x of an f32, an estimate: an ulp off."""
+    """1 / x of an f32, with an error of one ulp."""
     return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
 
 
 @gluon.jit
 def _divided(x, by, B: gl.constexpr):
-    """(x // by, x % by) of 0 <= x < 2^24, which is more tiles than there is memory for.
+    """(x // by, x % by) for 0 <= x < 2^24, more tiles than fit in memory.
 
-    By an estimate of the reciprocal, a third of an integer division's instructions: tiles of groups end often. Without
-    groups kernels took longer with it, by up to 8 % on an H200.
+    With groups, which have many short tiles, an estimated reciprocal takes a third of the instructions of an integer
+    division. Without groups, it made kernels up to 8 % slower on an H200.
     """
     if B.along == "":
         quotient = x // by
@@ -37,7 +37,7 @@ def _divided(x, by, B: gl.constexpr):
     else:
         quotient = (x.to(gl.float32) * _reciprocal(gl.to_tensor(by).to(gl.float32))).to(gl.int32)
         rest = x - quotient * by
-        # The estimate is one off at most.
+        # The estimate differs by at most one.
         missed = (rest >= by).to(gl.int32) - (rest < 0).to(gl.int32)
         quotient, rest = quotient + missed, rest - missed * by
     return quotient, rest
@@ -45,7 +45,7 @@ def _divided(x, by, B: gl.constexpr):
 
 @gluon.jit
 def turns_of_program(groups, M, N, B: gl.constexpr):
-    """(first, end, step) of what this program counts its tiles by, and how many entries the schedule has."""
+    """(first, end, step) of the turns of this program, and the number of entries of the schedule."""
     if B.along == "":
         tiles = gl.cdiv(M, B.tile_m) * gl.cdiv(N, B.tile_n) * B.splits
         return gl.program_id(0), tiles, gl.num_programs(0), 0
@@ -58,7 +58,7 @@ def turns_of_program(groups, M, N, B: gl.constexpr):
 
 @gluon.jit
 def _tile_of(turn):
-    """Which tile is this program's. Who has the longest of one round has the shortest of the next."""
+    """The tile of this program in a turn."""
     back = gl.num_programs(0) - 1 - gl.program_id(0)
     return turn * gl.num_programs(0) + gl.where(turn % 2 == 0, gl.program_id(0), back)
 
@@ -73,7 +73,7 @@ def _tiles_of_entry(M, N, B: gl.constexpr):
 
 @gluon.jit
 def load_entry(turn, entries, groups, M, N, B: gl.constexpr):
-    """The schedule's entry of a tile; of another one where the tile does not exist.
+    """The schedule's entry of a tile, or any entry if the tile does not exist.
 
     "m"   an entry for each row of tiles: group, the group's first row of tiles, its first token, its end
     "k"   an entry for each group, the longest first: group, its first block, its last block and one, 0
@@ -90,14 +90,14 @@ def load_entry(turn, entries, groups, M, N, B: gl.constexpr):
 def locate_tile(tile, entry, M, N, K, B: gl.constexpr):
     """(part, row, start, end, column, first, last) of a tile, or turn; B.group rows of tiles, column by column.
 
-    part: which of the splits of K, or which group. row, column: where the tile begins in an output of N columns, of
-    which only rows from `start` to `end` are its own. first, last: its blocks of K, without the last.
+    part: the split of K, or the group. row, column: the start of the tile in an output of N columns; only rows `start`
+    to `end` belong to it. first, last: its blocks of K, without the last.
     """
     tiles_m, tiles_n, blocks = gl.cdiv(M, B.tile_m), gl.cdiv(N, B.tile_n), gl.cdiv(K, B.block)
     start, begin, end = 0, 0, M
     if B.along == "m":
         part, first_row, start, end = entry
-        # A schedule of more tokens leads to no others' memory.
+        # A schedule made for more tokens must not lead outside of the tensor.
         end = gl.minimum(end, M)
         tile = _tile_of(tile) - first_row * tiles_n
         begin = start // _ALIGNMENT * _ALIGNMENT
@@ -111,7 +111,7 @@ def locate_tile(tile, entry, M, N, K, B: gl.constexpr):
     first_m = band * B.group
     column, tile_row = _divided(in_band, gl.minimum(tiles_m - first_m, B.group), B)
     if B.along == "m":
-        # The tokens of no group, -1, have no GEMM.
+        # Tokens after the last group, -1, have no GEMM.
         first, last = 0, gl.where(part < 0, 0, blocks)
     elif B.along == "":
         share = gl.cdiv(blocks, B.splits)

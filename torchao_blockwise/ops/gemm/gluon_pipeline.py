@@ -1,23 +1,23 @@
-"""The kernel of kernels_gluon.py, of matmul and of grouped_matmul: NT GEMMs on Hopper, in Gluon.
+"""The Gluon kernel of `matmul` and `grouped_matmul` on Hopper; kernels_gluon.py launches it.
 
-Persistent programs, one a multiprocessor. A producer warp fills a ring of shared memory with the copy engine (TMA),
+Programs are persistent, one for each multiprocessor. A producer warp fills a ring in shared memory with TMA copies, and
 consumer warpgroups multiply and promote:
 
     producer    a [TILE_M, 128]  b [TILE_N, 128]  scales ──▶ ring of STAGES, a barrier "full" and one "free" a stage
     consumer 0  rows   0 .. 127: wgmma wave 0 → partial → acc 0 += partial · scales, wave 1 → partial → acc 1 += ..
     consumer 1  rows 128 .. 255: the same, out of step: while one promotes on the CUDA cores, the other's wgmma runs
 
-An e4m3 product is accumulated in some 14 bits inside wgmma, so a partial sum ends with its block of K and is promoted
-to fp32. A wave is 64 rows, the height of a wgmma. Two waves a consumer share the registers of one partial, which leaves
-room for 256×128 accumulators: the bytes that a GEMM reads from the L2 cache fall with the tile.
+wgmma accumulates e4m3 products with about 14 bits, so each partial sum covers one block of K and is then promoted to
+fp32. A wave is 64 rows, the height of a wgmma. The two waves of a consumer share the registers of one partial sum,
+which leaves room for accumulators of 256×128: with larger tiles, a GEMM reads fewer bytes from the L2 cache.
 
-Ragged M, N and K: the copy engine reads zeros outside of a tensor and writes nothing there.
+Ragged M, N and K: TMA reads zeros outside of a tensor, and writes nothing there.
 
-Operands that were decoded to bf16 (B.decoded) take the same way without scales: see `gluon_decoded.py`.
+Operands that were decoded to bf16 (B.decoded) use the same pipeline without scales: see `gluon_decoded.py`.
 
-Groups of tokens (B.along): a schedule in device memory says where a tile lies (`gluon_order.py`). What a tile holds
-beyond its group is another's: it is read and not written. A wave without a row of the group is not multiplied either,
-and consumers take waves in turns, so that both have work in a tile that is half used. All else is as without groups.
+Groups of tokens (B.along): a schedule in device memory contains the positions of tiles (`gluon_order.py`). Rows of a
+tile after its group belong to another one; they are read, but not written. Waves without rows of the group are not
+multiplied. Consumers alternate waves, so that both have work in a half-used tile.
 """
 
 from triton.experimental import gluon
@@ -51,7 +51,7 @@ _store_async = getattr(tma, "async_store", None) or tma.async_copy_shared_to_glo
 
 _WAVE: gl.constexpr = gl.constexpr(WAVE_ROWS)
 _WARPS: gl.constexpr = gl.constexpr(WARPGROUP)
-# Of a thread: two consumers and a producer share the 64 Ki of a multiprocessor.
+# Registers of a thread: two consumers and a producer share the 64 Ki of a multiprocessor.
 _CONSUMER_REGISTERS: gl.constexpr = gl.constexpr(240)
 _PRODUCER_REGISTERS: gl.constexpr = gl.constexpr(24)
 
@@ -66,13 +66,13 @@ def _produce(operands, rings, groups, M, N, K, B: gl.constexpr):
     stage, phase = gl.to_tensor(0), gl.to_tensor(1)
     tile = gl.to_tensor(turn)
     entry = load_entry(tile, entries, groups, M, N, B)
-    # In a `for` Triton 3.6 and 3.7 lose the loads of the next entry, and every tile is the first.
+    # In a `for` loop, Triton 3.6 and 3.7 lose the loads of the next entry, so that every tile is the first one.
     while tile < turns:
         part, row, _, _, column, first, last = locate_tile(tile, entry, M, N, K, B)
         tile += step
-        # On its way from memory while this tile is copied.
+        # Loaded while this tile is copied.
         entry = load_entry(tile, entries, groups, M, N, B)
-        # A group of rows has N rows of b to itself, from which the last tile runs on into the next group's.
+        # Each group of rows has N rows of b; the last tile extends into those of the next group.
         b_row = part * N + column if B.along == "m" else column
         for k in range(first, last, B.stage_blocks):
             wait_for_stage(stage, phase)
@@ -91,10 +91,10 @@ def _produce(operands, rings, groups, M, N, K, B: gl.constexpr):
 
 @gluon.jit
 def _scaled(partial, a_scale, b_scale, B: gl.constexpr):
-    """Two factors whose product is partial · a_scale · b_scale, to be added in one FMA an element.
+    """Return two factors whose product is partial · a_scale · b_scale, to be added with one FMA for each element.
 
-    The first stays in the registers of `partial`, in which the next wave begins: another one's were not to be had, and
-    each multiplication had to wait for the addition before it.
+    The first stays in the registers of `partial`, which the next wave reuses. With the product in these registers, each
+    multiplication would wait for the addition before it, because no other registers are free.
     """
     if B.b_square:
         # Scales whose product overflows belong to products that do.
@@ -105,9 +105,9 @@ def _scaled(partial, a_scale, b_scale, B: gl.constexpr):
 
 @gluon.jit
 def _copy_out(acc, staging, out, row, column, B: gl.constexpr):
-    """A whole wave, through shared memory and the copy engine."""
+    """Write a whole wave through shared memory and TMA."""
     if B.along != "m":
-        # The copy that was here a tile ago has left; the one of the wave before may be on its way.
+        # Wait for the copy of the previous tile from this buffer; that of the previous wave may still run.
         tma.store_wait(B.waves - 1)
     staging.store(acc.to(out.dtype))
     fence_async_shared()
@@ -116,7 +116,7 @@ def _copy_out(acc, staging, out, row, column, B: gl.constexpr):
 
 @gluon.jit
 def _store_out(acc, MMA: gl.constexpr, out, base, row, start, end, column, N, B: gl.constexpr):
-    """Rows from `start` to `end`, columns before N, straight from registers. base: rows of `out` before this part's."""
+    """Store rows `start` to `end`, columns before N, from registers. base: the rows of `out` before this part."""
     columns = column + gl.arange(0, B.tile_n, layout=gl.SliceLayout(0, MMA))
     rows = row + gl.arange(0, _WAVE, layout=gl.SliceLayout(1, MMA))
     own = rows < end
@@ -150,13 +150,13 @@ def _write(
     elif row >= start and row + _WAVE <= end:
         _copy_out(acc, staging, out, row, column, B)
     elif row < end:
-        # The copy engine ends where the tensor does; next to this group's rows lie others'.
+        # TMA masks only the end of the tensor, but the next rows belong to another group.
         _store_out(acc, MMA, groups[1], base, row, start, end, column, N, B)
 
 
 @gluon.jit
 def _load_row_scales(ring, stage, WAVE: gl.constexpr, B: gl.constexpr):
-    """The scales of a wave."""
+    """Return the scales of a wave."""
     if B.copies == 1:
         scales = ring.index(stage).reshape([B.copied_rows]).slice(WAVE * _WAVE, _WAVE)
     else:
@@ -171,7 +171,7 @@ def _load_column_scales(ring, stage, B: gl.constexpr):
 
 @gluon.jit
 def _multiply_part(a, b, acc, use_acc, FIRST: gl.constexpr, COUNT: gl.constexpr):
-    """Issue the product of columns FIRST .. FIRST + COUNT of a wave and of a block of b."""
+    """Issue the wgmma of columns FIRST .. FIRST + COUNT of a wave and of a block of b."""
     return warpgroup_mma(a.slice(FIRST, COUNT, 1), b.slice(FIRST, COUNT, 0), acc, use_acc=use_acc, is_async=True)
 
 
@@ -179,11 +179,11 @@ def _multiply_part(a, b, acc, use_acc, FIRST: gl.constexpr, COUNT: gl.constexpr)
 def _multiply_first(
     LIVE: gl.constexpr, WAVE: gl.constexpr, a_ring, a_scale_ring, b, b_scale_ring, stage, b_scale, B: gl.constexpr
 ):
-    """A consumer's first wave of a stage: (product, a's scales, b's).
+    """Multiply a consumer's first wave of a stage: (partial sum, a's scales, b's scales).
 
-    Loads from shared memory wait while products read it. The column scales, 16 loads a thread, come after a part of
-    the product has been issued and before the rest is, so that one consumer loads while the other multiplies. Loads
-    come in order: who has b's scales has a's, where a's are asked for first.
+    Loads from shared memory wait while wgmma reads it. The loads of column scales, 16 for each thread, are issued after
+    a part of the wgmmas and before the rest, so that one consumer loads while the other multiplies. Loads complete in
+    order: if b's scales are there, so are a's, which were loaded first.
     """
     MMA: gl.constexpr = accumulator_layout(B)
     WIDTH: gl.constexpr = B.tile_n
@@ -194,7 +194,7 @@ def _multiply_first(
     if B.b_square:
         acc = warpgroup_mma(a, b, acc, use_acc=False, is_async=True)
         if LIVE == 2:
-            # Waits for nothing; loads stay behind it.
+            # Does not wait, but keeps loads after it.
             acc = warpgroup_mma_wait(1, deps=[acc])
         a_scale = _load_row_scales(a_scale_ring, stage, WAVE, B)
     elif LIVE == 2:
@@ -224,19 +224,19 @@ def _accumulate_blocks(
     M,
     B: gl.constexpr,
 ):
-    """Sums of products over blocks first .. last of K, each block promoted, for the first LIVE waves of a consumer."""
+    """Accumulate blocks first .. last of K, each promoted, for the first LIVE waves of a consumer."""
     a_ring, a_scale_ring, b_ring, b_scale_ring, full = rings
     WAVE: gl.constexpr = first_wave(CONSUMER, B)
     WIDTH: gl.constexpr = B.tile_n
     MMA: gl.constexpr = accumulator_layout(B)
-    # False, which the compiler cannot know: the second wave begins from the first's registers and takes no others.
+    # False, but unknown to the compiler, so that the second wave reuses the registers of the first.
     from_partial = M < 0
     zero = gl.where(from_partial, 1, 0)
     acc0 = gl.zeros((_WAVE, WIDTH), gl.float32, MMA)
     acc1 = gl.zeros((_WAVE, WIDTH), gl.float32, MMA)
     b_scale = 0.0
     if B.b_square:
-        # One block ahead: the way from memory takes about as long as a block.
+        # Load one block ahead, because a load from memory takes about as long as a block.
         b_scale_next = gl.load(b_scale_ptrs + first, mask=first < last, other=0.0)
     mbarrier.wait(full.index(stage), phase, pred=first < last)
     for k in range(first, last):
@@ -264,12 +264,12 @@ def _accumulate_blocks(
             SECOND: gl.constexpr = WAVE + B.stride
             a = wave_of(a_ring, stage, SECOND, B)
             second = warpgroup_mma(a, b, partial, use_acc=from_partial, is_async=True)
-            # acc0 passes through, so that its promotion cannot sink below a wait.
+            # With acc0 as a dependency, its promotion cannot move after a wait.
             second, acc0 = warpgroup_mma_wait(1, deps=[second, acc0])
             a_scale = _load_row_scales(a_scale_ring, stage, SECOND, B)
             second, acc0 = warpgroup_mma_wait(0, deps=[second, acc0])
             free_stage_after(a_scale, 2, stage, zero)
-            # Here and not where the block begins: an `output` is 4 % faster on an H200.
+            # Waiting here and not at the start of the block makes an `output` 4 % faster on an H200.
             mbarrier.wait(full.index(following), its_phase, pred=k + 1 < last)
             second, b_factor = _scaled(second, a_scale, block_scale, B)
             acc1 += second * b_factor
@@ -281,10 +281,10 @@ def _accumulate_blocks(
 def _accumulate(
     LIVE: gl.constexpr, CONSUMER: gl.constexpr, scale, rings, stage, phase, first, last, M, B: gl.constexpr
 ):
-    """Sums of products over blocks first .. last of K, for the first LIVE waves of a consumer.
+    """Accumulate blocks first .. last of K, for the first LIVE waves of a consumer.
 
-    scale: pointers to b's scales of a tile where B.b_square, of decoded operands both tensor scales' product, the
-        group's where B.per_group.
+    scale: if B.b_square, pointers to b's scales of a tile; for decoded operands, the product of both tensor scales, of
+        the group if B.per_group.
     """
     if B.decoded:
         return accumulate_decoded(LIVE, CONSUMER, scale, rings, stage, phase, first, last, B)
@@ -311,7 +311,7 @@ def _consume(CONSUMER: gl.constexpr, scale, out, out_ring, bias_ptr, rings, grou
                 block_n += part * gl.cdiv(N, B.block)
             tile_scale = scale + block_n.to(gl.int64) * gl.cdiv(K, B.block)
         if B.per_group:
-            # Tokens of no group have none.
+            # Tokens after the last group have no scale.
             tile_scale = gl.load(scale + part, mask=first < last, other=0.0)
         if B.all_live or row + WAVE * _WAVE + LAST < end:
             acc0, acc1, stage, phase = _accumulate(
@@ -321,11 +321,11 @@ def _consume(CONSUMER: gl.constexpr, scale, out, out_ring, bias_ptr, rings, grou
             acc0, acc1, stage, phase = _accumulate(1, CONSUMER, tile_scale, rings, stage, phase, first, last, M, B)
         else:
             acc0, acc1, stage, phase = _accumulate(0, CONSUMER, tile_scale, rings, stage, phase, first, last, M, B)
-        # On its way from memory while this tile is written.
+        # Loaded while this tile is written.
         entry = load_entry(tile + step, entries, groups, M, N, B)
         row += WAVE * _WAVE
         if B.copy_out and B.along == "m":
-            # All copies of the tile before have left: not each wave has had one.
+            # Wait for all copies of the previous tile, because not every wave had one.
             tma.store_wait(0)
         staging = out_ring.index(CONSUMER * B.waves) if B.copy_out else out_ring
         _write(acc0, MMA, staging, out, bias_ptr, groups, part, row, start, end, column, M, N, B)
@@ -353,11 +353,11 @@ def matmul_kernel(
     K,
     B: gl.constexpr,  # a Build
 ):
-    # What a build has no use for stands in its place: partitions take no None.
+    # Partitions do not support None, so unused arguments are replaced with others.
     groups = ()
     if B.along != "":
         groups, bias_ptr = (schedule, out_ptr), schedule
-    # A tile of b has one scale where its blocks are square.
+    # If blocks are square, a tile of b has one scale.
     gl.static_assert(B.block % B.tile_n == 0 or not B.b_square)
     make_barriers(B.stages, _WARPS * B.consumers)
     a_ring = gl.allocate_shared_memory(a.dtype, [B.stages * B.copies, B.copied_rows, B.depth], a.layout)

@@ -1,12 +1,12 @@
-"""The ring of stages of `gluon_pipeline.py`: its order, the waves of a stage, and the barriers that free stages.
+"""The ring of stages of `gluon_pipeline.py`: the order of stages, their waves, and the barriers that free them.
 
-Gluon's `mbarrier.arrive` is an arrival of one thread, before which the compiler has all warps of the partition wait for
-each other, and again before the next access to shared memory: a third of the consumers' time. Nor does it wait for
-loads from shared memory whose results nobody has used yet: on an H200 the copy of a later block overtook a load of
-scales, where many stores to `out` were queued before it. So here each warp arrives by itself, and with
-`free_stage_after` not before the loads that it names have come.
+`mbarrier.arrive` of Gluon is the arrival of one thread. Before it, and again before the next access to shared memory,
+the compiler lets all warps of the partition wait for each other, which takes a third of the consumers' time. It also
+does not wait for loads from shared memory whose results are not used yet: on an H200, the copy of a later block
+overtook a load of scales that was queued after many stores to `out`. So here each warp arrives separately, and
+`free_stage_after` arrives only after the given loads are complete.
 
-Gluon tells no address of its barriers, so these lie in memory declared in PTX: one for each stage, 8 bytes apart.
+Gluon does not expose the addresses of its barriers, so these are in memory declared in PTX, 8 bytes for each stage.
 """
 
 from triton.experimental import gluon
@@ -18,7 +18,7 @@ WARPGROUP = 4
 _WAVE: gl.constexpr = gl.constexpr(WAVE_ROWS)
 # Bytes of K that a wgmma multiplies.
 _MMA_BYTES = 32
-# A whole kibibyte, so that what Triton allocates behind it keeps the alignment that swizzles ask for.
+# 1 KiB, so that memory that Triton allocates after it has the alignment that swizzles need.
 _DECLARE: gl.constexpr = gl.constexpr(".shared .align 1024 .b8 free_stages[1024];\nmov.b32 $0, 0;")
 
 
@@ -30,20 +30,20 @@ def accumulator_layout(build):
 
 @gluon.constexpr_function
 def first_wave(consumer, build):
-    """The first of a consumer's waves in a tile."""
+    """Return the first wave of a consumer in a tile."""
     return consumer * (build.waves if build.stride == 1 else 1)
 
 
 @gluon.jit
 def next_stage(stage, phase, STAGES: gl.constexpr):
-    """The following stage of the ring, and the parity of its barriers' phase."""
+    """Return the next stage of the ring, and the parity of the phase of its barriers."""
     wraps = stage + 1 == STAGES
     return gl.where(wraps, 0, stage + 1), gl.where(wraps, phase ^ 1, phase)
 
 
 @gluon.jit
 def wave_of(ring, stage, WAVE: gl.constexpr, B: gl.constexpr):
-    """A wave of the tile of a in a stage."""
+    """Return a wave of the tile of a in a stage."""
     if B.copies == 1:
         rows = ring.index(stage).slice(WAVE * _WAVE, _WAVE)
     else:
@@ -56,7 +56,7 @@ def wave_of(ring, stage, WAVE: gl.constexpr, B: gl.constexpr):
 
 @gluon.constexpr_function
 def _asm(code, index, outputs=1):
-    """PTX that has `bar`, the address of the barrier of this number; its outputs are of no use."""
+    """Return PTX with `bar`, the address of the barrier with this index; its outputs are unused."""
     registers = ".reg .pred leader, done; .reg .b32 bar, read;"
     address = f"mov.b32 bar, free_stages; mad.lo.u32 bar, {index}, 8, bar;"
     results = "".join(f"mov.b32 ${i}, 0;" for i in range(outputs))
@@ -71,10 +71,10 @@ def _init():
 
 @gluon.constexpr_function
 def _arrive(values=0):
-    """By one thread of the warp, which is not asked for by its number: that would take a register, or a wait.
+    """Return the arrival of one thread of the warp, elected, because its index would take a register or a wait.
 
-    values: how many loads must have come first. The address cannot be known before they have: it is a sum with them,
-    masked by zero. Inputs: the values, the barrier's number, and 0, as often as there are values.
+    values: the number of loads that must be complete. The address depends on them: they are masked with zero and added
+        to it. Inputs: the values, the barrier's index, and 0, each as many times as there are values.
     """
     wait = ""
     if values:
@@ -103,7 +103,7 @@ def _run(ASM: gl.constexpr, args, outputs: gl.constexpr, inputs: gl.constexpr):
 
 @gluon.jit
 def make_barriers(STAGES: gl.constexpr, arrivals: gl.constexpr):
-    """Declare the barriers of a ring, each of which completes a phase with this number of arrivals. Before all else."""
+    """Declare the barriers of a ring, whose phases complete with this number of arrivals. Must come first."""
     _run(_DECLARE, [], 1, 0)
     for stage in gl.static_range(STAGES):
         _run(_init(), [gl.to_tensor(stage), gl.to_tensor(arrivals)], 1, 2)
@@ -111,13 +111,13 @@ def make_barriers(STAGES: gl.constexpr, arrivals: gl.constexpr):
 
 @gluon.jit
 def free_stage(stage):
-    """Each warp of a consumer: it needs this stage no more."""
+    """Free this stage; each warp of each consumer calls it when it no longer needs the stage."""
     _run(_arrive(), [stage], 1, 1)
 
 
 @gluon.jit
 def free_stage_after(values, per_thread: gl.constexpr, stage, zero):
-    """`free_stage`, but not before loads of these f32 `values` have come, `per_thread` of them a thread.
+    """`free_stage` after the loads of these f32 `values`, `per_thread` for each thread, are complete.
 
     zero: an int32 that is 0, which the compiler must not know.
     """

@@ -8,7 +8,7 @@
 
                     a [N, P]    ·    b [K, P]ᵀ       =    out [E, N, K]      out[g] = a[:, group g] @ b[:, group g].T
 
-Only the device knows where groups end: shapes and launches depend only on the numbers of tokens and experts.
+Only the device knows where groups end, so shapes and launches depend only on the numbers of tokens and experts.
 """
 
 from __future__ import annotations
@@ -32,14 +32,15 @@ from torchao_blockwise.ops.groups.tables.layout import check_groups
 from torchao_blockwise.ops.operands import new_output
 from torchao_blockwise.ops.registry import Operation, groups, operand
 
-# The formats that Gluon multiplies along each: FP8, and NVFP4 that is decoded before.
+# The formats that the Gluon kernel supports along each dim: FP8, and NVFP4, which is decoded first.
 _GLUON_PAIRS = {
     "m": {(FP8_1X128.name, FP8_128X128.name)} | NVFP4_PAIRS,
     "k": FP8_PAIRS | NVFP4_PAIRS,
 }
-# In NVFP4 on Hopper, AUTO decodes before the GEMM if each decoded element is used this often: decoding moves 4
-# bytes an element more, written and read again in bf16. On an H100, rows along "m": at 118 (128 tokens an expert) it
-# took 1.2 times as long as decoding in the kernel, above 200 (256 tokens) 0.7 times.
+# In NVFP4 on Hopper, AUTO decodes before the GEMM if each decoded element is used in at least this number of
+# multiplications, because decoding moves 4 more bytes an element: bf16 is written and read again. On an H100, along
+# "m", it took 1.2 times as long as decoding in the kernel at 118 (128 tokens an expert), and 0.7 times above 200 (256
+# tokens).
 _DECODED_WORK = 150
 
 
@@ -154,7 +155,7 @@ def _preferred(a: Operand, b: Operand, *_: object) -> Backend | None:
     return None if work >= _DECODED_WORK * (a.qdata.numel() + b.qdata.numel()) else Backend.TRITON
 
 
-# Along "m" Gluon's kernel took half the time of Triton's at every shape and routing measured on an H200.
+# Along "m", the Gluon kernel took half the time of the Triton kernel for all shapes and routings measured on an H200.
 _TABLE = [
     kernels(
         Backend.GLUON,
@@ -167,7 +168,7 @@ _TABLE = [
 ]
 
 
-# Sizes of groups are on the device: in FLOPs each row of a, along "k" each padded token, counts as a group's.
+# The host does not know the sizes of groups, so FLOPs count all rows of a, and along "k" all padded tokens.
 grouped_matmul_op = Operation(
     f"grouped_matmul({operand('a')}, {operand('b')}, {groups()}, str along, ScalarType out_dtype, str backend)"
     " -> Tensor",

@@ -1,4 +1,4 @@
-"""Swizzled block scales, and zeros, which PyTorch's NVFP4 GEMMs on Blackwell need around them, in Triton.
+"""Swizzled block scales for PyTorch's NVFP4 GEMMs on Blackwell, and zeros for rows that they do not write, in Triton.
 
 FP4 tensor cores read block scales in tiles of 128 rows × 4 scales:
 
@@ -9,12 +9,12 @@ FP4 tensor cores read block scales in tiles of 128 rows × 4 scales:
            .. │                           .. │
           127 │                          496 │ row 31 │ row 63 │ row 95 │ row 127
 
-Tiles lie row by row, those of a matrix, or of a group of tokens, for themselves; what no scale fills is zeros. A scale
-of square blocks is repeated for each row of its block.
+Tiles are stored row by row. Each matrix, or group of tokens, has separate tiles, padded with zeros. The scale of a
+square block is repeated for each row of the block.
 
-At rest an operand keeps its compact grid; a GEMM lays out again what it reads, one launch an operand. For 16
-elements that moves 2 bytes, or 1 for square blocks, next to 9 that the GEMM reads and 41 that quantizing them moved.
-A quantizer that wrote this order too would save that launch, and every operand would carry a second grid.
+Operands store the compact grid; each GEMM swizzles the scales that it reads, in one launch for each operand. For 16
+elements, this moves 2 bytes, or 1 for square blocks. The GEMM itself reads 9, and quantization moved 41. If
+quantization also wrote this layout, it would save the launch, but every operand would need a second grid.
 
 Source: cuBLAS manual, "1D Block Scaling Factors Layout".
 """
@@ -29,12 +29,12 @@ from torchao_blockwise.ops.groups.ends import padded_tokens
 from torchao_blockwise.ops.launch import ceil_div, launch
 
 _TILE_ROWS, _TILE_COLUMNS = 128, 4
-# A program's tiles, which lie side by side, and warps: 64 bytes of a row are read, two sectors.
+# Adjacent tiles of a program, and its warps: it reads 64 bytes of a row, two sectors.
 _TILES, _WARPS = 16, 4
 _ROWS, _COLUMNS = tl.constexpr(_TILE_ROWS), tl.constexpr(_TILE_COLUMNS)
-# Of a tile; its rows in the order of its bytes: each 16 bytes hold rows that lie so far apart.
+# Bytes of a tile, and the distance between the rows that share 16 of them.
 _BYTES, _APART = tl.constexpr(_TILE_ROWS * _TILE_COLUMNS), tl.constexpr(32)
-# Of a program that writes zeros: rows, and the columns that it writes at a time.
+# Rows of a program that writes zeros, and the number of columns that it writes at a time.
 _ZERO_ROWS, _ZERO_COLUMNS = 16, 512
 
 
@@ -42,8 +42,8 @@ _ZERO_ROWS, _ZERO_COLUMNS = 16, 512
 def _swizzle_kernel(
     scale_ptr,  # [matrices, ⌈M/BLOCK_ROWS⌉, columns] e4m3 bytes
     out_ptr,  # tiles of _BYTES
-    ends_ptr,  # None, or where rows lie in groups [groups] int32; one matrix then
-    clamped_ptr,  # likewise, written
+    ends_ptr,  # int32 [groups], or None without groups; with groups, there is one matrix
+    clamped_ptr,  # output: the clamped ends, or None
     M,
     columns,
     groups,
@@ -60,7 +60,7 @@ def _swizzle_kernel(
         first, end = tile % tiles_m * _ROWS, M
     else:
         group, first, end = locate_tile_of_groups(ends_ptr, tile, M, groups, _ROWS, E_PAD)
-        # Rows of no group have no scales here.
+        # Scales of rows after the last group are left out.
         end = tl.where(group < groups, end, 0)
         if tl.program_id(0) == 0:
             index, ends, _ = load_ends(ends_ptr, M, groups, E_PAD)
@@ -84,12 +84,12 @@ def swizzled_scales(x: Operand) -> torch.Tensor:
 
 
 def swizzled_scales_of_groups(x: Operand, ends: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The scales of `x` [M, K], rows in groups, each group's in separate tiles; and ends that lead out of no memory.
+    """Return the swizzled scales of `x` [M, K], whose rows are in groups with separate tiles, and the clamped ends.
 
-    Only the device knows where a group's tiles begin, so each program finds the group of its tiles.
-    x: not empty. ends: int32 [E], cumulative. Scales of rows of no group are left out.
-    Returns e4m3 [padded_tokens(M, E, 128), ⌈columns/4⌉ · 4], of which only the order of bytes counts, zeros behind the
-    last group; and int32 [E], max over i <= g of clamp(ends[i], 0, M).
+    Each program finds the group of its tiles, because only the device knows where they start.
+    x: not empty. ends: int32 [E], cumulative. Scales of rows after the last group are left out.
+    Returns e4m3 [padded_tokens(M, E, 128), ⌈columns/4⌉ · 4], of which only the order of bytes matters, with zeros after
+    the last group; and int32 [E], max over i <= g of clamp(ends[i], 0, M).
     """
     M, columns = x.scale.shape
     rows = padded_tokens(M, ends.shape[0], _TILE_ROWS)
@@ -116,7 +116,7 @@ def _launch(x: Operand, out: torch.Tensor, ends: torch.Tensor | None, clamped: t
 @triton.jit(do_not_specialize=["M"])
 def _zero_tail_kernel(
     out_ptr,  # [M, N]
-    ends_ptr,  # [groups] int32, none beyond M
+    ends_ptr,  # [groups] int32, at most M
     M,
     N,
     groups,
@@ -136,9 +136,9 @@ def _zero_tail_kernel(
 
 
 def zero_tail_(out: torch.Tensor, ends: torch.Tensor) -> None:
-    """Rows of `out` [M, N] from the last of `ends` on become zeros. ends: int32 [E], in [0, M].
+    """Set the rows of `out` [M, N] from the last end on to zero. ends: int32 [E], in [0, M].
 
-    Only the device knows where they begin. Programs of rows before that return at once.
+    Only the device knows where they start. Programs of earlier rows return at once.
     """
     (M, N), groups = out.shape, ends.shape[0]
     launch(

@@ -1,9 +1,9 @@
-"""NVFP4 GEMMs on GPUs without FP4 tensor cores: decoded to bf16 first, multiplied by cuBLAS, scaled last.
+"""NVFP4 GEMMs on GPUs without FP4 tensor cores: operands are decoded to bf16, multiplied by cuBLAS, and scaled.
 
     a, b  4 bits ──decode──▶ bf16, exact ──cuBLAS──▶ Σ in fp32 ──· both tensor scales, + bias──▶ output, rounded once
 
-An element times its block scale has six significant bits, so bf16 holds it. The decoded operands and the fp32 sums
-live only for this GEMM. Decoding within the GEMM costs fewer bytes and reaches a quarter of the arithmetic.
+An element times its block scale has six significant bits, so it is exact in bf16. The decoded operands and the fp32
+sums exist only during this GEMM. Decoding in the GEMM kernel moves fewer bytes, but reaches a quarter of the FLOP/s.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def _decode_kernel(
     each = tl.reshape(each, (TILE_M, TILE_BYTES))
     even = (to_f32(decode_e2m1(codes)) * each).to(tl.int32, bitcast=True)
     odd = (to_f32(decode_e2m1(codes >> 4)) * each).to(tl.int32, bitcast=True)
-    # What bf16 leaves out is zero.
+    # The bits that bf16 does not have are zero.
     words = ((even >> 16) & 0xFFFF) | (odd & -65536)
     tl.store(out_ptr + wide[:, None] * BYTES + columns[None, :], words, mask=mask)
 
@@ -80,10 +80,7 @@ def _scale_kernel(
 
 
 def decode(x: Operand) -> torch.Tensor:
-    """x [.., M, packed(K)] in bf16 without its tensor scale, exact.
-
-    Matrices lie one below the other: [.. · M, 2 · packed(K)].
-    """
+    """Return x [.., M, packed(K)] in bf16, exact, without its tensor scale: [.. · M, 2 · packed(K)]."""
     (*_, M, size), fmt = x.qdata.shape, x.format
     qdata = x.qdata.flatten(0, -2)
     qdata = qdata if qdata.stride(1) == 1 else qdata.contiguous()
@@ -100,7 +97,7 @@ def decode(x: Operand) -> torch.Tensor:
 
 
 def matmul(a: Operand, b: Operand, out_dtype: torch.dtype, bias: torch.Tensor | None) -> torch.Tensor:
-    """[M, N] result of the GEMM, on a GPU and not empty. Arguments as in the op."""
+    """Return the GEMM, [M, N], on a GPU and not empty. Arguments as in the op."""
     sums = _sums(a, b)
     out = sums if out_dtype == torch.float32 else sums.new_empty(sums.shape, dtype=out_dtype)
     _scale(sums, a, b, bias, out, accumulate=False)

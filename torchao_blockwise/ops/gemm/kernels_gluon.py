@@ -1,20 +1,20 @@
-"""NT GEMMs on Hopper, plain and grouped: the kernel of `gluon_pipeline.py`, one launch, output rounded once.
+"""NT GEMMs on Hopper, plain and grouped, with the kernel of `gluon_pipeline.py`: one launch, output rounded once.
 
     plain       a [M, K]   b [N, K]     out [M, N]      scales for each block of K
-    along "m"   a [M, K]   b [E·N, K]   out [M, N]      tiles of rows that begin where groups do
-    along "k"   a [N, P]   b [K, P]     out [E·N, K]    tiles of out[g], whose contraction is the tokens of group g
+    along "m"   a [M, K]   b [E·N, K]   out [M, N]      the first tile of rows of a group starts with the group
+    along "k"   a [N, P]   b [K, P]     out [E·N, K]    tiles of out[g], contracted over the tokens of group g
 
-A tile's rows may run on into the next group, along "m" at the end of each group, along "k" where N is not a multiple
-of the tile. Whole waves leave by the copy engine, what such a tile has beyond them by masked stores: decided as a wave
-ends, because only the device knows. Columns from N on are outside of the output for both.
+A tile may extend into the rows of the next group, along "m" at the end of each group, along "k" if N is not a multiple
+of the tile. TMA writes whole waves, and masked stores write partial ones. The kernel decides this at the end of each
+wave, because only the device knows where groups end. Neither writes columns from N on.
 
 Hopper has no FP4 tensor cores, so NVFP4 operands of groups are decoded to bf16 first, then multiplied in bf16:
 
     a, b  4 bits ──decode──▶ bf16, exact ──Gluon, by groups──▶ Σ in fp32 · both tensor scales ──▶ out, rounded once
 
-An element times its block scale has six significant bits, so bf16 holds it. Both operands in bf16, 2 bytes an element,
-live only for this GEMM: for weights of experts as much as a copy of them in high precision. PyTorch's grouped
-GEMM in bf16 would not do: it rounds before the tensor scales could be applied.
+An element times its block scale has six significant bits, so it is exact in bf16. The bf16 operands, 2 bytes an
+element, exist only during this GEMM; for weights of experts, they take as much memory as a high-precision copy.
+PyTorch's grouped GEMM in bf16 cannot be used, because it rounds its output before the tensor scales could be applied.
 """
 
 import functools
@@ -43,7 +43,7 @@ def multiprocessors(device: torch.device) -> int:
 def matmul(
     a: Operand, b: Operand, out_dtype: torch.dtype, bias: torch.Tensor | None, build: Build | None = None
 ) -> torch.Tensor:
-    """a · bᵀ, where the table admits it. Arguments as in the op; build: by default `choose_build`'s."""
+    """Return a · bᵀ. Arguments as in the op; build: by default that of `choose_build`."""
     out = new_output(a, b, out_dtype)
     _launch(out, a, b, bias=bias, build=build)
     return out
@@ -52,7 +52,7 @@ def matmul(
 def grouped_matmul(
     a: Operand, b: Operand, groups: Groups, along: str, out_dtype: torch.dtype, build: Build | None = None
 ) -> torch.Tensor:
-    """As `matmul`, of groups."""
+    """`matmul` for groups."""
     out = new_output(a, b, out_dtype, groups, along)
     _launch(out, a, b, groups, along, build=build)
     return out
@@ -61,7 +61,7 @@ def grouped_matmul(
 def add_matmul(
     out: torch.Tensor, a: Operand, b: Operand, groups: Groups | None = None, build: Build | None = None
 ) -> None:
-    """out f32 += a · bᵀ, with groups along "k", in the one pass that it takes; empty groups are not touched."""
+    """out f32 += a · bᵀ, with groups along "k", in one pass; empty groups are neither read nor written."""
     _launch(out, a, b, groups, "" if groups is None else "k", accumulate=True, build=build)
 
 
@@ -81,7 +81,7 @@ def _launch(
         assert a.global_scale is not None and b.global_scale is not None
         qa, qb, a_scale, b_scale = decode(a), decode(b), a.global_scale, b.global_scale
         if a_scale.dim() or b_scale.dim():
-            # One scale a group, so that a tile loads one.
+            # One scale for each group, so that a tile loads one.
             a_scale = b_scale = a_scale * b_scale
     else:
         qa, qb = a.qdata, b.qdata.flatten(0, -2)
@@ -90,8 +90,8 @@ def _launch(
     mean = ceil_div(K, experts * block) * block if along == "k" else K
     build = choose_build(M, N, mean, block, available, along, experts) if build is None else build
     is_split = build.splits > 1
-    # The copy engine ends where the tensor does: along "k" a tile that runs on into the next group's rows is stored.
-    # It asks for rows of whole 16 bytes. Direct stores of fp32 fill whole sectors as it is.
+    # TMA masks only the end of the tensor, so along "k" tiles that extend into the next group's rows are stored
+    # directly. It needs rows that are multiples of 16 bytes. Direct stores of fp32 fill whole sectors anyway.
     copy_out = out.itemsize == 2 and N * out.itemsize % ROW_BYTES == 0 and (along != "k" or M % build.tile_m == 0)
     build = replace(
         build,
@@ -109,7 +109,7 @@ def _launch(
     if groups is None:
         behind = (bias.contiguous() if bias is not None and build.has_bias else out), None
     elif along == "m":
-        # As many as there may be: how many there are, the schedule says.
+        # The largest possible number; the schedule contains the actual one.
         rows = count_rows(M, experts, build.tile_m)
         behind = None, row_schedule(groups, M, fmt, build.tile_m)
     else:
@@ -134,10 +134,10 @@ def _launch(
 
 @functools.cache
 def _tiles_of(build: Build) -> tuple[Tile | None, ...]:
-    """The copy engine's tiles of a, a's scales, b, b's scales and `out`; None for those that it does not move."""
+    """Return the TMA tiles of a, a's scales, b, b's scales and `out`; None for tensors that TMA does not copy."""
 
     def tile(rows: int, columns: int, itemsize: int) -> Tile:
-        # Rows of a tile that fill a swizzle are swizzled; rows of scales are read as they lie.
+        # Scales, whose tiles have one row, are not swizzled.
         swizzle = STAGE_BYTES if rows > 1 else 0
         layout = gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=itemsize * 8, rank=2)
         return Tile((rows, columns), layout)

@@ -12,14 +12,16 @@
               ┌────┬────┐  tokens after the last group: zeros
               └────┴────┘
 
-How many tiles there are along "m", only the device knows. Launched is what the number of tokens and groups allows at
-most, less than one tile a group too much; the programs that are left over return at once.
+Only the device knows the number of tiles along "m". The largest possible number is launched, less than one tile more
+for each group; unneeded programs return at once.
 
-The sums of a tile are in `triton_sums.py`. `M` counts tokens in two of a layer's three GEMMs and is never
-specialized. `K` counts them in the third: payload rows that do not fill 16 bytes are padded, so that all are copied 16
-bytes at a time, by one build for every count.
+The accumulation is in `triton_sums.py`. `M` is the number of tokens in two of a layer's three GEMMs, and is never
+specialized. In the third, `K` is the number of tokens: rows of payload are padded to 16 bytes, so that one build copies
+16 bytes at a time for every count.
 """
 
+import functools
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -38,7 +40,7 @@ from torchao_blockwise.ops.padding import aligned_rows
 
 
 class Config(NamedTuple):
-    max_m: float  # the first row with M <= max_m is taken
+    max_m: float  # the first row with M <= max_m is used
     tile_m: int
     tile_n: int
     blocks_k: int  # blocks of K in a tile; 1 for FP8, where a sum ends with its block
@@ -48,10 +50,10 @@ class Config(NamedTuple):
 
 _ANY = float("inf")
 _FP8_CONFIGS = (
-    # Few rows: bound by reading b, so narrow tiles, to have one for every multiprocessor.
+    # Few rows: limited by reading b, so tiles are narrow, to have one for each multiprocessor.
     Config(16, 16, 64, 1, 4, 5),
     Config(64, 64, 64, 1, 4, 4),
-    # 8 warps hold partial and accumulator in 64 registers each.
+    # In each of 8 warps, a thread holds the partial sum and the accumulator in 64 registers each.
     Config(_ANY, 128, 128, 1, 8, 4),
 )
 # Below sm_89.
@@ -59,7 +61,7 @@ _FP8_DECODE_CONFIGS = (
     Config(16, 16, 64, 1, 4, 4),
     Config(_ANY, 64, 128, 1, 8, 3),
 )
-# Dots of FP4 tensor cores have 128 rows on sm_100. Not measured: chosen without such a GPU.
+# FP4 tensor cores of sm_100 multiply 128 rows. Not measured on such a GPU.
 _NVFP4_SCALED_CONFIGS = (
     Config(64, 128, 32, 16, 4, 4),
     Config(_ANY, 128, 128, 16, 8, 4),
@@ -70,25 +72,47 @@ _NVFP4_CONFIGS = (
     Config(64, 64, 64, 8, 4, 4),
     Config(_ANY, 128, 128, 8, 8, 3),
 )
-# Below sm_90 a dot takes both operands from registers: these are as many as fit.
+# Below sm_90, both operands of a dot are in registers, which limits the tiles.
 _NVFP4_REGISTER_CONFIGS = (
     Config(16, 16, 32, 4, 4, 4),
     Config(_ANY, 64, 64, 4, 8, 3),
 )
 
+
+@dataclass(frozen=True, eq=False)
+class Build:
+    """The constants of a kernel."""
+
+    tile_m: int
+    tile_n: int
+    tile_k: int  # only NVFP4; a sum of FP8 ends with its block
+    block: int  # of K
+    block_rows: int  # of a block of b
+    decode: bool
+    along_m: bool
+    accumulate: bool
+    e_pad: int  # a power of two, at least the number of groups
+    a_per_group: bool = False  # NVFP4: whether each group has a tensor scale
+    b_per_group: bool = False
+
+
+# Launches tell builds apart by identity.
+_build = functools.cache(Build)
+
 # Tile rows of the output whose tiles are computed side by side, so that they find b's tiles in the L2 cache.
-GROUP = 8
-# Where a tile's group lies takes registers, so tiles of groups are smaller: blocks of K of NVFP4 that are decoded
-# at once; and columns in FP8, where a thread has a row of them (from sm_100 on) and one-row blocks give each its scale.
+_GROUP: tl.constexpr = tl.constexpr(8)
+# Locating a group takes registers, so tiles are smaller with groups: fewer blocks of K in NVFP4 that is decoded, and
+# fewer columns in FP8 with one-row blocks from sm_100 on, where a thread has a row of a tile and a scale for each
+# column.
 _GROUPED_BLOCKS_K, _GROUPED_TILE_N = 4, 64
 
 
 @triton.jit
-def _locate_tile(tile, tiles_m, tiles_n, GROUP: tl.constexpr):
-    """(tile row, tile column) of tile number `tile`, GROUP rows of tiles at a time, column by column."""
-    first_m = tile // (GROUP * tiles_n) * GROUP
-    group_rows = min(tiles_m - first_m, GROUP)
-    in_group = tile % (GROUP * tiles_n)
+def _locate_tile(tile, tiles_m, tiles_n):
+    """(tile row, tile column) of tile number `tile`, _GROUP rows of tiles at a time, column by column."""
+    first_m = tile // (_GROUP * tiles_n) * _GROUP
+    group_rows = min(tiles_m - first_m, _GROUP)
+    in_group = tile % (_GROUP * tiles_n)
     return first_m + in_group % group_rows, in_group // group_rows
 
 
@@ -99,33 +123,27 @@ def _locate_in_group(
     N,
     columns,  # of a and b along the contraction, in elements
     groups,
-    ALONG_M: tl.constexpr,
-    BLOCK: tl.constexpr,
-    TILE_M: tl.constexpr,
-    TILE_N: tl.constexpr,
-    GROUP: tl.constexpr,
-    E_PAD: tl.constexpr,
+    B: tl.constexpr,
 ):
-    """(group, first row, end of rows, first column, first and end of the contraction in blocks) of this program's tile.
-
-    Rows that begin at their end, and a contraction that does, are empty.
+    """(group, first row, end of rows, first column, first and last block of the contraction, without the last) of this
+    program's tile. Both ranges may be empty.
     """
-    tiles_n = tl.cdiv(N, TILE_N)
-    if ALONG_M:
-        # Tiles of a group lie one behind the other, so that those side by side read the same tiles of b, as a rule.
-        tile, tile_n = _locate_tile(tl.program_id(0), tl.num_programs(0) // tiles_n, tiles_n, GROUP)
-        group, first_m, end_m = locate_tile_of_groups(ends_ptr, tile, M, groups, TILE_M, E_PAD)
+    tiles_n = tl.cdiv(N, B.tile_n)
+    if B.along_m:
+        # The tiles of a group are consecutive, so neighbors usually read the same tiles of b.
+        tile, tile_n = _locate_tile(tl.program_id(0), tl.num_programs(0) // tiles_n, tiles_n)
+        group, first_m, end_m = locate_tile_of_groups(ends_ptr, tile, M, groups, B.tile_m, B.e_pad)
         first_block = 0
-        end_block = tl.where(group < groups, tl.cdiv(columns, BLOCK), 0)
+        end_block = tl.where(group < groups, tl.cdiv(columns, B.block), 0)
     else:
-        tiles_m = tl.cdiv(M, TILE_M)
+        tiles_m = tl.cdiv(M, B.tile_m)
         group = tl.program_id(0) // (tiles_m * tiles_n)
-        tile_m, tile_n = _locate_tile(tl.program_id(0) % (tiles_m * tiles_n), tiles_m, tiles_n, GROUP)
-        first_m, end_m = tile_m * TILE_M, M
-        first_block, end_block = locate_padded_group(ends_ptr, group, columns, groups, BLOCK, E_PAD)
-        # Ends that fit the tokens fit the columns; others must not lead outside of them.
-        end_block = min(end_block, columns // BLOCK)
-    return group, first_m, end_m, tile_n * TILE_N, first_block, end_block
+        tile_m, tile_n = _locate_tile(tl.program_id(0) % (tiles_m * tiles_n), tiles_m, tiles_n)
+        first_m, end_m = tile_m * B.tile_m, M
+        first_block, end_block = locate_padded_group(ends_ptr, group, columns, groups, B.block, B.e_pad)
+        # Invalid ends must not lead outside of the columns.
+        end_block = min(end_block, columns // B.block)
+    return group, first_m, end_m, tile_n * B.tile_n, first_block, end_block
 
 
 @triton.jit
@@ -142,10 +160,10 @@ def _store_output(out_ptr, bias_ptr, acc, offs_m, offs_n, end_m, N, ACCUMULATE: 
 
 @triton.jit(do_not_specialize=["M"])
 def _matmul_fp8_kernel(
-    a_ptr,  # [M, K] e4m3, its bytes where DECODE
+    a_ptr,  # [M, K] e4m3, its bytes where B.decode
     a_scale_ptr,  # [K/BLOCK, M] f32
     b_ptr,  # [N, K] like a, along "m" [E, N, K]
-    b_scale_ptr,  # [.., K/BLOCK, N] f32, or [.., N/BLOCK, K/BLOCK] where B_SQUARE
+    b_scale_ptr,  # [.., K/BLOCK, N] f32, or [.., N/BLOCK, K/BLOCK] of square blocks
     bias_ptr,  # [N] or None
     ends_ptr,  # [E] int32; None without groups
     out_ptr,  # [M, N], along "k" [E, M, N]
@@ -153,56 +171,44 @@ def _matmul_fp8_kernel(
     N,
     K,
     groups,
-    ALONG_M: tl.constexpr,
-    ACCUMULATE: tl.constexpr,
-    B_SQUARE: tl.constexpr,
-    DECODE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    TILE_M: tl.constexpr,
-    TILE_N: tl.constexpr,
-    GROUP: tl.constexpr,
-    E_PAD: tl.constexpr,
+    B: tl.constexpr,  # a Build
 ):
     if ends_ptr is None:
-        tile_m, tile_n = _locate_tile(tl.program_id(0), tl.cdiv(M, TILE_M), tl.cdiv(N, TILE_N), GROUP)
-        offs_m = tile_m * TILE_M + tl.arange(0, TILE_M)
-        first_n, rows, first_k, end_k = tile_n * TILE_N, M, 0, K
-        offs_n = first_n + tl.arange(0, TILE_N)
+        tile_m, tile_n = _locate_tile(tl.program_id(0), tl.cdiv(M, B.tile_m), tl.cdiv(N, B.tile_n))
+        offs_m = tile_m * B.tile_m + tl.arange(0, B.tile_m)
+        first_n, rows, first_k, end_k = tile_n * B.tile_n, M, 0, K
+        offs_n = first_n + tl.arange(0, B.tile_n)
     else:
-        group, first_m, end_m, first_n, first_block, end_block = _locate_in_group(
-            ends_ptr, M, N, K, groups, ALONG_M, BLOCK, TILE_M, TILE_N, GROUP, E_PAD
-        )
+        group, first_m, end_m, first_n, first_block, end_block = _locate_in_group(ends_ptr, M, N, K, groups, B)
         if first_m >= end_m:
             return
-        if ACCUMULATE and first_block >= end_block:
+        if B.accumulate and first_block >= end_block:
             return
-        offs_m, offs_n = tl.arange(0, TILE_M), first_n + tl.arange(0, TILE_N)
+        offs_m, offs_n = tl.arange(0, B.tile_m), first_n + tl.arange(0, B.tile_n)
         a_ptr += tl.cast(first_m, tl.int64) * K
         a_scale_ptr += first_m
         out_ptr += tl.cast(first_m, tl.int64) * N
-        if ALONG_M:
-            # Of no group: outside of b, and an empty loop reads nothing of it.
+        if B.along_m:
+            # After the last group this is outside of b, but the empty loop does not read it.
             b_ptr += group.to(tl.int64) * N * K
-            scales_n = tl.cdiv(N, BLOCK) if B_SQUARE else N
-            b_scale_ptr += group.to(tl.int64) * scales_n * tl.cdiv(K, BLOCK)
+            b_scale_ptr += group.to(tl.int64) * tl.cdiv(N, B.block_rows) * tl.cdiv(K, B.block)
         else:
             out_ptr += group.to(tl.int64) * M * N
-        rows, first_k, end_k = end_m - first_m, first_block * BLOCK, end_block * BLOCK
+        rows, first_k, end_k = end_m - first_m, first_block * B.block, end_block * B.block
     acc = accumulate_fp8(
-        a_ptr, a_scale_ptr, b_ptr, b_scale_ptr, offs_m, offs_n, first_n, rows,
-        first_k, end_k, M, N, K, B_SQUARE, DECODE, BLOCK, TILE_M, TILE_N,
+        a_ptr, a_scale_ptr, b_ptr, b_scale_ptr, offs_m, offs_n, first_n, rows, first_k, end_k, M, N, K, B,
     )  # fmt: skip
-    _store_output(out_ptr, bias_ptr, acc, offs_m, offs_n, rows, N, ACCUMULATE)
+    _store_output(out_ptr, bias_ptr, acc, offs_m, offs_n, rows, N, B.accumulate)
 
 
 @triton.jit(do_not_specialize=["M", "grid_k"])
 def _matmul_nvfp4_kernel(
     a_ptr,  # [M, ⌈K/2⌉] two codes a byte
     a_scale_ptr,  # [M, K/BLOCK] e4m3 bytes
-    a_global_ptr,  # f32 scalar; A_PER_GROUP [E]
+    a_global_ptr,  # f32 scalar; B.a_per_group [E]
     b_ptr,  # [N, ⌈K/2⌉] two codes a byte, along "m" [E, N, ⌈K/2⌉]
-    b_scale_ptr,  # [.., N/B_BLOCK_ROWS, K/BLOCK] e4m3 bytes
-    b_global_ptr,  # f32 scalar; B_PER_GROUP [E]
+    b_scale_ptr,  # [.., N/block_rows, K/BLOCK] e4m3 bytes
+    b_global_ptr,  # f32 scalar; B.b_per_group [E]
     bias_ptr,  # [N] or None
     ends_ptr,  # [E] int32; None without groups
     out_ptr,  # [M, N], along "k" [E, M, N]
@@ -211,71 +217,60 @@ def _matmul_nvfp4_kernel(
     packed_k,  # bytes in a row of payload, and
     grid_k,  # scales in a row: the last bytes may be padding
     groups,
-    ALONG_M: tl.constexpr,
-    ACCUMULATE: tl.constexpr,
-    DECODE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    B_BLOCK_ROWS: tl.constexpr,
-    A_PER_GROUP: tl.constexpr,
-    B_PER_GROUP: tl.constexpr,
-    TILE_M: tl.constexpr,
-    TILE_N: tl.constexpr,
-    TILE_K: tl.constexpr,
-    GROUP: tl.constexpr,
-    E_PAD: tl.constexpr,
+    B: tl.constexpr,  # a Build
 ):
-    BLOCK_BYTES: tl.constexpr = BLOCK // 2
+    BLOCK_BYTES: tl.constexpr = B.block // 2
+    BLOCKS_N: tl.constexpr = B.tile_n // B.block_rows
     if ends_ptr is None:
-        tile_m, tile_n = _locate_tile(tl.program_id(0), tl.cdiv(M, TILE_M), tl.cdiv(N, TILE_N), GROUP)
-        offs_m = tile_m * TILE_M + tl.arange(0, TILE_M)
-        first_n, rows, first_byte, end_byte, end_block = tile_n * TILE_N, M, 0, packed_k, grid_k
-        offs_n = first_n + tl.arange(0, TILE_N)
-        blocks_n = tile_n * (TILE_N // B_BLOCK_ROWS) + tl.arange(0, TILE_N // B_BLOCK_ROWS)
+        tile_m, tile_n = _locate_tile(tl.program_id(0), tl.cdiv(M, B.tile_m), tl.cdiv(N, B.tile_n))
+        offs_m = tile_m * B.tile_m + tl.arange(0, B.tile_m)
+        first_n, rows, first_byte, end_byte, end_block = tile_n * B.tile_n, M, 0, packed_k, grid_k
+        offs_n = first_n + tl.arange(0, B.tile_n)
+        blocks_n = tile_n * BLOCKS_N + tl.arange(0, BLOCKS_N)
     else:
         group, first_m, end_m, first_n, first_block, end_block = _locate_in_group(
-            ends_ptr, M, N, grid_k * BLOCK, groups, ALONG_M, BLOCK, TILE_M, TILE_N, GROUP, E_PAD
+            ends_ptr, M, N, grid_k * B.block, groups, B
         )
         if first_m >= end_m:
             return
-        if ACCUMULATE and first_block >= end_block:
+        if B.accumulate and first_block >= end_block:
             return
-        offs_m, offs_n = tl.arange(0, TILE_M), first_n + tl.arange(0, TILE_N)
+        offs_m, offs_n = tl.arange(0, B.tile_m), first_n + tl.arange(0, B.tile_n)
         a_ptr += tl.cast(first_m, tl.int64) * packed_k
         a_scale_ptr += tl.cast(first_m, tl.int64) * grid_k
         out_ptr += tl.cast(first_m, tl.int64) * N
-        blocks_n = first_n // B_BLOCK_ROWS + tl.arange(0, TILE_N // B_BLOCK_ROWS)
-        if ALONG_M:
+        blocks_n = first_n // B.block_rows + tl.arange(0, BLOCKS_N)
+        if B.along_m:
             b_ptr += group.to(tl.int64) * N * packed_k
-            b_scale_ptr += group.to(tl.int64) * tl.cdiv(N, B_BLOCK_ROWS) * grid_k
+            b_scale_ptr += group.to(tl.int64) * tl.cdiv(N, B.block_rows) * grid_k
         else:
             out_ptr += group.to(tl.int64) * M * N
         rows, first_byte, end_byte = end_m - first_m, first_block * BLOCK_BYTES, end_block * BLOCK_BYTES
     acc = accumulate_nvfp4(
         a_ptr, a_scale_ptr, b_ptr, b_scale_ptr, offs_m, offs_n, blocks_n, rows,
-        first_byte, end_byte, end_block, N, packed_k, grid_k,
-        DECODE, BLOCK, B_BLOCK_ROWS, TILE_M, TILE_N, TILE_K,
+        first_byte, end_byte, end_block, N, packed_k, grid_k, B,
     )  # fmt: skip
     if ends_ptr is None:
         acc *= tl.load(a_global_ptr) * tl.load(b_global_ptr)
     else:
-        # Tokens of no group have no scale.
+        # Tokens after the last group have no scale.
         scaled_by = tl.where(first_block < end_block, group, 0)
-        if A_PER_GROUP:
+        if B.a_per_group:
             a_global_ptr += scaled_by
-        if B_PER_GROUP:
+        if B.b_per_group:
             b_global_ptr += scaled_by
-        # What nothing was summed to stays zero, with scales of NaN too.
+        # Empty sums are zero even if scales are NaN.
         acc *= tl.where(first_block < end_block, tl.load(a_global_ptr) * tl.load(b_global_ptr), 0.0)
-    _store_output(out_ptr, bias_ptr, acc, offs_m, offs_n, rows, N, ACCUMULATE)
+    _store_output(out_ptr, bias_ptr, acc, offs_m, offs_n, rows, N, B.accumulate)
 
 
 def decodes(fmt: BlockFormat, device: torch.device) -> bool:
-    """Whether kernels turn elements of `fmt` to f16 on `device`, which has no dot of them."""
+    """Whether kernels decode elements of `fmt` to f16, because `device` has no tensor cores for them."""
     return interpreting() or compute_capability(device) < ((10, 0) if fmt.element is E2M1 else (8, 9))
 
 
 def _config_for(fmt: BlockFormat, rows: int, device: torch.device) -> Config:
-    """The tile for a GEMM whose first operand, in `fmt`, has `rows` rows."""
+    """Return the config of a GEMM whose first operand, in `fmt`, has this number of rows."""
     decode = decodes(fmt, device)
     if fmt.element is not E2M1:
         configs = _FP8_DECODE_CONFIGS if decode else _FP8_CONFIGS
@@ -287,21 +282,21 @@ def _config_for(fmt: BlockFormat, rows: int, device: torch.device) -> Config:
 
 
 def matmul(a: Operand, b: Operand, out_dtype: torch.dtype, bias: torch.Tensor | None) -> torch.Tensor:
-    """a · bᵀ [M, N] of a [M, packed(K)], of one-row blocks, and b [N, packed(K)]. Arguments as in the op."""
+    """Return a · bᵀ [M, N] for a [M, packed(K)], with one-row blocks, and b [N, packed(K)]. Arguments as in the op."""
     out = new_output(a, b, out_dtype)
     _launch(out, a, b, bias=bias)
     return out
 
 
 def grouped_matmul(a: Operand, b: Operand, groups: Groups, along: str, out_dtype: torch.dtype) -> torch.Tensor:
-    """Arguments and result as in the op; `a` has one-row blocks, and along "k" so has `b`."""
+    """Arguments and result as in the op; `a` has one-row blocks."""
     out = new_output(a, b, out_dtype, groups, along)
     _launch(out, a, b, groups, along)
     return out
 
 
 def add_matmul(out: torch.Tensor, a: Operand, b: Operand, groups: Groups | None = None) -> None:
-    """out f32 += a · bᵀ, with groups along "k", in the one pass that it takes."""
+    """out f32 += a · bᵀ, with groups along "k", in one pass."""
     _launch(out, a, b, groups, "" if groups is None else "k", accumulate=True)
 
 
@@ -319,9 +314,9 @@ def _launch(
     (M, N), a_fmt, b_fmt = out.shape[-2:], a.format, b.format
     ends, experts = (None, 1) if groups is None else (groups.ends, groups.ends.shape[0])
     decode = decodes(a_fmt, out.device)
-    # The host knows the mean of the groups' sizes, not the sizes. A tile that is taller than a group multiplies rows
-    # that are not there: half its work for 64 tokens an expert in tiles of 128. A group of more than a tile reads its
-    # matrix again, but from the L2 cache, where the tile next to it has left it.
+    # The host knows only the mean size of groups. A tile that is taller than a group wastes work: half of it for 64
+    # tokens an expert and tiles of 128 rows. A group with several tiles reads its matrix several times, but from the L2
+    # cache.
     config = _config_for(a_fmt, ceil_div(M, experts) if along == "m" else M, out.device)
     is_fp4 = a_fmt.element is E2M1
     if ends is not None and is_fp4 and decode:
@@ -329,37 +324,29 @@ def _launch(
     elif not (ends is None or is_fp4 or b_fmt.is_square) and compute_capability(out.device) >= (10, 0):
         config = config._replace(tile_n=min(config.tile_n, _GROUPED_TILE_N))
     if along == "m":
-        # Tokens of no group begin a tile, too.
+        # Tokens after the last group have separate tiles.
         tiles_m = padded_tokens(M, experts + 1, config.tile_m) // config.tile_m
     else:
         tiles_m = experts * ceil_div(M, config.tile_m)
     qa, qb = aligned_rows(a.qdata), aligned_rows(b.qdata.flatten(0, -2))
     a_scale, b_scale = a.scale.contiguous(), b.scale.contiguous()
-    options = {
-        "ALONG_M": along == "m",
-        "ACCUMULATE": accumulate,
-        "DECODE": decode,
-        "BLOCK": a_fmt.block[1],
-        "TILE_M": config.tile_m,
-        "TILE_N": config.tile_n,
-        "GROUP": GROUP,
-        "E_PAD": triton.next_power_of_2(experts),
-        "num_warps": config.warps,
-        "num_stages": config.stages,
-    }
     grid = tiles_m * ceil_div(N, config.tile_n)
     behind = None if bias is None else bias.contiguous(), ends, out, M, N, qa.shape[1]
     count = None if ends is None else experts
+    build = (
+        config.tile_m, config.tile_n, config.blocks_k * a_fmt.block[1], a_fmt.block[1], b_fmt.block[0], decode,
+        along == "m", accumulate, triton.next_power_of_2(experts),
+    )  # fmt: skip
+    options = {"num_warps": config.warps, "num_stages": config.stages}
     if is_fp4:
         assert a.global_scale is not None and b.global_scale is not None
         launch(
             _matmul_nvfp4_kernel, grid,
             qa, a_scale.view(torch.uint8), a.global_scale, qb, b_scale.view(torch.uint8), b.global_scale,
             *behind, a_scale.shape[1], count,
-            B_BLOCK_ROWS=b_fmt.block[0], A_PER_GROUP=a.global_scale.dim() > 0, B_PER_GROUP=b.global_scale.dim() > 0,
-            TILE_K=config.blocks_k * a_fmt.block[1], **options,
+            B=_build(*build, a.global_scale.dim() > 0, b.global_scale.dim() > 0), **options,
         )  # fmt: skip
     else:
         if decode:
             qa, qb = qa.view(torch.uint8), qb.view(torch.uint8)
-        launch(_matmul_fp8_kernel, grid, qa, a_scale, qb, b_scale, *behind, count, B_SQUARE=b_fmt.is_square, **options)
+        launch(_matmul_fp8_kernel, grid, qa, a_scale, qb, b_scale, *behind, count, B=_build(*build), **options)

@@ -19,9 +19,9 @@ from torchao_blockwise.ops.gemm import FP8_PAIRS, KERNEL_PAIRS, cublas, deepgemm
 from torchao_blockwise.ops.operands import check_operand, new_output
 from torchao_blockwise.ops.registry import Operation, operand
 
-# Up to this number of tokens AUTO takes Gluon for `grad_weight`.
+# Up to this number of tokens, AUTO prefers Gluon for `grad_weight`.
 _GLUON_TOKENS = 256
-# Up to this number of rows AUTO takes Triton for NVFP4 where there are no FP4 tensor cores.
+# Up to this number of rows, AUTO prefers Triton for NVFP4 without FP4 tensor cores.
 _DECODED_ROWS = 64
 
 

@@ -17,8 +17,8 @@ from torchao_blockwise.ops.quantization.reference import expand_blocks
 def matmul(a: Operand, b: Operand, out_dtype: torch.dtype, bias: torch.Tensor | None = None) -> torch.Tensor:
     """Σ over blocks k of (a_k · b_kᵀ) · scale_a · scale_b, in fp32, then · global scales, + bias, rounded once.
 
-    a: [M, packed(K)], b: [N, packed(K)] -> [M, N]. Where a block of K is narrow (NVFP4), the block scales are applied
-    to the elements first: an e2m1 element times an e4m3 scale is exact in fp32, so both ways are the same product.
+    a: [M, packed(K)], b: [N, packed(K)] -> [M, N]. In NVFP4, whose blocks are short, block scales are applied to the
+    elements first: an e2m1 element times an e4m3 scale is exact in fp32, so the result is the same.
     """
     a_fmt, b_fmt = a.format, b.format
     columns = min(a.qdata.shape[1], b.qdata.shape[1]) * a_fmt.element.per_byte
@@ -46,7 +46,7 @@ def matmul(a: Operand, b: Operand, out_dtype: torch.dtype, bias: torch.Tensor | 
 
 
 def grouped_matmul(a: Operand, b: Operand, groups: Groups, along: str, out_dtype: torch.dtype) -> torch.Tensor:
-    """Arguments and result as in the op; each group bit for bit as the plain reference multiplies it."""
+    """Arguments and result as in the op; each group is bitwise identical to a plain `matmul`."""
     rows, columns = a.qdata.shape[0], b.qdata.shape[-2]
     if along == "m":
         out = a.qdata.new_zeros((rows, columns), dtype=out_dtype)
@@ -78,12 +78,12 @@ def _groups(ends: torch.Tensor) -> Iterator[tuple[int, int, int]]:
 
 
 def _of_group(x: Operand, group: int) -> torch.Tensor | None:
-    """The tensor scale of a group: its own, or that of all."""
+    """Return the tensor scale of a group, or that of the whole tensor."""
     return x.global_scale[group] if x.global_scale is not None and x.global_scale.dim() else x.global_scale
 
 
 def _operands_along_k(a: Operand, b: Operand, groups: Groups) -> Iterator[tuple[int, Operand, Operand]]:
-    """(group, its part of a, of b) of each group that is not empty: its columns, whole blocks of them."""
+    """(group, its columns of a, its columns of b) of each group that is not empty, in whole blocks."""
     per_byte, block = a.format.element.per_byte, a.format.block[1]
     tokens = a.qdata.shape[1] * per_byte
     for g, start, end in _groups(padded_ends(groups.ends, tokens, block).clamp(max=tokens)):

@@ -1,4 +1,4 @@
-"""Σ over a part of K of a[m, k] · b[n, k] with their scales, in Triton: what a tile of a GEMM accumulates.
+"""The accumulation of a GEMM tile in Triton: Σ over a part of K of a[m, k] · b[n, k] with their scales.
 
     FP8     for each 128 of K:       acc += (a[m, k] · b[n, k]ᵀ) · scale_a[m, k] · scale_b[n, k]
 
@@ -14,7 +14,7 @@
             are none, element · block scale is decoded in the tile to f16, exactly, then acc = dot(a, b, acc). A byte
             holds an even and an odd element of K: their sums are taken by two dots, so that no tile is interleaved.
 
-Where the GPU has no FP8 tensor cores (below sm_89), and in the interpreter (which has no e4m3 NaN), DECODE turns e4m3
+Where the GPU has no FP8 tensor cores (below sm_89), and in the interpreter (which has no e4m3 NaN), B.decode turns e4m3
 bytes to f16 in the tile too. f16 and not bf16: as exact here, and its products by a scale stay f16 instructions.
 """
 
@@ -38,10 +38,10 @@ def _load_e4m3(ptrs, mask, DECODE: tl.constexpr):
 
 @triton.jit
 def accumulate_fp8(
-    a_ptr,  # [M, K] e4m3, its bytes where DECODE
+    a_ptr,  # [M, K] e4m3, its bytes where B.decode
     a_scale_ptr,  # [K/BLOCK, M] f32
     b_ptr,  # [N, K] like a
-    b_scale_ptr,  # [K/BLOCK, N] f32, or [N/BLOCK, K/BLOCK] where B_SQUARE
+    b_scale_ptr,  # [K/BLOCK, N] f32, or [N/BLOCK, K/BLOCK] of square blocks
     offs_m,
     offs_n,
     first_n,  # the first of offs_n
@@ -51,35 +51,33 @@ def accumulate_fp8(
     M,
     N,
     K,
-    B_SQUARE: tl.constexpr,
-    DECODE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    TILE_M: tl.constexpr,
-    TILE_N: tl.constexpr,
+    B: tl.constexpr,  # a Build
 ):
-    """Σ over k in [first_k, end_k) of a[m, k] · b[n, k] with their scales, fp32 [TILE_M, TILE_N]."""
-    # A tile of b has one scale where blocks are square.
-    tl.static_assert(BLOCK % TILE_N == 0)
+    """Σ over k in [first_k, end_k) of a[m, k] · b[n, k] with their scales, fp32 [tile_m, tile_n]."""
+    BLOCK: tl.constexpr = B.block
+    TILE: tl.constexpr = (B.tile_m, B.tile_n)
+    # If blocks are square, a tile of b has one scale.
+    tl.static_assert(BLOCK % B.tile_n == 0)
     offs_k = tl.arange(0, BLOCK)
     a_ptrs = a_ptr + offs_m.to(tl.int64)[:, None] * K + offs_k[None, :]
     b_ptrs = b_ptr + offs_n.to(tl.int64)[:, None] * K + offs_k[None, :]
     a_rows, b_rows = offs_m < end_m, offs_n < N
 
-    acc = tl.zeros((TILE_M, TILE_N), dtype=tl.float32)
+    acc = tl.zeros(TILE, dtype=tl.float32)
     for k in range(first_k, end_k, BLOCK):
         columns = (offs_k < K - k)[None, :]
-        a = _load_e4m3(a_ptrs + k, a_rows[:, None] & columns, DECODE)
-        b = _load_e4m3(b_ptrs + k, b_rows[:, None] & columns, DECODE)
+        a = _load_e4m3(a_ptrs + k, a_rows[:, None] & columns, B.decode)
+        b = _load_e4m3(b_ptrs + k, b_rows[:, None] & columns, B.decode)
         # Scales are read before the dot, which hides their way from memory.
         block_k = tl.cast(k // BLOCK, tl.int64)
         a_scale = tl.load(a_scale_ptr + block_k * M + offs_m, mask=a_rows, other=0.0)
-        if B_SQUARE:
+        if B.block_rows > 1:
             block_n = tl.cast(first_n // BLOCK, tl.int64)
             b_scale = tl.load(b_scale_ptr + block_n * tl.cdiv(K, BLOCK) + block_k)
         else:
             b_scale = tl.load(b_scale_ptr + block_k * N + offs_n, mask=b_rows, other=0.0)
         partial = tl.dot(a, tl.trans(b), out_dtype=tl.float32)
-        if B_SQUARE:
+        if B.block_rows > 1:
             # One multiplication an element; scales whose product overflows belong to products that do.
             acc += partial * (a_scale * b_scale)[:, None]
         else:
@@ -120,7 +118,7 @@ def accumulate_nvfp4(
     a_ptr,  # [M, packed_k] two codes a byte
     a_scale_ptr,  # [M, grid_k] e4m3 bytes
     b_ptr,  # [N, packed_k] two codes a byte
-    b_scale_ptr,  # [N/B_BLOCK_ROWS, grid_k] e4m3 bytes
+    b_scale_ptr,  # [N/block_rows, grid_k] e4m3 bytes
     offs_m,
     offs_n,
     blocks_n,  # rows of b's scales that belong to offs_n
@@ -131,34 +129,30 @@ def accumulate_nvfp4(
     N,
     packed_k,
     grid_k,
-    DECODE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    B_BLOCK_ROWS: tl.constexpr,
-    TILE_M: tl.constexpr,
-    TILE_N: tl.constexpr,
-    TILE_K: tl.constexpr,
+    B: tl.constexpr,  # a Build
 ):
-    """Σ over a part of K of a[m, k] · b[n, k] with their block scales: fp32 [TILE_M, TILE_N]."""
-    BYTES: tl.constexpr = TILE_K // 2
-    BLOCK_BYTES: tl.constexpr = BLOCK // 2
-    BLOCKS_K: tl.constexpr = TILE_K // BLOCK
-    grid_n = tl.cdiv(N, B_BLOCK_ROWS)
-    acc = tl.zeros((TILE_M, TILE_N), dtype=tl.float32)
+    """Σ over a part of K of a[m, k] · b[n, k] with their block scales: fp32 [tile_m, tile_n]."""
+    BYTES: tl.constexpr = B.tile_k // 2
+    BLOCK_BYTES: tl.constexpr = B.block // 2
+    BLOCKS_K: tl.constexpr = B.tile_k // B.block
+    TILE: tl.constexpr = (B.tile_m, B.tile_n)
+    grid_n = tl.cdiv(N, B.block_rows)
+    acc = tl.zeros(TILE, dtype=tl.float32)
     for byte in range(first_byte, end_byte, BYTES):
         block = byte // BLOCK_BYTES
         a = _load_pairs(a_ptr, offs_m, byte, end_m, end_byte, packed_k, BYTES)
         b = _load_pairs(b_ptr, offs_n, byte, N, end_byte, packed_k, BYTES)
         a_scale = _load_scales(a_scale_ptr, offs_m, block, end_m, end_block, grid_k, BLOCKS_K)
-        if DECODE:
+        if B.decode:
             b_scale = _load_scales(b_scale_ptr, blocks_n, block, grid_n, end_block, grid_k, BLOCKS_K)
             a_even, a_odd = _decoded(a, a_scale, 1, BLOCK_BYTES)
-            b_even, b_odd = _decoded(b, b_scale, B_BLOCK_ROWS, BLOCK_BYTES)
+            b_even, b_odd = _decoded(b, b_scale, B.block_rows, BLOCK_BYTES)
             acc = tl.dot(a_even, tl.trans(b_even), acc)
             acc = tl.dot(a_odd, tl.trans(b_odd), acc)
         else:
             # A scale for each row.
-            b_scale = _load_scales(b_scale_ptr, offs_n // B_BLOCK_ROWS, block, grid_n, end_block, grid_k, BLOCKS_K)
+            b_scale = _load_scales(b_scale_ptr, offs_n // B.block_rows, block, grid_n, end_block, grid_k, BLOCKS_K)
             a_scale = a_scale.to(tl.float8e4nv, bitcast=True)
             b_scale = b_scale.to(tl.float8e4nv, bitcast=True)
             acc = tl.dot_scaled(a, a_scale, _E2M1, tl.trans(b), b_scale, _E2M1, acc)
-    return acc * _MISSING_FACTOR if DECODE else acc
+    return acc * _MISSING_FACTOR if B.decode else acc

@@ -1,10 +1,10 @@
-"""Groups of tokens: consecutive rows that belong to one expert each, known by where they end, and only on the device.
+"""Groups of tokens: consecutive rows, one group for each expert, given by their ends, which only the device knows.
 
     rows        0 ───────── group_ends[0] ── group_ends[1] = group_ends[2] ──── group_ends[3] ──── M
     groups      │     0          │     1      (2 is empty)        3                 │    none    │
 
-No size of a group is known on the host: shapes and launches depend only on the number of tokens and of groups. Copies
-whose blocks run along tokens start each group on a block border; what that adds is bounded by `padded_tokens`.
+The host does not know the sizes of groups, so shapes and launches depend only on the numbers of tokens and groups. In
+copies with blocks along tokens, each group starts a block; `padded_tokens` is the upper bound of their size.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ def as_groups(groups: Groups | torch.Tensor) -> Groups: ...
 @overload
 def as_groups(groups: Groups | torch.Tensor | None) -> Groups | None: ...
 def as_groups(groups: Groups | torch.Tensor | None) -> Groups | None:
-    """Groups, of which only the ends may be given."""
+    """Return `groups`, which may be only the ends, as `Groups`."""
     return Groups(groups) if isinstance(groups, torch.Tensor) else groups
 
 
 def check_group_ends(op: str, group_ends: torch.Tensor, tokens: int, device: torch.device) -> None:
     """Raise unless `group_ends` is int32 [E], contiguous, on `device`, E >= 1; on a CPU also its values.
 
-    For implementations and fakes of operations: what has no values (a fake, a meta tensor) passes without that check.
-    A GPU's values are never read by the host; kernels read them as `clamped_ends` does.
+    For implementations and fakes of operations: fake and meta tensors have no values to check. On a GPU, the host never
+    reads the values, and kernels clamp them like `clamped_ends`.
     Raises TypeError for a dtype, ValueError for a shape, a device, or values that decrease or lie outside [0, tokens].
     """
     if group_ends.dtype != torch.int32:
@@ -58,7 +58,7 @@ def _check_values(op: str, ends: list[int], tokens: int) -> None:
 
 
 def check_row_blocks(op: str, fmt: BlockFormat) -> None:
-    """Raise ValueError where a block of `fmt` holds several rows, which may be tokens of two groups."""
+    """Raise ValueError if blocks of `fmt` have several rows, which may be tokens of two groups."""
     if fmt.block[0] != 1:
         raise ValueError(
             f"{op}: tokens in groups need a format with one-row blocks, got {fmt.name}; use fp8_1x128 or nvfp4_1x16,"
@@ -67,7 +67,7 @@ def check_row_blocks(op: str, fmt: BlockFormat) -> None:
 
 
 def clamped_ends(group_ends: torch.Tensor, tokens: int) -> torch.Tensor:
-    """max over i <= g of clamp(group_ends[i], 0, tokens), int32 [E]: ends that reach no memory but the tokens'."""
+    """max over i <= g of clamp(group_ends[i], 0, tokens), int32 [E]: ends that never lead outside of the tokens."""
     return group_ends.clamp(0, tokens).cummax(0).values
 
 
@@ -82,7 +82,7 @@ def padded_tokens(tokens: int, groups: int, block: int) -> int:
 
 def smaller(a: int, b: int) -> int:
     """min(a, b) of numbers that may be symbolic."""
-    # Of plain numbers `sym_min` takes 4 µs, and every launch asks.
+    # For plain numbers, `sym_min` takes 4 µs in every launch.
     return min(a, b) if type(a) is type(b) is int else torch.sym_min(a, b)
 
 
@@ -97,12 +97,12 @@ def padded_rows(group_ends: torch.Tensor, tokens: int, block: int) -> torch.Tens
     """The token that each padded row holds, int64 [padded_tokens(..)]; `tokens`, past the last one, if none."""
     ends, padded = clamped_ends(group_ends, tokens), padded_ends(group_ends, tokens, block)
     rows = torch.arange(padded_tokens(tokens, ends.numel(), block), dtype=torch.int32, device=ends.device)
-    # An empty group ends where the one before does: `right` steps over it. Rows behind all groups overrun the last one.
+    # With `right`, empty groups are skipped. Rows after all groups get the last one.
     group = torch.searchsorted(padded, rows, right=True).clamp(max=ends.numel() - 1)
     source = rows - starts_of(padded)[group] + starts_of(ends)[group]
     return torch.where(source < ends[group], source, tokens).long()
 
 
 def starts_of(ends: torch.Tensor) -> torch.Tensor:
-    """Where groups begin that end there: each where the one before ends."""
+    """Return the starts of groups with these ends: each starts at the end of the previous one."""
     return torch.cat((ends.new_zeros(1), ends[:-1]))

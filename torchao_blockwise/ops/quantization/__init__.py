@@ -139,9 +139,6 @@ def quantize_by(
         _check_amax(x, options, groups, tensor_amax)
     if type(backend) is not Backend:
         backend = get_backend(backend)
-    if x.requires_grad and torch.is_grad_enabled():
-        # Operations are not differentiable.
-        x = x.detach()
     cast = quantize_both_op if options.rowwise and options.columnwise else quantize_op
     if not fmt.has_global_scale:
         return copies_of(cast(x, None, options, groups, None, _ALL, backend), options)

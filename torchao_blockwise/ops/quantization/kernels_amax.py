@@ -1,9 +1,9 @@
-"""The largest magnitude of a tensor, and the tensor scale made of it, in Triton: one read, and two small launches.
+"""The largest magnitude of a tensor, and its tensor scale, in Triton: one read, and two small launches.
 
     x  ── a chunk a turn ──▶ largest magnitude of each program ── atomic maximum of its bits ──▶ amax ──▶ global scale
     x  ── a tile a turn ───▶ largest magnitude of each row ── atomic maximum of its group's ──▶ amaxes ──▶ global scales
 
-As integers, bits of magnitudes have their order, so the maximum is exact, whichever program comes first.
+As integers, the bits of magnitudes have the same order, so the maximum is exact in any order of programs.
 """
 
 import torch
@@ -12,18 +12,18 @@ import triton.language as tl
 
 from torchao_blockwise.formats import E2M1, E4M3
 from torchao_blockwise.ops.device.elements import magnitude_bits, to_f32
-from torchao_blockwise.ops.device.groups import amax_of_groups, groups_of, load_block
+from torchao_blockwise.ops.device.groups import groups_of, load_block
 from torchao_blockwise.ops.launch import ceil_div, launch
 
 _CHUNK = 8192
 _WARPS = 8
-# More programs than multiprocessors hold at once, and few enough that their maxima take no time.
+# More programs than fit on a GPU at the same time, but few enough that their atomic maxima take no time.
 _PROGRAMS = 1024
-# Rows and columns of a tile, where groups of rows have an amax each.
+# Rows and columns of a tile if each group of rows has an amax.
 _TILE = (8, 1024)
-# Rows whose amax a program looks up: all ends are compared with each.
+# Rows whose amax a program looks up, by comparing all ends with each of them.
 _LOOKED_UP = 16
-# Scales that a program makes of amaxes.
+# Scales that a program computes.
 _SCALES = 256
 
 
@@ -86,7 +86,7 @@ def _group_amaxes_kernel(
         bits = magnitude_bits(to_f32(most))
         first = tl.min(group, 0)
         if first == tl.max(group, 0):
-            # As a rule a tile lies in one group.
+            # Most tiles are in one group.
             tl.atomic_max(amax_ptr + first, tl.max(bits, 0), mask=first < groups)
         else:
             tl.atomic_max(amax_ptr + group, bits, mask=group < groups)
@@ -108,7 +108,9 @@ def _looked_up_kernel(
     rows = offs
     if blocks_ptr is not None:
         rows, _, _ = load_block(blocks_ptr, tl.minimum(offs, count - 1))
-    tl.store(out_ptr + offs, amax_of_groups(amax_ptr, rows, ends_ptr, tokens, groups, E_PAD), mask=offs < count)
+    inside, out_ptrs = offs < count, out_ptr + offs
+    group, _ = groups_of(rows, ends_ptr, tokens, groups, E_PAD)
+    tl.store(out_ptrs, tl.load(amax_ptr + group, mask=group < groups, other=0.0), mask=inside)
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -125,7 +127,7 @@ def _store_scale(amax_ptr, scale_ptr, mask, LARGEST: tl.constexpr):
     amax = tl.load(amax_ptr, mask=mask)
     scale = tl.div_rn(amax, LARGEST)
     scale = tl.where(amax == 0, 1.0, scale)
-    # Only of Inf and NaN is x - x not 0.
+    # x - x is 0 except for Inf and NaN.
     tl.store(scale_ptr, tl.where(amax - amax == 0, scale, float("nan")), mask=mask)
 
 
@@ -162,10 +164,10 @@ def tensor_amax_bits(x: torch.Tensor, group_ends: torch.Tensor | None, each: boo
 def amaxes_of_each(
     amax: torch.Tensor, ends: torch.Tensor, blocks: torch.Tensor | None, tokens: int, count: int
 ) -> torch.Tensor:
-    """The amax of the group that each row, or each block of 16 tokens, lies in, f32 [count]; 0 behind the last group.
+    """Return the amax of the group of each row, or of each block of 16 tokens, f32 [count]; 0 after the last group.
 
-    amax: f32 [E]. blocks: the table of blocks, or None for rows. So that a kernel that quantizes them loads a number:
-    all ends, compared with the rows of its tile, would not fit into its registers.
+    amax: f32 [E]. blocks: the table of blocks, or None for rows. Kernels that quantize load these values, because
+    comparing all ends with the rows of a tile would take too many registers.
     """
     each, groups = torch.empty(count, dtype=torch.float32, device=amax.device), ends.shape[0]
     launch(

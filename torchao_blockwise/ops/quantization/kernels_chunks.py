@@ -2,12 +2,12 @@
 
     x  [M, K] ── 16 tokens as 16 tiles [chunks, columns] ──▶ (butterflies) ──▶ amax, codes of a block in one thread
 
-A columnwise block is a chunk of 16 tokens of one column. Its tokens are 16 values of one thread: the transform, the
-amax and the packing of a block need no exchange, its scale and its random bits are computed once, and its codes are the
-8 bytes that are stored.
+A columnwise block is a chunk of 16 tokens of one column, and one thread holds all 16 values. So the transform, the amax
+and packing need no exchange between threads, the scale and the random bits are computed once, and the codes are stored
+as 8 bytes.
 """
 
-# ruff: noqa: RUF005  # Triton knows no unpacking.
+# ruff: noqa: RUF005  # Triton does not support unpacking.
 
 import torch
 import triton
@@ -31,9 +31,9 @@ from torchao_blockwise.ops.quantization.kernels_amax import amaxes_of_each
 _BLOCK = tl.constexpr(16)
 _BITS = tl.constexpr(8)
 _WORD = tl.constexpr(0xFFFFFFFF)
-# (chunks, columns, warps) of a tile, and how many programs compute the amaxes.
+# (chunks, columns, warps) of a tile, and the number of programs that compute amaxes.
 _TILE, _AMAX_PROGRAMS = (4, 128, 4), 528
-# Counts for masks and numbers of blocks: their divisibility says nothing of memory.
+# Used only for masks and numbers of blocks, so their divisibility does not matter for memory accesses.
 ANY = ("M", "groups", "row", "column", "grid")
 
 
@@ -88,7 +88,7 @@ def largest_of(tiles):
 
 @triton.jit
 def locate_chunks(blocks_ptr, chunks, M):
-    """(first token, end of the tokens that count) of each chunk of 16."""
+    """(first token, end of the tokens with values) of each chunk of 16."""
     if blocks_ptr is None:
         return chunks * _BLOCK, chunks * 0 + M
     else:
@@ -121,11 +121,11 @@ def _amaxes_kernel(
     for tile in range(tl.program_id(0), tl.cdiv(chunks, CHUNKS) * tiles_k, tl.num_programs(0)):
         offs_c = (tile // tiles_k) * CHUNKS + tl.arange(0, CHUNKS)
         offs_k = (tile % tiles_k) * COLUMNS + tl.arange(0, COLUMNS)
-        # The entry of a chunk behind the last one may not be there.
+        # There may be no entry for chunks after the last one.
         firsts, ends = locate_chunks(blocks_ptr, tl.minimum(offs_c, chunks - 1), M)
         tiles = load_chunks(x_ptr, firsts, ends, offs_k, K, stride_xm, stride_xk)
         if PER_GROUP:
-            # A chunk lies in one group; those behind the last one have no tokens.
+            # Each chunk is in one group; chunks after the last group have no tokens.
             group, _ = groups_of(firsts, ends_ptr, M, groups, E_PAD)
             lies_in_one = (firsts < ends) & (group < groups)
             tl.atomic_max(plain_ptr + group, tl.max(largest_of(tiles), 1), mask=lies_in_one)
@@ -234,7 +234,7 @@ def _columnwise_kernel(
             random = ((words[i // 4] >> (_BITS * (i % 4))) & 0xFF).to(tl.int32)
             codes = encode_e2m1_stochastically(y, random, ELEMENT_MAX)
         packed |= codes.to(tl.int64) << (4 * i)
-    # Behind the last group a transform may have made -0 of zeros.
+    # After the last group, a transform may have turned zeros into -0.
     packed = tl.where((firsts < ends)[:, None], packed, 0)
     offsets = offs_k.to(tl.int64)[:, None] * chunks + offs_c[None, :]
     mask = (offs_k < K)[:, None] & (offs_c < chunks)[None, :]
@@ -248,13 +248,13 @@ def hadamard_amax_bits(
     """Arguments and result as in the op."""
     ends = groups.ends if per_group and groups is not None else None
     shape, experts = ((), 1) if ends is None else (ends.shape, ends.shape[0])
-    # Each in separate memory: compilers hold results of operations to the alignment that an allocation has.
+    # Separate allocations, because compilers assume that results of operations have the alignment of an allocation.
     plain, transformed = (torch.zeros(shape, dtype=torch.int32, device=x.device) for _ in range(2))
     M, K = x.shape
     if x.numel() > 0:
         chunks, columns, warps = _TILE
         blocks = None if groups is None else block_table(groups, M, NVFP4_1X16)
-        # The first entry of the table is of all tokens.
+        # The first entry of the table describes all tokens.
         count = ceil_div(M, NVFP4_1X16.block[1]) if blocks is None else blocks.shape[0] - 1
         grid = min(ceil_div(count, chunks) * ceil_div(K, columns), _AMAX_PROGRAMS)
         launch(
@@ -275,9 +275,9 @@ def write_columnwise(
     key: torch.Tensor | None,
     place: Place,
 ) -> None:
-    """Write the columnwise copy of `x` [.., M, K], not empty, which is padded; without a key rounded to nearest.
+    """Write the padded columnwise copy of `x` [.., M, K], not empty; without a key, round to nearest.
 
-    amax: f32 scalar, or of each matrix, or of each group. blocks: of tokens in groups, their table.
+    amax: f32 scalar, or that of each matrix or group. blocks: the table of groups, or None.
     """
     fmt, (*_, M, K), width = copy.format, x.shape, copy.scale.shape[-1]
     x, B, strides = matrices_of(x)
@@ -293,6 +293,6 @@ def write_columnwise(
         OPERAND=operand, HADAMARD=options.hadamard, CHUNKS=chunks, COLUMNS=columns, ELEMENT_MAX=fmt.element.max,
         SCALE_MAX=fmt.scale_max, E_PAD=triton.next_power_of_2(count), BATCHED=B > 1, PER_GROUP=amax.dim() > 0,
         num_warps=warps,
-        # An operation that shows two roundings must not become one FMA with one.
+        # An FMA would round once where the formula has two roundings.
         enable_fp_fusion=False,
     )  # fmt: skip

@@ -1,7 +1,7 @@
 """NVFP4 copies in Triton: rowwise ones, rounded to nearest or by random bits, and both copies of square blocks.
 
-A tile holds many blocks of 16, seen by a reshape; two codes are packed in a byte along each copy's last dim. Columnwise
-copies of one-row blocks are made of chunks (kernels_chunks.py).
+A tile contains many blocks of 16, as a reshaped view; two codes are packed in a byte along the last dim of each copy.
+Columnwise copies with one-row blocks are computed from chunks (kernels_chunks.py).
 """
 
 import torch
@@ -20,9 +20,9 @@ from torchao_blockwise.ops.quantization.kernels_chunks import ANY, block_words, 
 
 _BLOCK = tl.constexpr(16)
 _BITS = tl.constexpr(8)
-# (tile rows, tile columns, warps, warps where rows of K elements do not start on 16 bytes), as in kernels_triton.py;
-# (rows, columns, warps) of rowwise blocks that are rounded by random bits. Threads read 16 bytes of these at a time: a
-# block is two threads', and both compute what is the block's.
+# (tile rows, tile columns, warps, warps if rows of K elements do not start at multiples of 16 bytes), as in
+# kernels_triton.py; (rows, columns, warps) of rowwise blocks that are rounded stochastically. Threads read 16 bytes at
+# a time, so two threads share a block, and both compute its scale.
 _NVFP4_TILE = (32, 128, 2, 4)
 _ROWWISE_TILE = (32, 128, 4)
 
@@ -34,13 +34,6 @@ def _pack(codes, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Codes of 4 bits two in a byte along columns, the even one low: [ROWS, COLUMNS] -> [ROWS, COLUMNS/2]."""
     even, odd = tl.split(codes.reshape(ROWS, COLUMNS // 2, 2))
     return even | (odd << 4)
-
-
-@triton.jit
-def _pack_transposed(codes, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Codes of 4 bits two in a byte along rows, then transposed: [ROWS, COLUMNS] -> [COLUMNS, ROWS/2]."""
-    even, odd = tl.split(codes.reshape(ROWS // 2, 2, COLUMNS).permute(0, 2, 1))
-    return tl.trans(even | (odd << 4))
 
 
 @triton.jit
@@ -104,7 +97,8 @@ def _quantize_nvfp4_kernel(
             store_tile(q_ptr, _pack(codes, TILE_M, TILE_K), offs_m, pairs_k, M, packed_k, batch)
             store_tile(s_ptr, scale, blocks_m, blocks_k, grid_m, grid_k, batch)
         if COLUMNWISE:
-            store_tile(qt_ptr, _pack_transposed(codes, TILE_M, TILE_K), offs_k, pairs_m, K, width_qt, batch)
+            even, odd = tl.split(codes.reshape(TILE_M // 2, 2, TILE_K).permute(0, 2, 1))
+            store_tile(qt_ptr, tl.trans(even | (odd << 4)), offs_k, pairs_m, K, width_qt, batch)
             store_tile(st_ptr, tl.trans(scale), blocks_k, blocks_m, grid_k, width_qt // (BLOCK // 2), batch)
     else:
         amax = tl.max(magnitude.reshape(TILE_M, BLOCKS_K, BLOCK), 2)
@@ -188,7 +182,7 @@ def write_nvfp4(
     key: torch.Tensor | None,
     place: Place,
 ) -> None:
-    """Write these copies of `x` [.., M, K], the columnwise one padded. blocks: of tokens in groups, their table."""
+    """Write these copies of `x` [.., M, K], the columnwise one padded. blocks: the table of groups, or None."""
     rowwise, columnwise = copies
     if not options.fmt.is_square:
         if columnwise:

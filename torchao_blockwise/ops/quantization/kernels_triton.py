@@ -1,6 +1,6 @@
-"""Blockwise quantization in Triton: a read of `x` writes a copy, or both where the columnwise one has square blocks.
+"""Blockwise quantization in Triton: one read of `x` writes one copy, or both if the columnwise one has square blocks.
 
-A program takes one tile of a matrix, and every block that touches it lies in it whole:
+A program quantizes one tile of a matrix, which consists of whole blocks:
 
             K                     rowwise                    columnwise
       ┌───┬───┬───┐               q  [M, K]   tile as it is   qᵀ [K, M]   tile transposed through shared memory
@@ -8,21 +8,20 @@ A program takes one tile of a matrix, and every block that touches it lies in it
       └───┴───┴───┘               B×B blocks: one max over the block, both copies share the payload, or the
                                   rowwise one has 1×B blocks, whose maxima give that of the block
 
-FP8: a tile is as long as a block (128) along the dims that blocks run along. Both copies of one-row blocks take a
-launch each: a tile held in registers, with two sets of scaled values, would spill.
-NVFP4: a tile holds many blocks of 16, seen by a reshape; two codes are packed in a byte along each copy's last dim.
-Its kernels are in kernels_nvfp4.py and, of columnwise copies of one-row blocks, in kernels_chunks.py.
+FP8: a tile is as long as a block (128) in the direction of blocks. With one-row blocks, each copy takes a launch,
+because a tile in registers with two sets of scaled values would spill. NVFP4: a tile contains many blocks of 16, as a
+reshaped view; two codes are packed in a byte along the last dim of each copy. The kernels are in kernels_nvfp4.py, and
+for columnwise copies with one-row blocks in kernels_chunks.py.
 
-Columnwise payload is stored 16 bytes at a time whatever M is: its rows are padded to whole runs
-(ops/padding.py) with the zeros that a tile holds beside its matrix.
+Columnwise payload is stored 16 bytes at a time for any M, because its rows are padded with zeros (ops/padding.py).
 
-Tiles are numbered along grid x alone, whose limit is 2^31 (y and z end at 65535). `M` is specialized on divisibility by
-16, which reads of 16 bytes along M need (of a transposed `x`); so token counts that change make two builds of a kernel
-(three with M = 1), never one a count.
+Tiles are numbered along grid x only, whose limit is 2^31 (that of y and z is 65535). `M` is specialized on divisibility
+by 16, which reads of 16 bytes along M (of a transposed `x`) need. So a kernel has two builds for all token counts
+(three with M = 1).
 
-Tokens in groups (ops/groups): a table says where the rows of a block lie and which of them count; what follows the last
-group is zeros. Of the copy that is padded M is the padded size; its blocks read from any row on, as a group starts
-anywhere, and still write on multiples of 16.
+Groups of tokens (ops/groups): a table contains the rows of each block and how many of them have values; rows after the
+last group count as zeros. For the padded copy, M is the padded size. Its blocks start reading at any row, because
+groups start anywhere, but still write at multiples of 16.
 """
 
 import torch
@@ -39,15 +38,15 @@ from torchao_blockwise.ops.launch import ceil_div, launch
 from torchao_blockwise.ops.operands import as_asked, new_copies, pointers
 from torchao_blockwise.ops.quantization.kernels_nvfp4 import write_nvfp4
 
-# (tile rows, tile columns, warps, warps where rows of K elements do not start on 16 bytes), measured on an H200 by
-# benchmarks/tune_quantize.py, as it was at commit d352a7a. One-row blocks along K leave the tile's height free, those
-# along M its width. What counts is how many warps a multiprocessor has room for and, where a reduction along M crosses
-# warps, how many rows each sees. Rows off 16 bytes are moved an element at a time, each at an address of its own: more
-# threads for enough registers.
+# (tile rows, tile columns, warps, warps if rows of K elements do not start at multiples of 16 bytes), measured on an
+# H200 with benchmarks/tune_quantize.py of commit d352a7a. With one-row blocks along K, any tile height works, and with
+# those along M, any width. The best tile depends on the number of warps that fit in a multiprocessor and, if a
+# reduction along M crosses warps, on the rows of each warp. Unaligned rows are moved one element at a time with
+# separate addresses, which needs more threads to have enough registers.
 _FP8_ROWWISE_TILE = (32, 128, 4, 16)
 _FP8_COLUMNWISE_TILE = (128, 64, 4, 8)
 _FP8_SQUARE_TILE = (128, 128, 4, 16)
-# Of a rowwise copy in one-row blocks and a columnwise one in square blocks: two sets of scaled values. Not measured.
+# A rowwise copy in one-row blocks and a columnwise one in square blocks: two sets of scaled values. Not measured.
 _FP8_ROWS_AND_SQUARES_TILE = (128, 128, 8, 16)
 
 _ALIGNMENT = 16
@@ -58,9 +57,9 @@ def _quantize_rows(
     x_ptr, q_ptr, s_ptr, batch, first, end_x, offs_k, M, K, stride_xb, stride_xm, stride_xk,
     ELEMENT_MAX: tl.constexpr, MIN_AMAX: tl.constexpr, POWER_OF_2: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Blocks that are rows: ROWS of them from row `first` on, at columns `offs_k`, zeros from row `end_x` on.
+    """Quantize ROWS rows from `first` on, at columns `offs_k`, with zeros from row `end_x` on. Each row is a block.
 
-    s_ptr: [M], of these columns.
+    s_ptr: [M], the scales of these columns.
     """
     offs_m = first + tl.arange(0, ROWS)
     x = load_values(x_ptr, offs_m, offs_k, end_x, K, stride_xm, stride_xk, batch, stride_xb)
@@ -74,9 +73,9 @@ def _quantize_columns(
     x_ptr, qt_ptr, st_ptr, batch, offs_x, end_x, offs_m, first, width_qt, K, stride_xb, stride_xm, stride_xk,
     ELEMENT_MAX: tl.constexpr, MIN_AMAX: tl.constexpr, POWER_OF_2: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Blocks that are columns: COLUMNS of them from column `first` on, at rows `offs_m`.
+    """Quantize COLUMNS columns from `first` on, at rows `offs_m`. Each column is a block.
 
-    They are rows `offs_x` of `x`, zeros from row `end_x` on. st_ptr: [K], of these rows.
+    They are rows `offs_x` of `x`, with zeros from row `end_x` on. st_ptr: [K], the scales of these rows.
     """
     offs_k = first + tl.arange(0, COLUMNS)
     x = load_values(x_ptr, offs_x, offs_k, end_x, K, stride_xm, stride_xk, batch, stride_xb)
@@ -93,7 +92,7 @@ def _quantize_fp8_kernel(
     s_ptr,  # [B, K/BLOCK, M] f32, or [B, M/BLOCK, K/BLOCK] where SQUARE and not ROW_BLOCKS
     qt_ptr,  # [B, K, width_qt] e4m3 bytes
     st_ptr,  # [B, M/BLOCK, K] f32, or [B, K/BLOCK, M/BLOCK] where SQUARE
-    blocks_ptr,  # where tokens lie in groups their table, see device/groups.py; B = 1 then
+    blocks_ptr,  # the table of blocks of groups (device/groups.py), B = 1; None without groups
     M,
     K,
     width_qt,  # bytes of a row of qt, M and padding, or None
@@ -114,7 +113,7 @@ def _quantize_fp8_kernel(
     batch, tile_m, tile_k, tiles_m, tiles_k = locate_tile(tl.program_id(0), M, K, TILE_M, TILE_K, BATCHED)
     offs_m = tile_m * TILE_M + tl.arange(0, TILE_M)
     offs_k = tile_k * TILE_K + tl.arange(0, TILE_K)
-    # The tile's rows in `x`, of which those from `end_x` on are zeros, and those from `end` on are not its own.
+    # The tile's rows in `x`. Those from `end_x` on are zeros, and those from `end` on do not belong to the tile.
     offs_x, end_x, end = offs_m, M, M
     if blocks_ptr is not None:
         first_x, end_x, end = load_block(blocks_ptr, tile_m if COLUMNWISE else -1)
@@ -138,7 +137,7 @@ def _quantize_fp8_kernel(
             if blocks_ptr is None:
                 tl.store(st_ptr + (batch * tiles_k + tile_k) * tiles_m + tile_m, scale)
             else:
-                # Tokens of no group may fill a tile that the copy has no room for.
+                # The copy may have no room for a tile of tokens after the last group.
                 tiles_m = tl.cdiv(width_qt, TILE_M)
                 tl.store(st_ptr + tile_k * tiles_m + tile_m, scale, mask=tile_m < tiles_m)
     elif ROWWISE:
@@ -163,7 +162,7 @@ def quantize(
     key: torch.Tensor | None = None,
     place: Place | None = None,
 ) -> Copies:
-    """Arguments and result as in the op, or in that of tokens in groups, bit for bit."""
+    """Arguments and result as in the op."""
     fmt = options.fmt
     copies = new_copies(x, x.shape, options._replace(padded=True), groups)
     if x.numel() > 0:
@@ -176,7 +175,7 @@ def quantize(
             and copies.columnwise
             and (x.shape[-1] % _ALIGNMENT or not options.columnwise_format.is_square)
         ):
-            # A program with two sets of values, or of addresses, spills or has few neighbors.
+            # A program with two sets of values or addresses spills, or few of them fit in a multiprocessor.
             _write_fp8(x, copies._replace(columnwise=None), options, blocks)
             _write_fp8(x, copies._replace(rowwise=None), options, blocks)
         else:
@@ -185,7 +184,7 @@ def quantize(
 
 
 def _write_fp8(x: torch.Tensor, copies: Copies, options: CastOptions, blocks: torch.Tensor | None) -> None:
-    """Write these copies of `x` [.., M, K] in one launch. blocks: of tokens in groups, their table of blocks."""
+    """Write these copies of `x` [.., M, K] in one launch. blocks: the table of blocks of groups, or None."""
     fmt, (*_, M, K) = options.fmt, x.shape
     x, B, strides = matrices_of(x)
     rowwise, columnwise = copies.rowwise is not None, copies.columnwise is not None
@@ -201,7 +200,7 @@ def _write_fp8(x: torch.Tensor, copies: Copies, options: CastOptions, blocks: to
     width_qt = copies.columnwise.qdata.shape[-1] if columnwise else None
     if columnwise and blocks is not None and not rowwise:
         M = width_qt
-    # Rows of no group have a rowwise copy, too.
+    # Rows after the last group have a rowwise copy, too.
     tiles_m = blocks.shape[0] - 1 if row_blocks and blocks is not None else ceil_div(M, tile_m)
     launch(
         _quantize_fp8_kernel, B * tiles_m * ceil_div(K, tile_k),

@@ -50,10 +50,10 @@ _TABLE = [
     Implementation(Backend.REFERENCE, reference.quantize),
 ]
 
-# x [.., M, K] -> (qdata, scale) of each copy that is asked for. amax_bits: of the tensor, of each group or matrix; None
-# in formats without tensor scales. key: of random bits, None for round to nearest. A key and a transform are for one
-# copy of x [M, K].
-# Two operations, because a schema says how many tensors it returns; they share their table.
+# x [.., M, K] -> (qdata, scale) of each requested copy. amax_bits: of the tensor, or of each group or matrix; None for
+# formats without tensor scales. key: of the random bits, None for round to nearest. With a key or a transform, only one
+# copy of x [M, K] can be requested.
+# Two operations, because a schema declares the number of returned tensors; they share one table.
 quantize_op, quantize_both_op = (
     Operation(
         f"{name}(Tensor x, Tensor? amax_bits, {OPTIONS}, {groups('Tensor?')}, Tensor? key, {PLACE}, str backend)"
@@ -80,8 +80,8 @@ def _amax_fake(x: torch.Tensor, ends: torch.Tensor | None, each: bool) -> torch.
     return x.new_empty(shape, dtype=torch.int32)
 
 
-# The amax of x, or of its rows in groups; each: of every group, or of every matrix of x [.., M, K]. Bits, because a MAX
-# over ranks loses a NaN among floats; as integers magnitudes keep their order, NaN above all.
+# The amax of x, or of its rows in groups; each: that of each group, or of each matrix of x [.., M, K]. Returned as
+# bits, because a MAX of floats over ranks loses NaN. As integers, magnitudes keep their order, with NaN above all.
 tensor_amax_bits_op = Operation(
     "tensor_amax_bits(Tensor x, Tensor? group_ends, bool each, str backend) -> Tensor",
     table=[
@@ -92,8 +92,8 @@ tensor_amax_bits_op = Operation(
     check=lambda x, ends, each: _check_ends(x, ends),
 )
 
-# Of x [M, K] and of its transform, of all or of each group: two tensors, which policies of checkpointing save, of one
-# read.
+# The amaxes of x [M, K] and of its transform, of the whole tensor or of each group, from one read of x. Checkpointing
+# policies save these two tensors.
 hadamard_amax_bits_op = Operation(
     f"hadamard_amax_bits(Tensor x, SymInt hadamard, {groups('Tensor?')}, bool per_group, str backend)"
     " -> (Tensor, Tensor)",
@@ -120,7 +120,7 @@ global_scale_op = Operation(
 
 # --- random bits ------------------------------------------------------------------------------------------------------
 
-# Which entry of a key counts its uses.
+# The entry of a key that counts its uses.
 _USE = 2
 
 
@@ -131,9 +131,9 @@ def _take(key: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
     return taken
 
 
-# The schema does not say that `key` changes. Else no pass of a layer could run while another one's backward is to come:
-# autograd refuses what was saved and changed. A compiler may do with it what it does with what reads a generator; it
-# stays in the backward graph, as it takes the gradient. The count is no value that anything else reads.
+# The schema does not declare that `key` changes. Otherwise, autograd would refuse a backward pass if another one ran
+# since the forward pass, because the saved key changed. Compilers treat the operation like one that reads a random
+# generator. It stays in the backward graph because it takes the gradient. Nothing else reads the count.
 take_key_op = Operation(
     "take_key(Tensor key, Tensor gradient) -> Tensor",
     table=[Implementation(Backend.AUTO, _take)],

@@ -3,14 +3,14 @@
     shards ─ partial_block_amax ─▶ amax of block ∩ shard ─ MAX over ranks ─▶ block_scales ─▶ encode ─┐
        └──────────────────────────────────────────────────────────────────────▶ partial_cast ◀──────┘
 
-Shards that cut no block need no exchange before their payload: `whole_block_cast_op` reads them once for both.
-`merge_shards_` makes whole payloads of gathered ones.
+Shards that cut no block can be quantized before the exchange: `whole_block_cast_op` reads them once for both steps.
+`merge_shards_` writes gathered shards to whole payloads.
 
 A shard is a flat, row-major range [start, start + n) of elements; it may cut rows, blocks and, in 4-bit formats, bytes.
-Each step takes a list of tensors at once: launches do not grow with the list, and nothing waits for the device. Values
-of all blocks of the list lie in one buffer, each tensor's grid row-major.
+Each step processes a list of tensors: the number of launches does not depend on its length, and nothing waits for the
+device. The values of all blocks of the list are in one buffer, with the grid of each tensor row-major.
 
-Callers check what users give (distributed/master_weights.py).
+Callers check arguments of users (distributed/master_weights.py).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _KERNELS = f"{__name__}.kernels_triton"
 
 
 def _why_not(*args: object, encodes: bool = False) -> str | None:
-    """Why kernels cannot run: they hold the scale rules of two formats, and some of them round to e4m3."""
+    """Return why kernels cannot run, or None: they support the scales of two formats, and some round to e4m3."""
     fmt = next(arg.fmt if isinstance(arg, Shards) else arg for arg in args if isinstance(arg, (BlockFormat, Shards)))
     if fmt not in (FP8_128X128, NVFP4_16X16):
         return f"{fmt.name} has no kernel"
@@ -42,8 +42,8 @@ def _why_not(*args: object, encodes: bool = False) -> str | None:
 
 _why_no_cast = functools.partial(_why_not, encodes=True)
 
-# amax_bits, int32 [blocks], is raised to the amax of block ∩ shard for each block of each tensor, as bits of |fp32|.
-# Reduce it over ranks with MAX: as integers magnitudes keep their order, with Inf above them and NaN above Inf.
+# Raises amax_bits, int32 [blocks], to the amax of block ∩ shard of each block of each tensor, as bits of |fp32|.
+# Reduce it over ranks with MAX: as integers, magnitudes keep their order, with NaN above Inf above all others.
 partial_block_amax_op = Operation(
     f"partial_block_amax_(Tensor(a!) amax_bits, {SHARDS}, str backend) -> ()",
     takes=(None, Shards),
@@ -52,8 +52,8 @@ partial_block_amax_op = Operation(
         Implementation(Backend.REFERENCE, reference.partial_block_amax_),
     ],
 )
-# Writes what the amaxes decide: encode, f32 [blocks], the factor that each block's values are multiplied by; the stored
-# grids; and of formats that have them f32 global scales, of one element or of one for each matrix of the tensor.
+# Writes values that depend on the amaxes: encode, f32 [blocks], the factor by which the values of each block are
+# multiplied; the stored scales; and, in formats with global scales, f32 with one element, or one for each matrix.
 block_scales_op = Operation(
     "block_scales_(Tensor(a!) encode, Tensor(b!)[] scales, Tensor(c!)[] global_scales, Tensor amax_bits, "
     "SymInt[] first_blocks, str fmt, bool power_of_2_scales, str backend) -> ()",
@@ -62,12 +62,12 @@ block_scales_op = Operation(
         Implementation(Backend.REFERENCE, reference.block_scales_),
     ],
 )
-# Writes each shard's elements, rne(dtype(x) · encode), to its target, contiguous bytes, and nothing else. By `into`:
-#   whole     the tensor's payload [.., h, packed(w)]
-#   entries   the payload entries that hold the shard, `shard_entries` of them, flat
-#   codes     one element an entry [n], flat; 4-bit codes in the low bits
-# Of an entry that a 4-bit shard shares with a neighbor the other nibble stays; what pads a row of odd w becomes zero
-# together with the row's last element.
+# Writes the elements of each shard, rne(dtype(x) · encode), to its target, contiguous bytes, and nothing else. `into`:
+#   whole     the target is the tensor's payload [.., h, packed(w)]
+#   entries   the target has only the payload entries with elements of the shard, flat; see `shard_entries`
+#   codes     the target has one byte for each element [n], flat; 4-bit codes are in the low bits
+# If a 4-bit shard shares an entry with a neighbor, the other nibble does not change. In rows of odd w, the padding
+# becomes zero together with the last element of the row.
 partial_cast_op = Operation(
     f"partial_cast_(Tensor(a!)[] targets, {SHARDS}, Tensor encode, str into, str backend) -> ()",
     takes=(None, Shards, None, None),
@@ -76,8 +76,8 @@ partial_cast_op = Operation(
         Implementation(Backend.REFERENCE, reference.partial_cast_),
     ],
 )
-# Both `partial_block_amax_op` and `partial_cast_op` of shards that cut no block, in one read of them, for formats
-# without a global scale, which needs all of a tensor first. amax_bits: zeros where the shards' blocks are.
+# Both `partial_block_amax_op` and `partial_cast_op` for shards that cut no block, in one read. Only for formats without
+# a global scale, which depends on the whole tensor. amax_bits: zeros for the blocks of the shards.
 whole_block_cast_op = Operation(
     f"whole_block_cast_(Tensor(a!)[] targets, Tensor(b!) amax_bits, {SHARDS}, bool power_of_2_scales, str into, "
     "str backend) -> ()",
@@ -97,16 +97,16 @@ def merge_shards_(
     columns: Sequence[int],
     fmt: BlockFormat | str,
 ) -> None:
-    """Write gathered shards to whole payloads: of a byte that two shards share each gives the nibble that it owns.
+    """Write gathered shards to whole payloads. If two shards share a byte, each provides its own nibble.
 
     targets: payloads [.., h, packed(w)], contiguous. columns: w of each.
-    shards, starts, lengths: lists for each target, an entry a rank: the bytes that `partial_cast_op` writes
-        (into="entries"), at least as many as `shard_entries` says; the first element; the number of elements, 0 too.
-    Elements that no shard covers stay as they are; two shards must not cover the same one.
+    shards, starts, lengths: lists for each target, with one item for each rank: the bytes that `partial_cast_op` writes
+        (into="entries"), at least the number of `shard_entries`; the first element; the number of elements, maybe 0.
+    Elements that no shard covers do not change; two shards must not cover the same one.
     """
     fmt = get_format(fmt)
     copies: list[tuple[torch.Tensor, torch.Tensor]] = []
-    # Bytes of two owners: (where, what has the low nibble, what has the high one).
+    # Shared bytes: (target, source of the low nibble, source of the high nibble).
     edges: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
     for target, *of_target, width in zip(targets, shards, starts, lengths, columns, strict=True):
         whole, end = target.view(torch.uint8).view(-1), -1

@@ -1,4 +1,4 @@
-"""Flat shards of tensors: the value that they travel as, and the blocks and payload entries that they take."""
+"""Flat shards of tensors: the value that operations take, and the numbers of blocks and payload entries."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from torchao_blockwise.formats import BlockFormat, get_format
 
-# Where a cast writes: the whole payload, the entries that hold the shard, or one code an entry.
+# The target of a cast: the whole payload, the entries with elements of the shard, or one byte for each code.
 WHOLE, ENTRIES, CODES = "whole", "entries", "codes"
 
 
@@ -30,7 +30,7 @@ class Shards(NamedTuple):
     tensors: list[torch.Tensor]
     starts: list[int]
     shapes: list[int]  # (matrices, h, w) of each tensor, one after the other
-    first_blocks: list[int]  # where each tensor's blocks begin in what holds those of the list
+    first_blocks: list[int]  # the first block of each tensor in the buffer of all blocks
     dtype: torch.dtype
     fmt: BlockFormat
 
@@ -44,14 +44,14 @@ class Shards(NamedTuple):
         fmt: BlockFormat,
         first_blocks: Sequence[int] | None = None,
     ) -> Shards:
-        """Flat, contiguous shards [n] of tensors [.., h, w]; by default the blocks of one tensor follow another's."""
+        """Create it for flat, contiguous shards [n] of tensors [.., h, w]; by default, blocks are in their order."""
         if first_blocks is None:
             first_blocks = list(itertools.accumulate((block_count(shape, fmt) for shape in shapes), initial=0))[:-1]
         for x, start, shape in zip(tensors, starts, shapes, strict=True):
             # Kernels would read and write outside of the tensors.
             assert x.dim() == 1 and x.is_contiguous() and 0 <= start <= start + x.numel() <= math.prod(shape)
         flat = [size for *batch, rows, columns in shapes for size in (math.prod(batch), rows, columns)]
-        return cls([x.detach() for x in tensors], list(starts), flat, list(first_blocks), dtype, fmt)
+        return cls(list(tensors), list(starts), flat, list(first_blocks), dtype, fmt)
 
     def each(self) -> list[Shard]:
         shapes = zip(self.shapes[0::3], self.shapes[1::3], self.shapes[2::3])
@@ -65,7 +65,7 @@ def block_count(shape: Sequence[int], fmt: BlockFormat) -> int:
 
 
 def shard_entries(start: int, n: int, columns: int, fmt: BlockFormat | str) -> tuple[int, int]:
-    """(first, count) of the payload entries, numbered through the tensor, that hold its elements [start, start + n).
+    """Return (first, count) of the payload entries of a tensor with its elements [start, start + n).
 
     columns: w of the tensor [.., h, w]. A 4-bit shard may share its first and its last entry with its neighbors.
     """
@@ -80,14 +80,14 @@ def shard_entries(start: int, n: int, columns: int, fmt: BlockFormat | str) -> t
 
 
 def target_entries(start: int, n: int, shape: Sequence[int], fmt: BlockFormat, into: str) -> tuple[int, int]:
-    """(first, count) of the entries that a cast of elements [start, start + n) writes to; see `partial_cast_op`."""
+    """Return (first, count) of the entries to which a cast of these elements writes; see `partial_cast_op`."""
     if into == WHOLE:
         return 0, math.prod(fmt.qdata_shape(*shape))
     return shard_entries(start, n, shape[-1], fmt) if into == ENTRIES else (start, n)
 
 
 def cuts_no_block(start: int, n: int, shape: Sequence[int], fmt: BlockFormat) -> bool:
-    """Whether the elements [start, start + n) of a tensor [.., h, w] hold all of each block that they touch."""
+    """Whether the elements [start, start + n) of a tensor [.., h, w] consist of whole blocks."""
     *_, rows, columns = shape
     if n == 0:
         return True

@@ -1,7 +1,6 @@
-"""The partial cast in Triton: a launch works on the shards of many tensors; see `device/tables.py` for how.
+"""The partial cast in Triton: one launch processes the shards of many tensors; see `device/tables.py`.
 
-A program takes a tile of a tensor [.., h, w] that a shard touches. Of its elements it reads, or writes, those that lie
-in the shard:
+A program processes a tile of a tensor [.., h, w], and reads or writes only elements of the shard:
 
       ┌───┬───┬───┐      h × w, elements numbered along rows
       │   │ ▗▄│▄▄▄│      ▗▄ the shard begins
@@ -9,8 +8,8 @@ in the shard:
       │▀▀▘│   │   │      ▘  and ends
       └───┴───┴───┘
 
-Shards of which every address and size allows it move 16 bytes at a time; they take a separate launch. A byte that
-the shard shares with a neighbor, its first or its last, is read first and written back with the neighbor's nibble.
+Shards whose addresses and sizes allow it are moved 16 bytes at a time, in a separate launch. If the first or last byte
+of a shard is shared with a neighbor, it is read first, and written back with the neighbor's nibble.
 """
 
 import itertools
@@ -25,7 +24,6 @@ from torchao_blockwise.ops.device.scales import fp8_scales, nvfp4_scales
 from torchao_blockwise.ops.device.tables import (
     ALIGNMENT,
     find_row,
-    grouped,
     load_pointer,
     load_size,
     make_table,
@@ -33,8 +31,8 @@ from torchao_blockwise.ops.device.tables import (
 from torchao_blockwise.ops.launch import ceil_div, launch
 from torchao_blockwise.ops.shards.flat import CODES, WHOLE, Shards, target_entries
 
-# (tile rows, tile columns, warps) by element, and where elements move one by one and each has an address. A tile lies
-# in one block, or holds whole ones.
+# (tile rows, tile columns, warps) of each element, and of shards whose elements are moved one by one. A tile is in one
+# block, or consists of whole ones.
 _TILES = {"e4m3": (128, 128, 8), "e2m1": (64, 128, 4)}
 _UNALIGNED_TILE = (32, 128, 8)
 _CHUNK, _CHUNK_WARPS = 1024, 4  # blocks of a program that works only on those
@@ -110,7 +108,7 @@ def _partial_block_amax_kernel(
         amax = tl.full((1, 1), tl.max(magnitude), tl.int32)
     else:
         amax = tl.max(tl.max(magnitude.reshape(TILE_M // BLOCK, BLOCK, TILE_K // BLOCK, BLOCK), 3), 1)
-    # Atomic, for tiles and shards that share a block.
+    # Atomic, because tiles and shards may share a block.
     tl.atomic_max(amax_ptr + blocks, amax, mask=exist, sem="relaxed")
 
 
@@ -157,14 +155,14 @@ def _partial_cast_kernel(
         entries = (matrix_row + offs_m)[:, None] * packed_columns + pairs[None, :]
         exists = (offs_m < rows)[:, None] & (pairs < packed_columns)[None, :]
         if ALIGN > 1:
-            # No byte is shared, none pads a row.
+            # No byte is shared, and rows have no padding.
             mask = exists & (entries >= start // 2) & (entries < end // 2)
             tl.store(target_ptr + (entries - first_entry), even | (odd << 4), mask=mask)
         else:
             flat_even = (matrix_row + offs_m)[:, None] * columns + 2 * pairs[None, :]
             owns_even = exists & (flat_even >= start) & (flat_even < end)
             owns_odd = exists & (flat_even + 1 >= start) & (flat_even + 1 < end)
-            # Beside the last element of a row of odd length lies a zero that is that element's.
+            # The padding of a row of odd length is written as zero together with the last element.
             owns_odd = tl.where((2 * pairs + 1 < columns)[None, :], owns_odd, owns_even)
             there = tl.load(target_ptr + (entries - first_entry), mask=owns_even != owns_odd, other=0)
             low = tl.where(owns_even, even, there & _LOW)
@@ -200,7 +198,7 @@ def _whole_block_cast_kernel(
     amax = tl.full((1, 1), tl.max(magnitude_bits(x)), tl.int32)
     tl.store(amax_ptr + block, amax)
     encode, _ = fp8_scales(amax, ELEMENT_MAX, MIN_AMAX, POWER_OF_2)
-    # Within a block 32 bits are enough; as many 64-bit numbers as the block has elements would not fit into registers.
+    # Offsets in a block have 32 bits; one 64-bit offset for each element would not fit in registers.
     offs_m, offs_k = tl.arange(0, TILE_M), tl.arange(0, TILE_K)
     exists = (offs_m < rows - first_row)[:, None] & (offs_k < columns - first_column)[None, :]
     target_ptr += (matrix_row + first_row) * columns + first_column - first_entry
@@ -237,14 +235,6 @@ def _tensor_amax_kernel(table_ptr, amax_ptr, tensor_amax_ptr, count, CHUNK: tl.c
     tl.atomic_max(tensor_amax_ptr + index, tl.max(amax_bits, 0), sem="relaxed")
 
 
-@triton.jit
-def _global_scale(tensor_amax, LARGEST: tl.constexpr):
-    """amax / LARGEST; see formats/nvfp4.py."""
-    scale = tl.div_rn(tensor_amax, LARGEST)
-    scale = tl.where(tensor_amax == 0, 1.0, scale)
-    return tl.where(tensor_amax < float("inf"), scale, float("nan"))
-
-
 @triton.jit(do_not_specialize=["count"])
 def _block_scales_kernel(
     table_ptr,  # [tensors, fields] int64
@@ -265,11 +255,13 @@ def _block_scales_kernel(
         tensor_amax = tl.load(tensor_amax_ptr + index).to(tl.float32, bitcast=True)
         encode, scale = nvfp4_scales(amax_bits, tensor_amax, ELEMENT_MAX, SCALE_MAX)
         tl.store(load_pointer(row_ptr + 1, tl.uint8, False) + offs, scale, mask=exist)
-        # Every program of the tensor, or of the matrix, writes the same.
+        # All programs of the tensor, or of the matrix, write the same value.
         global_ptr = load_pointer(row_ptr + 2, tl.float32, False)
         if PER_MATRIX:
             global_ptr += matrix
-        tl.store(global_ptr, _global_scale(tensor_amax, ELEMENT_MAX * SCALE_MAX))
+        global_scale = tl.div_rn(tensor_amax, ELEMENT_MAX * SCALE_MAX)
+        global_scale = tl.where(tensor_amax == 0, 1.0, global_scale)
+        tl.store(global_ptr, tl.where(tensor_amax < float("inf"), global_scale, float("nan")))
     else:
         encode, scale = fp8_scales(amax_bits, ELEMENT_MAX, MIN_AMAX, POWER_OF_2)
         tl.store(load_pointer(row_ptr + 1, tl.float32, False) + offs, scale, mask=exist)
@@ -280,9 +272,9 @@ def _block_scales_kernel(
 
 
 def _launch(kernel, shards: Shards, of_blocks: torch.Tensor, targets=None, into=WHOLE, blocks=False, **options) -> None:
-    """Run `kernel` on the shards; those whose sizes and addresses allow it move 16 bytes at a time.
+    """Run `kernel` on the shards; those whose sizes and addresses allow it are moved 16 bytes at a time.
 
-    blocks: whether a tile must be a block, also where elements move one by one.
+    blocks: whether a tile must be a block, also if elements are moved one by one.
     """
     fmt, each = shards.fmt, shards.each()
     addresses = [0] * len(each) if targets is None else [target.data_ptr() for target in targets]
@@ -294,7 +286,11 @@ def _launch(kernel, shards: Shards, of_blocks: torch.Tensor, targets=None, into=
         aligned = all(size % wide == 0 for size in (start, x.numel(), shape[-1]))
         return x.dtype, wide if aligned and (x.data_ptr() | addresses[i]) % ALIGNMENT == 0 else 1
 
-    for (dtype, align), group in grouped((i for i, shard in enumerate(each) if shard.x.numel()), kind):
+    kinds: dict[tuple[torch.dtype, int], list[int]] = {}
+    for i, shard in enumerate(each):
+        if shard.x.numel():
+            kinds.setdefault(kind(i), []).append(i)
+    for (dtype, align), group in kinds.items():
         tile_m, tile_k, warps = _TILES[fmt.element.name] if align > 1 or blocks else _UNALIGNED_TILE
 
         def row(i: int, tile_m=tile_m, tile_k=tile_k):
@@ -355,7 +351,7 @@ def block_scales_(
 
     def row(i: int):
         blocks = scales[i].numel() // max(1, matrices[i])
-        # An empty tensor has a global scale too.
+        # An empty tensor has a global scale, too.
         programs = matrices[i] * max(1, ceil_div(blocks, _CHUNK))
         of_tensor = global_scales[i].data_ptr() if fmt.has_global_scale else 0
         return programs, scales[i].data_ptr(), of_tensor, first_blocks[i], blocks, first_amaxes[i]

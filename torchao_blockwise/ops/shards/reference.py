@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from torchao_blockwise.formats import BlockFormat
 from torchao_blockwise.ops.quantization.reference import block_amax, expand_blocks
-from torchao_blockwise.ops.shards.flat import CODES, Shard, Shards, block_count, target_entries
+from torchao_blockwise.ops.shards.flat import CODES, Shards, block_count, target_entries
 
 
 def partial_block_amax_(amax_bits: torch.Tensor, shards: Shards) -> None:
@@ -51,7 +51,11 @@ def partial_cast_(targets: list[torch.Tensor], shards: Shards, encode: torch.Ten
         n, columns, element = shard.x.numel(), shard.shape[-1], shards.fmt.element
         if n == 0:
             continue
-        payload, codes = target.view(torch.uint8).view(-1), _codes_of(shard, encode, shards)
+        blocks = encode[shard.first_block :][: block_count(shard.shape, shards.fmt)]
+        grid = blocks.view(shard.shape[0], *shards.fmt.grid(*shard.shape[1:]))
+        factors = expand_blocks(grid, shards.fmt, *shard.shape[1:]).flatten()[shard.start : shard.start + n]
+        encoded = element.encode(shard.x.to(shards.dtype).float() * factors)
+        payload, codes = target.view(torch.uint8).view(-1), element.unpack(encoded, n).view(torch.uint8)
         if into == CODES:
             payload.copy_(codes)
             continue
@@ -75,13 +79,3 @@ def whole_block_cast_(
     partial_block_amax_(amax_bits, shards)
     scales = shards.fmt.compute_scales(amax_bits.view(torch.float32), None, power_of_2_scales)
     partial_cast_(targets, shards, scales.encode, into)
-
-
-def _codes_of(shard: Shard, encode: torch.Tensor, shards: Shards) -> torch.Tensor:
-    """One code an entry of the elements of a shard."""
-    (matrices, rows, columns), n, fmt = shard.shape, shard.x.numel(), shards.fmt
-    blocks = encode[shard.first_block :][: block_count(shard.shape, fmt)]
-    grid = blocks.view(matrices, *fmt.grid(rows, columns))
-    factors = expand_blocks(grid, fmt, rows, columns).flatten()[shard.start : shard.start + n]
-    payload = fmt.element.encode(shard.x.to(shards.dtype).float() * factors)
-    return fmt.element.unpack(payload, n).view(torch.uint8)

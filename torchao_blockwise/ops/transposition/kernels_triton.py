@@ -8,14 +8,15 @@
                           row 4i + 2  │ l k j i │       row 4j + 2  │ o k g c │      elements 4j+3 .. 4j of row 4i)
                           row 4i + 3  │ p o n m │       row 4j + 3  │ p l h d │
 
-                   Four tiles of words are read, of every fourth row; four are made from them in registers, transposed
-                   and written. Shared memory transposes whole words by itself: a quarter of the instructions of bytes.
+                   A program reads four tiles of words, each of every fourth row, computes four tiles from them in
+                   registers, and writes their transposes. Transposing words through shared memory takes a quarter of
+                   the instructions of transposing bytes.
 
     pairs (e2m1)   the same with bytes of two codes, which hold a 2×2 square
 
-    bytes (e4m3)   tile [M, K] → tile [K, M], where rows do not start on 16 bytes
+    bytes (e4m3)   tile [M, K] → tile [K, M], if rows do not start at multiples of 16 bytes
 
-Tiles are numbered along grid x alone, whose limit is 2^31. A program also moves the scales of its tile.
+Tiles are numbered along grid x only, whose limit is 2^31. A program also transposes the scales of its tile.
 """
 
 import torch
@@ -26,8 +27,8 @@ from torchao_blockwise.formats import Operand
 from torchao_blockwise.ops.launch import ceil_div, launch
 
 _ALIGNMENT = 16
-# Elements from which on -> (tile rows, tile columns, warps). Large tiles read and write longer runs of a row; of small
-# matrices they would be too few for the GPU.
+# At least this number of elements -> (tile rows, tile columns, warps). Large tiles read and write longer runs of a row,
+# but small matrices would have too few of them for the GPU.
 _QUADS_TILES = {0: (256, 128, 4), 64 << 20: (256, 256, 8)}
 _PAIRS_TILE = (128, 128, 4)
 # Bytes are moved one by one and each has an address.
@@ -45,14 +46,14 @@ def _locate_tile(M, K, TILE_M: tl.constexpr, TILE_K: tl.constexpr):
 
 @triton.jit
 def _entries(ptr, offs_row, offs_column, rows, columns, STEP: tl.constexpr = 1):
-    """(addresses, which exist) in every STEP-th row of a contiguous matrix, from `ptr` on; `rows` of them exist."""
+    """(addresses, mask) of elements of every STEP-th row of a contiguous matrix; `rows` is the number of these rows."""
     offsets = offs_row.to(tl.int64)[:, None] * (STEP * columns) + offs_column[None, :]
     return ptr + offsets, (offs_row < rows)[:, None] & (offs_column < columns)[None, :]
 
 
 @triton.jit
 def _exchange(x, y, LOW: tl.constexpr, BITS: tl.constexpr):
-    """`x` and `y` with the high codes of `x` and the low ones of `y` exchanged; LOW: bits of the low ones of a word."""
+    """Exchange the high codes of `x` with the low codes of `y`. LOW: the bits of the low codes of a word."""
     return (x & LOW) | ((y & LOW) << BITS), ((x >> BITS) & LOW) | (y & (LOW << BITS))
 
 
@@ -60,7 +61,7 @@ def _exchange(x, y, LOW: tl.constexpr, BITS: tl.constexpr):
 def _move_scales(
     s_ptr, st_ptr, batch, tile_m, tile_k, M, K, TILE_M: tl.constexpr, TILE_K: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """[B, M blocks, K blocks] -> [B, K blocks, M blocks] for the blocks of a tile; tiles that share one all move it."""
+    """[B, M blocks, K blocks] -> [B, K blocks, M blocks] for the blocks of a tile; tiles of one block all write it."""
     blocks_m, blocks_k = tl.cdiv(M, BLOCK), tl.cdiv(K, BLOCK)
     offs_m = tile_m * TILE_M // BLOCK + tl.arange(0, max(1, TILE_M // BLOCK))
     offs_k = tile_k * TILE_K // BLOCK + tl.arange(0, max(1, TILE_K // BLOCK))
@@ -76,7 +77,7 @@ def _transpose_quads_kernel(
 ):
     """[B, M, K/4] -> [B, K, M/4] words of four bytes."""
     batch, tile_m, tile_k = _locate_tile(M, K, TILE_M, TILE_K)
-    # Rows start on 16 bytes, which Triton does not see in K // 4.
+    # Rows start at multiples of 16 bytes, but Triton cannot derive this from K // 4.
     words_m, words_k = M // 16 * 4, K // 16 * 4
     offs_m = tile_m * (TILE_M // 4) + tl.arange(0, TILE_M // 4)
     offs_k = tile_k * (TILE_K // 4) + tl.arange(0, TILE_K // 4)
@@ -112,7 +113,7 @@ def _transpose_pairs_kernel(
     TILE_K: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """[B, M, ⌈K/2⌉] -> [B, K, ⌈M/2⌉] bytes of two 4-bit codes; a code beside the matrix is zero."""
+    """[B, M, ⌈K/2⌉] -> [B, K, ⌈M/2⌉] bytes of two 4-bit codes; codes outside of the matrix are zero."""
     batch, tile_m, tile_k = _locate_tile(M, K, TILE_M, TILE_K)
     offs_m = tile_m * (TILE_M // 2) + tl.arange(0, TILE_M // 2)
     offs_k = tile_k * (TILE_K // 2) + tl.arange(0, TILE_K // 2)

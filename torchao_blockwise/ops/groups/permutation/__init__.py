@@ -16,7 +16,7 @@ import torch
 
 from torchao_blockwise.ops.backend import Backend, Implementation, kernels, why_no_kernels
 from torchao_blockwise.ops.groups.permutation import reference
-from torchao_blockwise.ops.operands import check_dtype, without_grad
+from torchao_blockwise.ops.operands import check_dtype
 from torchao_blockwise.ops.registry import Operation
 
 # Of what the kernels take. A histogram of 1024 experts spills on sm_80, and the table that each program sums grows with
@@ -35,7 +35,7 @@ def permute(
     The order is stable and deterministic, without padding. Does not synchronize with the host.
     Raises TypeError for a dtype, ValueError for shapes, devices, `experts` or a backend.
     """
-    return permute_op(*without_grad(x), expert_ids, experts, backend)
+    return permute_op(x, expert_ids, experts, backend)
 
 
 def unpermute(
@@ -56,7 +56,6 @@ def unpermute(
     outside of the tensors.
     Raises TypeError for a dtype, ValueError for shapes, devices, `source` or a backend.
     """
-    y, weights = without_grad(y, weights)  # type: ignore[assignment]  # y is not None
     return unpermute_op(y, source, top_k, weights, backend)
 
 
@@ -78,7 +77,6 @@ def unpermute_backward(
     depends on the backend. One pass computes both. Without y and weights, this is `permute` with a known `source`.
     Raises like `unpermute`.
     """
-    grad_output, y, weights = without_grad(grad_output, y, weights)  # type: ignore[assignment]
     grad_y, *grad_weights = unpermute_backward_op(grad_output, y, source, top_k, weights, backend)
     return grad_y, grad_weights[0] if grad_weights else None
 

@@ -2,7 +2,7 @@
 
     count     ids → counts [128, E]           a chunk of assignments a program: how many of them go to each expert
     place     ids, counts → source, row_of    a chunk a program: assignment a goes to the row after all of smaller
-                                              experts, those of its own expert in chunks before, and those before it in
+                                              experts, those of the same expert in chunks before, and those before it in
                                               its chunk. Each program sums all counts for itself, which costs less than
                                               a launch between. Of few assignments it counts all itself: one launch.
     scatter   x [T, H] → out [T · top_k, H]   an assignment a program: its token's row, weighted, goes to its place; the
@@ -10,8 +10,8 @@
                                               way. Neighboring programs read the same row: memory gives it once.
     gather    y → out [T, H]                  a strip of a token a program: top_k rows, ascending k, loaded at once
 
-Both of the last go by `row_of`, the inverse of `source`. Its entries are checked where they are used, so that no source
-reaches memory outside of the tensors.
+The last two use `row_of`, the inverse of `source`. They check its entries, so that an invalid source never leads
+outside of the tensors.
 """
 
 import torch

@@ -7,11 +7,6 @@ import torch
 _INT16_MAX = torch.iinfo(torch.int16).max
 
 
-def numbers_like(source: torch.Tensor) -> torch.Tensor:
-    """0, 1, 2, .. of the length, dtype and device of `source`."""
-    return torch.arange(source.numel(), dtype=source.dtype, device=source.device)
-
-
 def route(expert_ids: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor]:
     """(source, group_ends): assignments in the order of their experts, and where each expert's end."""
     # Half the bits, half the passes of a radix sort.
@@ -31,7 +26,8 @@ def permute(x: torch.Tensor, expert_ids: torch.Tensor, experts: int) -> tuple[to
 
 def unpermute(y: torch.Tensor, source: torch.Tensor, top_k: int, weights: torch.Tensor | None) -> torch.Tensor:
     """out[t] = Σ_k weights[t, k] · y[row of assignment t · top_k + k], in fp32, one k after the other."""
-    row_of = torch.empty_like(source).scatter_(0, source.long(), numbers_like(source))
+    numbers = torch.arange(source.numel(), dtype=source.dtype, device=source.device)
+    row_of = torch.empty_like(source).scatter_(0, source.long(), numbers)
     terms = y[row_of.view(-1, top_k)].float()  # [T, top_k, H]
     if weights is not None:
         terms = terms * weights.float()[..., None]

@@ -1,4 +1,4 @@
-"""Group tables: where groups of tokens lie, in the forms that kernels ask for; one launch for all steps of a layer.
+"""Group tables: the positions of groups of tokens in the forms that kernels need; one launch for all steps of a layer.
 
     int32 [entries, 4]
 
@@ -12,19 +12,19 @@
         "m"      (4, ..)      (0, 0, 0, 5)  (2, 1, 5, 14) (2, 1, 5, 14) (-1, 3, 14, 15)
         blocks   (0, 14, 15)  (0, 5, 5)     (5, 14, 14)   (13, 14, 14)  (14, 14, 15)
 
-Schedules lead persistent programs of a grouped GEMM, which take the tiles in turn. The header along "k" holds how
-many groups there are, and how many have tokens: longer groups come before shorter ones, so what programs have at the
-end, when others have none, is short, and where sums are added, empty groups are left out. Along "m" it holds how
-many entries follow. There a group's first tile begins up to 3 tokens before the group: the copy engine moves the
-tokens' scales, f32, from multiples of 16 bytes on only (others are an illegal instruction on an H200). The tokens of no
-group are one group behind the last, -1.
+Persistent programs of a grouped GEMM compute tiles in the order of a schedule. Along "k", the header contains the
+number of groups, and of those with tokens. Longer groups come before shorter ones, so that the last tiles of programs
+are short. If gradients are accumulated, empty groups are skipped. Along "m", the header contains the number of entries.
+There, the first tile of a group starts up to 3 tokens before the group, because TMA copies the f32 scales of tokens
+only from multiples of 16 bytes (otherwise, it is an illegal instruction on an H200). The tokens after the last group
+are another group, -1.
 
-Blocks (ops/device/groups.py) lead what quantizes: each group starts one.
+Kernels that quantize read the table of blocks (ops/device/groups.py): each group starts a block.
 
-Without tables, each producer and consumer of a GEMM would read all ends and sum them up for each tile. All depend
-only on the ends and on the number of tokens, so layers make them once, and save them for backward. They are no cache,
-which would know them by the identity of the ends, and be stale where a CUDA graph is replayed in part. Ends that
-decrease or lie outside the tokens are clamped as everywhere: no entry leads outside the tensors.
+Without tables, each producer and consumer of a GEMM would read and sum all ends for each tile. Tables depend only on
+the ends and the number of tokens, so layers compute them once, and save them for backward. A cache with the identity of
+the ends as its key would be stale if a part of a CUDA graph is replayed. Invalid ends are clamped, as everywhere, so
+that no entry leads outside of the tensors.
 """
 
 from __future__ import annotations

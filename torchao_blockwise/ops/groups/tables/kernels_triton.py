@@ -1,6 +1,6 @@
-"""Tables of groups in Triton, in one launch: a program a group, and one for the tokens of no group.
+"""Tables of groups in Triton, in one launch, with a program for each group, and one for tokens after the last group.
 
-Each loads all ends at once, sums up where its group's entries begin in each table, and writes them, 128 at a time.
+Each program loads all ends, computes the start of its group's entries in each table, and writes them, 128 at a time.
 """
 
 import torch
