@@ -263,6 +263,22 @@ def test_what_is_not_known_is_left_alone(change, reason, request):
     assert_same(step(model), expected)
 
 
+def test_a_forward_pass_that_is_replaced_later(monkeypatch):
+    """It may change the input between layers, so they do not share it."""
+    fused, plain = (convert(language_model(num_hidden_layers=1)).eval() for _ in range(2))
+    fuse(fused)
+    changed = lambda self, x: self.down_proj(self.gate_proj(x) + self.up_proj(x.mul_(2)))  # noqa: E731
+    with torch.no_grad():
+        expected = plain(IDS).logits
+        with monkeypatch.context() as patch:
+            patch.setattr(type(plain.model.layers[0].mlp), "forward", changed)
+            assert_same([fused(IDS).logits], [plain(IDS).logits])
+            report = fusion_report(fused)
+        assert_same([fused(IDS).logits], [expected])
+    assert [module.reason for module in report.modules] == ["", "its forward pass was replaced after fuse"]
+    assert [module.status for module in fusion_report(fused).modules] == [FUSED] * 2
+
+
 # --- what comes before and after --------------------------------------------------------------------------------------
 
 
