@@ -113,7 +113,8 @@ class FusedModule(DerivedModule):
 def why_not_shared(module: FusedModule) -> str | None:
     """Return why the layers of `module` currently do not share their input, or None if they do."""
     fusion, config = module.fusion, None
-    if module.derivation[1].forward is not module.known_forward:
+    own: Any = module.derivation[1]
+    if own.forward is not module.known_forward:
         return "its forward pass was replaced after fuse"
     for name in fusion.readers:
         layer = getattr(module, name)
