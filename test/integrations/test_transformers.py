@@ -181,13 +181,16 @@ def test_dequantize_gives_the_plain_model_back(folder):
 
 
 def test_what_is_converted(folder):
-    """Named modules stay plain; by default the head alone does; `fused` fuses."""
-    report = conversion_report(load(folder, quantization_config=ours.BlockwiseFP8Config()))
-    assert [layer.fqn for layer in report.layers if layer.status != "converted"] == ["lm_head"]
-    some = load(folder, quantization_config=ours.BlockwiseFP8Config(["lm_head", r"model.layers.*.mlp"], fused=True))
+    """Named modules stay plain; by default only the head does. `fuse=False` leaves fusion out."""
+    model = load(folder, quantization_config=ours.BlockwiseFP8Config())
+    assert [layer.fqn for layer in conversion_report(model).layers if layer.status != "converted"] == ["lm_head"]
+    assert fusion_report(model).to_dict()["fused"] == 2
+    config = ours.BlockwiseFP8Config(["lm_head", r"model.layers.*.mlp"], fuse=False)
+    some = load(folder, quantization_config=config)
     left = [layer.fqn for layer in conversion_report(some).layers if layer.status != "converted"]
     assert left == [f"model.layers.0.mlp.{name}_proj" for name in ("gate", "up", "down")] + ["lm_head"]
-    assert str(fusion_report(some)) != str(fusion_report(load(folder)))
+    for unfused in (some, load(folder, quantization_config=ours.BlockwiseFP8Config.from_dict(config.to_dict()))):
+        assert fusion_report(unfused).to_dict()["fused"] == 0
 
 
 def test_nvfp4_keeps_the_last_blocks(tmp_path):

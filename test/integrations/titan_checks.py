@@ -11,17 +11,13 @@ import torch
 from every_layer import counting
 from torchao.quantization import quantize_
 
-from torchao_blockwise import (
-    BlockwiseFP8TrainingConfig,
-    NVFP4TrainingConfig,
-    recommended_layers,
-)
+from torchao_blockwise import BlockwiseFP8TrainingConfig, NVFP4TrainingConfig, fusion_report, recommended_layers
 
 RECIPES = {"fp8": BlockwiseFP8TrainingConfig(), "nvfp4": NVFP4TrainingConfig()}
 
 
 def trains_as_by_hand(rank, family, format, **how):
-    """The losses of `quantize_` by hand on the model that torchtitan builds, bit for bit; not those of bf16."""
+    """The losses of `quantize_` by hand, without `fuse`, on torchtitan's model, bit for bit; not those of bf16."""
 
     def by_hand(model):
         recipe = RECIPES[format]
@@ -39,6 +35,16 @@ def converter_gives_the_same(rank, family, format):
 
     converted = titan.config_of(family, converters=[BlockwiseConverter.Config(format=format)])
     assert titan.losses(converted) == titan.losses(titan.config_of(family, [(format, {})]))
+
+
+def shares_inputs(rank, family, options, fused):
+    """By default layers share inputs. (modules that are fused, all that could be) of two layers."""
+    from torchao_blockwise.integrations.torchtitan import BlockwiseConverter
+
+    config = titan.config_of(family, converters=[BlockwiseConverter.Config(options=dict(options))])
+    with torch.device("meta"):
+        report = fusion_report(config.model_spec.model.build()).to_dict()
+    assert (report["fused"], len(report["modules"])) == fused
 
 
 def compiles(rank, family, format):
@@ -94,7 +100,15 @@ def refuses(rank, family, name, options, sentence, **how):
         raise AssertionError("trained")
 
 
-_CHECKS = (trains_as_by_hand, converter_gives_the_same, compiles, saves_products, saves_and_resumes, refuses)
+_CHECKS = (
+    trains_as_by_hand,
+    converter_gives_the_same,
+    shares_inputs,
+    compiles,
+    saves_products,
+    saves_and_resumes,
+    refuses,
+)
 _BACKEND = "use --parallelism.spmd_backend partial_dtensor"
 _CUT, _WHOLE = "2880 of 5760 rows, which cuts a block of 128", "scales by the amax of the whole weight"
 # (check, arguments.., keywords as a tuple); options are tested in test_recipes.py.
@@ -105,6 +119,10 @@ CASES = {
             ("trains_as_by_hand", "deepseek_v3", "fp8", ()),
             ("converter_gives_the_same", "llama3", "fp8", ()),
             ("saves_products", "llama3", "fp8", ()),
+            ("shares_inputs", "llama3", (), (2, 2), ()),
+            ("shares_inputs", "deepseek_v3", (), (4, 4), ()),
+            ("shares_inputs", "deepseek_v3", (("fuse", False),), (0, 4), ()),
+            ("shares_inputs", "gpt_oss", (), (0, 0), ()),
             ("refuses", "llama3", "fp8", (("min_features", 9999),), "no layer was converted out of", ()),
         ],
         [
@@ -112,6 +130,7 @@ CASES = {
             ("trains_as_by_hand", "gpt_oss", "fp8", (("layers", 1),)),
             ("trains_as_by_hand", "llama3", "nvfp4", ()),
             ("compiles", "llama3", "fp8", ()),
+            ("compiles", "deepseek_v3", "fp8", ()),
             ("saves_products", "deepseek_v3", "fp8", ()),
             ("saves_products", "llama3", "nvfp4", ()),
         ],

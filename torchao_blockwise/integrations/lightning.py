@@ -50,6 +50,7 @@ class BlockwisePrecision(Precision):
     recipe: "fp8", "nvfp4", or a training config.
     precision: for everything else, as in `Trainer(precision=...)`: "32-true", "bf16-mixed" or "bf16-true".
     filter_fn: the layers to convert; default `recommended_layers(module, config)`.
+    fuse: let layers that read the same input share its quantized copies; see `torchao_blockwise.fuse`.
     Raises ValueError for another name, and if no layer is converted.
     """
 
@@ -58,12 +59,13 @@ class BlockwisePrecision(Precision):
         recipe: str | TrainingConfig,
         precision: str = "32-true",
         filter_fn: Callable[[nn.Module, str], bool] | None = None,
+        fuse: bool = True,
     ) -> None:
         if precision not in _PRECISIONS:
             raise ValueError(nearest("BlockwisePrecision: precision", precision, _PRECISIONS))
         self.config = training_config(recipe)
         self.precision = precision  # type: ignore[assignment]  # one of the names that Lightning lists
-        self._filter_fn = filter_fn
+        self._filter_fn, self._fuse = filter_fn, fuse
         self._module: nn.Module | None = None
         self._others = _PRECISIONS[precision]()
         for method in _OF_OTHERS:
@@ -74,7 +76,7 @@ class BlockwisePrecision(Precision):
         self._module = module
         if is_converted(module):
             return module
-        return convert(self._others.convert_module(module), self.config, self._filter_fn)
+        return convert(self._others.convert_module(module), self.config, self._filter_fn, self._fuse)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the `recipe_state` of the module, which Lightning saves in checkpoints."""

@@ -59,7 +59,7 @@ class BlockwiseConfig(QuantizationConfigMixin, metaclass=ConfigClass):
         that the model keeps in fp32. `recommended_layers` leaves out further layers.
     keep_last_blocks: the number of blocks at the end that stay in high precision, or their share; default 15 % in
         NVFP4, none in FP8.
-    fused: whether to call `fuse(model)` too.
+    fuse: let layers that read the same input share its quantized copies; see `torchao_blockwise.fuse`.
     options: fields of the training config; backend and out_dtype may be names ("triton", "bfloat16").
     Raises TypeError for an unknown option, and the errors of the training config for values.
     """
@@ -70,7 +70,7 @@ class BlockwiseConfig(QuantizationConfigMixin, metaclass=ConfigClass):
     def __init__(
         self,
         modules_to_not_convert: Sequence[str] | None = None,
-        fused: bool = False,
+        fuse: bool = True,
         keep_last_blocks: int | float | None = None,
         quant_method: str | None = None,
         **options: Any,
@@ -83,8 +83,10 @@ class BlockwiseConfig(QuantizationConfigMixin, metaclass=ConfigClass):
             raise ValueError(f"{name}: quant_method must be {method!r}, got {quant_method!r}; use the class of that")
         self.quant_method = method  # type: ignore[assignment]  # transformers lists only its own methods
         self.modules_to_not_convert = None if modules_to_not_convert is None else list(modules_to_not_convert)
-        self.fused = fused
+        self.fuse = fuse
         self.keep_last_blocks = keep_last_blocks
+        # In files of version 0.1.
+        options.pop("fused", None)
         self.training_config = config_of(self.recipe, options)
 
     def to_dict(self) -> dict[str, Any]:
@@ -93,7 +95,7 @@ class BlockwiseConfig(QuantizationConfigMixin, metaclass=ConfigClass):
         plain = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
         dtype = None if config.out_dtype is None else str(config.out_dtype).removeprefix("torch.")
         plain |= {"backend": Backend(config.backend).value, "out_dtype": dtype}
-        mine = ("quant_method", "modules_to_not_convert", "fused", "keep_last_blocks")
+        mine = ("quant_method", "modules_to_not_convert", "fuse", "keep_last_blocks")
         return {name: getattr(self, name) for name in mine} | plain
 
     def get_apply_tensor_subclass(self) -> TrainingConfig:
@@ -167,7 +169,7 @@ class BlockwiseQuantizer(HfQuantizer):
         heads = config.modules_to_not_convert is not None
         chosen = recommended(model, config.training_config, heads=heads, last_blocks=config.keep_last_blocks)
         chosen &= custom(lambda module, fqn: should_convert_module(fqn, kept), "named in modules_to_not_convert")
-        return convert(model, config.training_config, chosen, fused=config.fused)
+        return convert(model, config.training_config, chosen, config.fuse)
 
     def _dequantize(self, model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
         return unconvert(model)
