@@ -19,7 +19,6 @@ from torchao_blockwise import (
 )
 from torchao_blockwise.diagnostics import memory_report
 from torchao_blockwise.diagnostics.live_memory import LiveMemory
-from torchao_blockwise.integrations import recipes
 from torchao_blockwise.tensors import QuantizedTensor
 from torchao_blockwise.testing import assert_bitwise_equal
 
@@ -176,7 +175,7 @@ def test_a_torchao_config_is_refused(masters, folder, caplog):
 def test_dequantize_gives_the_plain_model_back(folder):
     model, plain = load(folder, quantization_config=ours.BlockwiseFP8Config()), load(folder)
     model.dequantize()
-    assert not recipes.is_converted(model) and not hasattr(model.config, "quantization_config")
+    assert not conversion_report(model).totals["converted"] and not hasattr(model.config, "quantization_config")
     assert_bitwise_equal(model(TOKENS).logits.detach(), plain(TOKENS).logits.detach())
 
 

@@ -110,7 +110,7 @@ _CHECKS = (
     refuses,
 )
 _BACKEND = "use --parallelism.spmd_backend partial_dtensor"
-_CUT, _WHOLE = "2880 of 5760 rows, which cuts a block of 128", "scales by the amax of the whole weight"
+_CUT, _WHOLE = "2880 of 5760 rows, which cuts a block of 128", "lacks the amax of the whole weight"
 # (check, arguments.., keywords as a tuple); options are tested in test_recipes.py.
 CASES = {
     1: (

@@ -12,6 +12,7 @@ With `ModelParallelStrategy`, convert before sharding, in `configure_model`:
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -19,16 +20,9 @@ import torch
 from torch import nn
 
 from torchao_blockwise import _versions
-from torchao_blockwise.conversion import recipe_state
-from torchao_blockwise.integrations.recipes import (
-    OpenScope,
-    convert,
-    is_converted,
-    nearest,
-    resume_recipe,
-    training_config,
-)
-from torchao_blockwise.tensors import TrainingConfig
+from torchao_blockwise.conversion import conversion_report, recipe_state
+from torchao_blockwise.integrations.recipes import convert, nearest, resume_recipe, training_config
+from torchao_blockwise.tensors import TrainingConfig, weights_unchanged
 
 _versions.require("lightning", (2, 4))
 
@@ -74,7 +68,7 @@ class BlockwisePrecision(Precision):
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Convert `module` in place, unless a layer of it is already converted; return it."""
         self._module = module
-        if is_converted(module):
+        if conversion_report(module).totals["converted"]:
             return module
         return convert(self._others.convert_module(module), self.config, self._filter_fn, self._fuse)
 
@@ -91,13 +85,15 @@ class UnchangedWeights(Callback):
     """Quantize each weight once for each optimizer step: microbatches run in `weights_unchanged(module, keep)`."""
 
     def __init__(self, keep: str = "rowwise") -> None:
-        self._scope = OpenScope(keep)
+        self._keep, self._scope = keep, contextlib.ExitStack()
 
     def on_train_batch_start(self, trainer: Any, pl_module: nn.Module, batch: Any, batch_idx: int) -> None:
-        self._scope.enter(pl_module)
+        if batch_idx % trainer.accumulate_grad_batches == 0:
+            self._scope.close()
+            self._scope.enter_context(weights_unchanged(pl_module, keep=self._keep))
 
     def on_before_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-        self._scope.leave()
+        self._scope.close()
 
     on_train_end = on_exception = on_before_optimizer_step
 
@@ -109,12 +105,11 @@ class Numerics(Callback):
     """
 
     def __init__(self, make: Callable[[nn.Module], Any]) -> None:
-        self._make = make
-        self._steps = 0
-        self.monitor: Any = None
+        self._make, self._scope, self._steps = make, contextlib.ExitStack(), 0
 
     def on_train_start(self, trainer: Any, pl_module: nn.Module) -> None:
-        self.monitor, self._steps = self._make(pl_module), trainer.global_step
+        self._steps = trainer.global_step
+        self.monitor = self._scope.enter_context(contextlib.closing(self._make(pl_module)))
 
     def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
         # Only after an optimizer step, not after each microbatch.
@@ -123,8 +118,6 @@ class Numerics(Callback):
             self.monitor.step()
 
     def on_train_end(self, *args: Any, **kwargs: Any) -> None:
-        monitor, self.monitor = self.monitor, None
-        if monitor is not None:
-            monitor.close()
+        self._scope.close()
 
     on_exception = on_train_end

@@ -1,8 +1,7 @@
-"""Helpers that the integrations share: recipes by name, conversion, and a scope for callbacks."""
+"""Helpers that the integrations share: recipes by name, and conversion."""
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import warnings
 from collections.abc import Callable, Iterable, Mapping
@@ -15,12 +14,7 @@ from torchao.quantization import quantize_
 from torchao_blockwise import conversion
 from torchao_blockwise._names import did_you_mean
 from torchao_blockwise.conversion import conversion_report, load_recipe_state, recipe_state, recommended_layers
-from torchao_blockwise.tensors import (
-    BlockwiseFP8TrainingConfig,
-    NVFP4TrainingConfig,
-    TrainingConfig,
-    weights_unchanged,
-)
+from torchao_blockwise.tensors import BlockwiseFP8TrainingConfig, NVFP4TrainingConfig, TrainingConfig
 from torchao_blockwise.tensors.config import check_config
 
 RECIPES: dict[str, type[TrainingConfig]] = {"fp8": BlockwiseFP8TrainingConfig, "nvfp4": NVFP4TrainingConfig}
@@ -83,27 +77,3 @@ def convert(
     fusion = conversion.fuse(model) if fuse else conversion.fusion_report(model)
     logging.getLogger(__name__).info("Converted by torchao_blockwise:\n%s\n%s", report, fusion)
     return model
-
-
-def is_converted(model: nn.Module) -> bool:
-    """Whether a layer of `model` is converted."""
-    return conversion_report(model).totals["converted"] > 0
-
-
-class OpenScope:
-    """A `weights_unchanged` scope for callbacks; repeated calls of `enter` or `leave` do nothing."""
-
-    def __init__(self, keep: str) -> None:
-        self._keep = keep
-        self._scope: contextlib.AbstractContextManager[object] | None = None
-
-    def enter(self, model: nn.Module) -> None:
-        if self._scope is None:
-            scope = weights_unchanged(model, keep=self._keep)
-            scope.__enter__()
-            self._scope = scope
-
-    def leave(self) -> None:
-        scope, self._scope = self._scope, None
-        if scope is not None:
-            scope.__exit__(None, None, None)

@@ -119,26 +119,18 @@ def _parallelize(model: Any, parallel_dims: Any) -> None:
     type(model).parallelize(model, parallel_dims)
     for p, holders in held_parameters(model).items():
         name, module = holders[0]
-        if name in whole:
-            _check_shard(name, p, whole[name], own_products=isinstance(module, ConvertedLinear))
-
-
-def _check_shard(name: str, p: Any, whole: Any, own_products: bool) -> None:
-    """Raise ValueError for a shard of a weight with shape `whole` if it cuts blocks, or lacks the tensor scale.
-
-    own_products: whether the layer passes the DTensor to `linear`, which computes the amax over all ranks.
-    """
-    local: Any = _compat.local_of(p)
-    fmt = local.config.weight_format
-    for dim, what in ((-2, "rows"), (-1, "columns")):
-        have, block = local.shape[dim], fmt.block[dim]
-        if have != whole[dim] and have % block:
-            raise ValueError(
-                f"{name}: tensor parallelism leaves a rank {have} of {whole[dim]} {what}, which cuts a block of "
-                f"{block}; use fewer ranks, or exclude the layer"
-            )
-        if have != whole[dim] and fmt.has_global_scale and not own_products:
-            raise ValueError(
-                f"{name}: {fmt.name} scales by the amax of the whole weight, got {have} of its {whole[dim]} {what} on "
-                "a rank in a layer that multiplies by its local part; exclude the layer, or use fp8"
-            )
+        # Linear layers check their shards themselves, and their tensor scale covers all ranks.
+        if name not in whole or isinstance(module, ConvertedLinear):
+            continue
+        local: Any = _compat.local_of(p)
+        fmt = local.config.weight_format
+        for dim, what in ((-2, "rows"), (-1, "columns")):
+            have, every, block = local.shape[dim], whole[name][dim], fmt.block[dim]
+            why = f"cuts a block of {block}; use fewer ranks" if have % block else ""
+            if fmt.has_global_scale:
+                why = f"lacks the amax of the whole weight, by which {fmt.name} scales; use fp8"
+            if have != every and why:
+                raise ValueError(
+                    f"{name}: tensor parallelism leaves a rank {have} of {every} {what}, which {why}, or exclude the "
+                    "layer"
+                )

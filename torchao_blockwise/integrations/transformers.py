@@ -11,6 +11,7 @@ Loading it converts the model again if this module is imported; otherwise transf
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -27,9 +28,9 @@ from torchao_blockwise.checkpoint.files import quantization_settings
 from torchao_blockwise.conversion import custom, recipe_state, unconvert
 from torchao_blockwise.conversion.handlers import refuse_config
 from torchao_blockwise.conversion.recommended import recommended
-from torchao_blockwise.integrations.recipes import OpenScope, config_of, convert, resume_recipe
+from torchao_blockwise.integrations.recipes import config_of, convert, resume_recipe
 from torchao_blockwise.ops import Backend
-from torchao_blockwise.tensors import BlockwiseFP8TrainingConfig, QuantizedTensor, TrainingConfig
+from torchao_blockwise.tensors import BlockwiseFP8TrainingConfig, QuantizedTensor, TrainingConfig, weights_unchanged
 from torchao_blockwise.tensors import NVFP4TrainingConfig as _NVFP4
 from torchao_blockwise.tensors.config import ConfigClass
 
@@ -92,10 +93,9 @@ class BlockwiseConfig(QuantizationConfigMixin, metaclass=ConfigClass):
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, from which `from_dict` restores the config."""
         config = self.training_config
-        plain = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
         dtype = None if config.out_dtype is None else str(config.out_dtype).removeprefix("torch.")
-        plain |= {"backend": Backend(config.backend).value, "out_dtype": dtype}
         mine = ("quant_method", "modules_to_not_convert", "fuse", "keep_last_blocks")
+        plain = dataclasses.asdict(config) | {"backend": Backend(config.backend).value, "out_dtype": dtype}
         return {name: getattr(self, name) for name in mine} | plain
 
     def get_apply_tensor_subclass(self) -> TrainingConfig:
@@ -179,13 +179,13 @@ class UnchangedWeights(TrainerCallback):
     """Quantize each weight once for each optimizer step: microbatches run in `weights_unchanged(model, keep)`."""
 
     def __init__(self, keep: str = "rowwise") -> None:
-        self._scope = OpenScope(keep)
+        self._keep, self._scope = keep, contextlib.ExitStack()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._scope.enter(kwargs["model"])
+        self._scope.enter_context(weights_unchanged(kwargs["model"], keep=self._keep))
 
     def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-        self._scope.leave()
+        self._scope.close()
 
     # Also at the beginning, since an exception may have ended an earlier training.
     on_train_begin = on_train_end = on_pre_optimizer_step
@@ -221,17 +221,15 @@ class Numerics(TrainerCallback):
     """
 
     def __init__(self, make: Callable[[nn.Module], Any]) -> None:
-        self._make = make
-        self.monitor: Any = None
+        self._make, self._scope = make, contextlib.ExitStack()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.on_train_end(args, state, control)
-        self.monitor = self._make(kwargs["model"])
+        # An exception may have ended an earlier training.
+        self._scope.close()
+        self.monitor = self._scope.enter_context(contextlib.closing(self._make(kwargs["model"])))
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.monitor.step()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        monitor, self.monitor = self.monitor, None
-        if monitor is not None:
-            monitor.close()
+        self._scope.close()
