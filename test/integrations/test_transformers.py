@@ -258,7 +258,6 @@ def test_merged_adapters_are_converted_as_their_base(cls, config, masters, folde
     (
         ({"save_activation": "fp8"}, TypeError, "did you mean 'save_activations'"),
         ({"modules_to_not_convert": "lm_head"}, TypeError, "must be a list of names"),
-        ({"quant_method": "fp8"}, ValueError, "quant_method must be 'blockwise_fp8'"),
         ({"out_dtype": "bfloat61"}, ValueError, "out_dtype must be"),
         ({"backend": "tritonn"}, ValueError, "tritonn"),
     ),

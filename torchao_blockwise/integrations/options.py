@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from torchao_blockwise._names import did_you_mean
-from torchao_blockwise.conversion import Filter, experts, is_linear, min_features, skip_fqns
+from torchao_blockwise.conversion import Filter, custom, experts, is_linear, min_features, skip_fqns
 from torchao_blockwise.conversion.recommended import recommended
 from torchao_blockwise.integrations.recipes import RECIPES, config_of, nearest
 from torchao_blockwise.tensors import TrainingConfig
@@ -56,11 +56,9 @@ class Selection:
                     f"{', '.join(map(repr, kinds.values()))}; fix the pattern or leave it out"
                 )
 
-        def why_not_included(module: nn.Module, fqn: str) -> str | None:
-            return None if any(fnmatch.fnmatchcase(fqn, p) for p in self.include) else "include: no pattern matches"
-
         chosen = recommended(model, config, heads=self.lm_head, last_blocks=self.keep_last_blocks)
-        chosen &= Filter(why_not_included, f"include{self.include!r}")
+        is_included = lambda module, fqn: any(fnmatch.fnmatchcase(fqn, p) for p in self.include)  # noqa: E731
+        chosen &= custom(is_included, "include: no pattern matches")
         chosen = chosen & skip_fqns(*self.exclude) & min_features(self.min_features)
         return chosen if self.experts else chosen & is_linear()
 

@@ -72,7 +72,7 @@ class BlockwiseConverter(QuantizationConverter):
         return _built_converted(model_config, self.config.format, self.config.options)
 
 
-class SelectiveACOfProducts(SelectiveAC):
+class SelectiveACWithGemms(SelectiveAC):
     """Selective activation checkpointing that also saves the results of GEMMs of converted layers."""
 
     @dataclass(kw_only=True, slots=True)
@@ -84,9 +84,9 @@ class SelectiveACOfProducts(SelectiveAC):
 
 
 @override(target=SelectiveAC.Config, exact=True, description="saves GEMMs of converted layers")
-def selective_ac(config: SelectiveAC.Config) -> SelectiveACOfProducts.Config:
+def selective_ac(config: SelectiveAC.Config) -> SelectiveACWithGemms.Config:
     """Make selective activation checkpointing save the results of GEMMs, so that backward does not recompute them."""
-    return derive(config, SelectiveACOfProducts.Config)
+    return derive(config, SelectiveACWithGemms.Config)
 
 
 def _built_converted(config: Any, format: str, options: Mapping[str, Any]) -> Any:

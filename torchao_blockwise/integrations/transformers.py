@@ -73,21 +73,19 @@ class BlockwiseConfig(QuantizationConfigMixin, metaclass=ConfigClass):
         modules_to_not_convert: Sequence[str] | None = None,
         fuse: bool = True,
         keep_last_blocks: int | float | None = None,
-        quant_method: str | None = None,
         **options: Any,
     ) -> None:
-        name = type(self).__name__
         if isinstance(modules_to_not_convert, str):
-            raise TypeError(f"{name}: modules_to_not_convert must be a list of names, got a string; write [...]")
-        method = self.method
-        if quant_method not in (None, method):
-            raise ValueError(f"{name}: quant_method must be {method!r}, got {quant_method!r}; use the class of that")
-        self.quant_method = method  # type: ignore[assignment]  # transformers lists only its own methods
+            raise TypeError(
+                f"{type(self).__name__}: modules_to_not_convert must be a list of names, got a string; write [...]"
+            )
+        self.quant_method = self.method  # type: ignore[assignment]  # transformers lists only its own methods
         self.modules_to_not_convert = None if modules_to_not_convert is None else list(modules_to_not_convert)
         self.fuse = fuse
         self.keep_last_blocks = keep_last_blocks
-        # In files of version 0.1.
-        options.pop("fused", None)
+        # Files contain the method, and those of version 0.1 an option that was not the default.
+        for name in ("quant_method", "fused"):
+            options.pop(name, None)
         self.training_config = config_of(self.recipe, options)
 
     def to_dict(self) -> dict[str, Any]:
@@ -209,9 +207,6 @@ class RecipeState(ExportableState, TrainerCallback):
         saved = state.stateful_callbacks.get(type(self).__name__, {}).get("attributes", {}).get("recipe")
         if state.global_step and saved is not None:
             resume_recipe(model, saved)
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._model = None
 
 
 class Numerics(TrainerCallback):
