@@ -1,4 +1,4 @@
-"""fuse: attention and MLPs of known models, with the bits of before; what is not known is left alone and reported."""
+"""fuse: known attention and MLPs share inputs with bitwise identical results; others are reported and not changed."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_bits_are_those_of_before(family, config, dtype):
 
 
 def test_generation_and_attentions():
-    """A cache, and attention weights for who asks."""
+    """With a cache, and with returned attention weights."""
     outputs = []
     for fused in (False, True):
         model = convert(language_model()).eval()
@@ -127,7 +127,7 @@ def test_compiled_and_checkpointed(config, compiled, reentrant):
 
 
 class Titan(nn.Module):
-    """What reads activations in a layer of DeepSeek-V3, or of Llama and Qwen3, which have q, k and v in a module."""
+    """Attention and MLP of a block of DeepSeek-V3, or of Llama and Qwen3, which have q, k and v in a module."""
 
     def __init__(self, q_lora_rank: int | None):
         super().__init__()
@@ -183,7 +183,7 @@ def test_torchtitan(q_lora_rank, readers, config):
     assert report.modules[1].reason.startswith("SwiGLU in w2" if config is FP8 else "no SwiGLU: w2 trains in NVFP4")
 
 
-# --- what is left alone -----------------------------------------------------------------------------------------------
+# --- modules that are not changed -------------------------------------------------------------------------------------
 
 
 def test_the_report():
