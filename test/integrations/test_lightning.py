@@ -61,6 +61,14 @@ def test_fit_is_the_steps_by_hand(recipe, config, precision, tmp_path):
     assert_same_tensors(module.model.state_dict(), by_hand(config, precision).state_dict())
 
 
+def test_the_microbatches_of_a_step_share_a_scope(tmp_path, monkeypatch):
+    scopes, enter = [], ours.weights_unchanged
+    monkeypatch.setattr(ours, "weights_unchanged", lambda *args, **how: scopes.append(args) or enter(*args, **how))
+    plugin = ours.BlockwisePrecision("fp8")
+    fit(lightning_checks.Module(), plugin, tmp_path, steps=4, callbacks=[ours.UnchangedWeights()])
+    assert len(scopes) == 4
+
+
 class Quantized(lightning_checks.Module):
     """Quantized Parameters by `quantize_`; their masters are saved as the optimizer's states."""
 

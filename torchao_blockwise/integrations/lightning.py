@@ -35,7 +35,7 @@ _PRECISIONS: dict[str, Callable[[], Precision]] = {
     "bf16-mixed": lambda: MixedPrecision("bf16-mixed", "cuda" if torch.cuda.is_available() else "cpu"),
     "bf16-true": lambda: HalfPrecision("bf16-true"),
 }
-_OF_OTHERS = "forward_context", "tensor_init_context", "module_init_context", "convert_input", "convert_output"
+_DELEGATED = "forward_context", "tensor_init_context", "module_init_context", "convert_input", "convert_output"
 
 
 class BlockwisePrecision(Precision):
@@ -61,16 +61,16 @@ class BlockwisePrecision(Precision):
         self.precision = precision  # type: ignore[assignment]  # one of the names that Lightning lists
         self._filter_fn, self._fuse = filter_fn, fuse
         self._module: nn.Module | None = None
-        self._others = _PRECISIONS[precision]()
-        for method in _OF_OTHERS:
-            setattr(self, method, getattr(self._others, method))
+        self._inner = _PRECISIONS[precision]()
+        for method in _DELEGATED:
+            setattr(self, method, getattr(self._inner, method))
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Convert `module` in place, unless a layer of it is already converted; return it."""
         self._module = module
         if conversion_report(module).totals["converted"]:
             return module
-        return convert(self._others.convert_module(module), self.config, self._filter_fn, self._fuse)
+        return convert(self._inner.convert_module(module), self.config, self._filter_fn, self._fuse)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the `recipe_state` of the module, which Lightning saves in checkpoints."""
@@ -85,14 +85,15 @@ class UnchangedWeights(Callback):
     """Quantize each weight once for each optimizer step: microbatches run in `weights_unchanged(module, keep)`."""
 
     def __init__(self, keep: str = "rowwise") -> None:
-        self._keep, self._scope = keep, contextlib.ExitStack()
+        self._keep, self._scope, self._is_open = keep, contextlib.ExitStack(), False
 
     def on_train_batch_start(self, trainer: Any, pl_module: nn.Module, batch: Any, batch_idx: int) -> None:
-        if batch_idx % trainer.accumulate_grad_batches == 0:
-            self._scope.close()
+        if not self._is_open:
             self._scope.enter_context(weights_unchanged(pl_module, keep=self._keep))
+            self._is_open = True
 
     def on_before_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        self._is_open = False
         self._scope.close()
 
     on_train_end = on_exception = on_before_optimizer_step
