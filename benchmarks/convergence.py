@@ -118,9 +118,8 @@ def train_until(study: Study, args: argparse.Namespace) -> list[str]:
         tried.add(run)
         command = [sys.executable, __file__, "--study", str(args.study), "--out", str(args.out), "--run", run.name]
         command += ["--data", args.data] if args.data else []
-        # Threads that spin while they wait take the cores from others that work. cuBLAS repeats its results with the
-        # second: https://docs.nvidia.com/cuda/cublas/#results-reproducibility
-        env = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+        # Threads that spin while they wait take the cores from others that work.
+        env = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}
         with (args.out / f"{run.name}.log").open("w") as log:
             running[run] = subprocess.Popen(command, stdout=log, stderr=log, env=env)
         print(f"{run.name}: started, {(deadline - time.monotonic()) / 60:.1f} minutes left", file=sys.stderr)

@@ -24,6 +24,7 @@ RESULTS = Path(__file__).resolve().parent / "results"
 TABLES: dict[str, tuple[Callable[[Results], str], tuple[str, ...]]] = {
     "convergence": (runs.convergence, (runs.CONVERGENCE,)),
     "convergence_nvfp4": (runs.nvfp4_parts, (runs.NVFP4,)),
+    "energy": (layers.energy, (layers.MODEL_H100,)),
     "fsdp": (runs.fsdp, runs.FSDP),
     "grad_weight": (kernels.grad_weight, (kernels.GROUPED,)),
     "gemms": (kernels.gemms, ()),

@@ -17,10 +17,10 @@ from torchao_blockwise.nn.fused_modules import fuse_class
 
 
 class MLP(nn.Module):
-    def __init__(self):
+    def __init__(self, act=nn.SiLU, dtype=torch.float32):
         super().__init__()
-        self.gate, self.up = (nn.Linear(64, 160, bias=False) for _ in range(2))
-        self.down, self.act = nn.Linear(160, 64), nn.SiLU()
+        self.gate, self.up = (nn.Linear(64, 160, bias=False, dtype=dtype) for _ in range(2))
+        self.down, self.act = nn.Linear(160, 64, dtype=dtype), act()
 
     def forward(self, x):
         return self.down(self.act(self.gate(x)) * self.up(x))

@@ -17,7 +17,6 @@ from torchao_blockwise.ops.groups.ends import as_groups
 
 gluon = pytest.importorskip("torchao_blockwise.ops.gemm.kernels_gluon")
 pipeline = pytest.importorskip("torchao_blockwise.ops.gemm.gluon_pipeline")
-order = pytest.importorskip("torchao_blockwise.ops.gemm.gluon_order")
 decoded = pytest.importorskip("torchao_blockwise.ops.gemm.gluon_decoded")
 tables = pytest.importorskip("torchao_blockwise.ops.groups.tables.kernels_triton")
 decode = gluon.decode

@@ -35,17 +35,6 @@ RECIPES = {"fp8": FP8, "fp8_pow2": FP8_POW2, "fp8_128x128": FP8_SQUARES, "nvfp4"
 every_recipe = pytest.mark.parametrize("config", RECIPES.values(), ids=RECIPES)
 
 
-def recipes_and_variants(variants: dict):
-    """(config, variant) of both formats with each variant, and of powers of two with only the first one.
-
-    Powers of two are a flag of the casts, which passes through a graph whatever the variant.
-    """
-    first = next(iter(variants))
-    pairs = {(recipe, name): None for recipe in ("fp8", "nvfp4") for name in variants} | {("fp8_pow2", first): None}
-    values = [(RECIPES[recipe], variants[name]) for recipe, name in pairs]
-    return pytest.mark.parametrize(("config", "variant"), values, ids=["-".join(pair) for pair in pairs])
-
-
 both_formats = pytest.mark.parametrize("config", (FP8, NVFP4), ids=("fp8", "nvfp4"))
 
 QUANTIZERS = {
@@ -143,6 +132,19 @@ def forward_backward(layer, x, dy=None):
     out = layer(x)
     out.backward(torch.ones_like(out) if dy is None else dy)
     return out.detach(), x.grad, *(p.grad for p in layer.parameters())
+
+
+def tokens(*shape: int, dtype=torch.float32, seed: int = 3, device="cpu") -> torch.Tensor:
+    return random_tensor(1, *shape, dtype=dtype, seed=seed, device=device)[0] / 64
+
+
+def named_results(layer, x, dy=None, run=None) -> dict[str, torch.Tensor]:
+    """Output and gradients of one pass from fresh gradients, by `run`, if it is not the layer."""
+    layer.zero_grad()
+    x = x.detach().requires_grad_()
+    out = (layer if run is None else run)(x)
+    out.backward(torch.ones_like(out) if dy is None else dy)
+    return {"out": out.detach(), "x": x.grad, **{name: p.grad for name, p in layer.named_parameters()}}
 
 
 @contextlib.contextmanager

@@ -88,7 +88,7 @@ def spawn(worker, ranks: int, folder: Path, *args, device_type: str = "cpu") -> 
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     files = [folder / f"{rank}.pt" for rank in range(ranks)]
     # Libraries take a GPU where they see one, whatever the ranks are told.
-    hidden = {"CUDA_VISIBLE_DEVICES": ""} if device_type == "cpu" else {}
+    hidden = {"CUDA_VISIBLE_DEVICES": "", _SWITCH: "cpu"} if device_type == "cpu" else {}
     ended = ""
     try:
         with mock.patch.dict(os.environ, hidden):

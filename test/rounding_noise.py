@@ -55,8 +55,8 @@ def block_amax(x: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
     return grid.repeat_interleave(block_rows, 0)[:rows].repeat_interleave(block_columns, 1)[:, :columns]
 
 
-def rounded(x: torch.Tensor, fmt: BlockFormat, power_of_2_scales=False, amax: float | None = None) -> Rounded:
-    """`x` [rows, K] as `fmt` rounds it. amax: the largest magnitude of the tensor, if `x` is a part of it."""
+def rounded(x: torch.Tensor, fmt: BlockFormat, power_of_2_scales=False) -> Rounded:
+    """`x` [rows, K] as `fmt` rounds it."""
     x = x.detach().double().cpu()
     magnitude, largest = x.abs(), block_amax(x, fmt.block)
     if fmt.element is E4M3:
@@ -67,7 +67,7 @@ def rounded(x: torch.Tensor, fmt: BlockFormat, power_of_2_scales=False, amax: fl
         variance = error.square() / 12
         # The largest of a block becomes 448, which e4m3 has.
         return Rounded(x, variance if power_of_2_scales else variance.masked_fill(magnitude == largest, 0.0))
-    tensor_encode = 448 * 6 / (magnitude.max().item() if amax is None else amax)
+    tensor_encode = 448 * 6 / magnitude.max().item()
     # Block scales are e4m3 too, which leaves the largest of a block beside 6, and the format has nothing above.
     block_scale = (largest * tensor_encode / 6).float().to(torch.float8_e4m3fn).double()
     encode = tensor_encode / block_scale
@@ -77,39 +77,38 @@ def rounded(x: torch.Tensor, fmt: BlockFormat, power_of_2_scales=False, amax: fl
     return Rounded(x, variance / encode.square())
 
 
-def noise_ratio(parts, accumulation: float = 0.0, bias: torch.Tensor | None = None) -> tuple[float, float, float]:
-    """(measured / expected energy of the error, the least and the most that it may be) of a·bᵀ, over all parts.
+def noise_ratio(
+    out: torch.Tensor, a: Rounded, b: Rounded, accumulation: float = 0.0, bias: torch.Tensor | None = None
+) -> tuple[float, float, float]:
+    """(measured / expected energy of the error, the least and the most that it may be) of a·bᵀ.
 
-    parts: (product [M, N] as it was computed, a [M, K], b [N, K]) of each; of normal operands without structure.
+    out: [M, N] as it was computed of a [M, K] and b [N, K], normal operands without structure.
     accumulation: the error that sums may have besides, relative to the magnitudes that they are sums of.
 
     For one row the energy of δa·bᵀ is the quadratic form δaᵀ·G·δa with G = bᵀb. Of independent δa its variance is
     2·tr(G²)/tr(G)² at most, relative to its mean squared: 2·(1/K + 1/N). The M rows are independent, which divides
     that by M.
     """
-    measured = expected = variance = curved = extra = 0.0
-    for out, a, b in parts:
-        (m, k), n = a.values.shape, b.values.shape[0]
-        exact = a.values @ b.values.mT
-        if bias is not None:
-            exact = exact + bias.detach().double().cpu()
-        measured += (out.detach().double().cpu() - exact).square().sum().item()
-        of_a = (a.variance @ b.values.mT.square()).sum().item()
-        of_b = (a.values.square() @ b.variance.mT).sum().item()
-        # The second order, and the one rounding of the output.
-        mantissa_bits = {torch.bfloat16: 7, torch.float16: 10, torch.float32: 23}[out.dtype]
-        rest = (a.variance @ b.variance.mT).sum() + (step(exact.abs(), -126, mantissa_bits).square() / 12).sum()
-        expected += of_a + of_b + rest.item()
-        variance += of_a**2 * 2 * (1 / k + 1 / n) / m + of_b**2 * 2 * (1 / k + 1 / m) / n
-        curved += of_a * a.curvature() + of_b * b.curvature()
-        extra += (accumulation * (a.values.abs() @ b.values.mT.abs())).square().sum().item()
-    spread = (DEVIATIONS * variance**0.5 + curved) / expected
+    (m, k), n = a.values.shape, b.values.shape[0]
+    exact = a.values @ b.values.mT
+    if bias is not None:
+        exact = exact + bias.detach().double().cpu()
+    measured = (out.detach().double().cpu() - exact).square().sum().item()
+    of_a = (a.variance @ b.values.mT.square()).sum().item()
+    of_b = (a.values.square() @ b.variance.mT).sum().item()
+    # The second order, and the one rounding of the output.
+    mantissa_bits = {torch.bfloat16: 7, torch.float16: 10, torch.float32: 23}[out.dtype]
+    rest = (a.variance @ b.variance.mT).sum() + (step(exact.abs(), -126, mantissa_bits).square() / 12).sum()
+    expected = of_a + of_b + rest.item()
+    variance = of_a**2 * 2 * (1 / k + 1 / n) / m + of_b**2 * 2 * (1 / k + 1 / m) / n
+    extra = (accumulation * (a.values.abs() @ b.values.mT.abs())).square().sum().item()
+    spread = (DEVIATIONS * variance**0.5 + of_a * a.curvature() + of_b * b.curvature()) / expected
     return measured / expected, 1 - spread, 1 + spread + extra / expected
 
 
-def assert_noise_is_expected(what: str, parts, accumulation: float = 0.0, bias: torch.Tensor | None = None) -> None:
-    """Products have the noise of their operands' rounding: no more, and no less, so low precision was there."""
-    ratio, least, most = noise_ratio(parts, accumulation, bias)
+def assert_noise_is_expected(what: str, *product, **options) -> None:
+    """A GEMM has the noise of its operands' rounding: no more, and no less, so low precision was there."""
+    ratio, least, most = noise_ratio(*product, **options)
     assert least <= ratio <= most, f"{what}: {ratio:.4f} of the expected noise, not within {least:.4f}..{most:.4f}"
 
 

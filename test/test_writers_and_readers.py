@@ -223,27 +223,3 @@ def test_quantized_parameters_are_read_as_they_are(config, compiled, writer):
     fresh = copy.deepcopy(model)
     for a, b in zip(read(run, model), read(fresh, fresh), strict=True):
         assert torch.equal(a, b)
-
-
-# --- optimizers of torchao; those of PyTorch are in tensors/test_optimizers.py ----------------------------------------
-
-
-@pytest.mark.parametrize("name", ("AdamW8bit", "AdamW4bit", "AdamWFp8", "_AdamW"))
-def test_optimizers_of_torchao_train(name):
-    """After three steps a pass is that of the values that the optimizer left, as a fresh conversion computes it."""
-    kind = getattr(torchao.optim, name, None)
-    if kind is None:
-        pytest.skip(f"not in this version: {name}")
-    model, losses = made(Mlp, FP8), []
-    optimizer = kind(model.parameters(), lr=0.05)
-    x = torch.randn(TOKENS, WIDTH, generator=torch.Generator().manual_seed(1))
-    for _ in range(3):
-        optimizer.zero_grad()
-        loss = (model(x) - x).square().mean()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses[-1] < losses[0]
-    fresh = made(Mlp, FP8, values_of(model))
-    for a, b in zip(read(model, model), read(fresh, fresh), strict=True):
-        assert torch.equal(a, b)

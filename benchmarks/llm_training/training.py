@@ -276,18 +276,10 @@ def train(
 
 
 def train_start(config: RunConfig, corpus: Corpus, device: torch.device, path: Path) -> None:
-    """Train the first steps in bf16, and leave the state at `path`. Raises UsageError where they diverge.
-
-    With deterministic algorithms, so that the same GPU and versions repeat a start that was lost.
-    """
+    """Train the first steps in bf16, and leave the state at `path`. Raises UsageError where they diverge."""
+    trainer = Trainer("bf16", config, device)
     steps = config.bf16_steps
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        trainer = Trainer("bf16", config, device)
-        trainer.run(corpus, steps, lambda: trainer.save(path, corpus), every=steps)
-    finally:
-        torch.use_deterministic_algorithms(deterministic)
+    trainer.run(corpus, steps, lambda: trainer.save(path, corpus), every=steps)
     if trainer.result.diverged:
         raise UsageError(f"bf16_steps {steps}: bf16 diverged at step {len(trainer.result.losses)}; lower --lr")
 

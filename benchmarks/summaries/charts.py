@@ -10,7 +10,7 @@ from llm_training.study import BASE, chance, gap
 
 from summaries.cells import Results
 
-SPEED, LOSS, MEMORY = "model_4_layers_nvidia_h200", "study_25m", "memory_nvidia_h200"
+SPEED, LOSS, MEMORY = "model_4_layers_nvidia_h100_80gb_hbm3", "study_25m", "memory_nvidia_h200"
 _OURS, _PEER, _BASE = "#0e7c86", "#9ca3af", "#4b5563"
 # Recipe in the results -> label.
 _SPEED = {
@@ -19,6 +19,9 @@ _SPEED = {
     "torchao": "torchao blockwise",
     "torchao_tensorwise": "torchao tensorwise",
     "fp8": "this package, FP8",
+    "fp8_fused_once": "FP8, fuse",
+    "fp8_128x128": "FP8, 128x128 blocks",
+    "fp8_128x128_fused_once": "FP8, 128x128, fuse",
 }
 _LOSS = {"fp8": "FP8", "fp8_128x128": "FP8, 128x128 blocks", "fp8_power_of_2": "FP8, power-of-2 scales"}
 _MEMORY = {
@@ -41,10 +44,10 @@ _PARTS = {
 def speed(axes: Any, results: Results) -> tuple[str, str]:
     rows = {row["recipe"]: row for row in results.rows(SPEED, mode="compiled", checkpointing="off")}
     values = [rows[recipe]["x bf16"] or 1 for recipe in _SPEED]
-    colors = [_BASE, *[_PEER] * (len(_SPEED) - 2), _OURS]
+    colors = [{"b": _BASE, "t": _PEER, "f": _OURS}[recipe[0]] for recipe in _SPEED]
     axes.bar_label(axes.barh(list(_SPEED.values()), values, color=colors), fmt="%.2f", padding=3)
     axes.margins(x=0.12)
-    return "Training step of four Llama-8B layers", "speed relative to bf16; one H200, compiled"
+    return "Training step of four Llama-8B layers", "speed relative to bf16; one H100, compiled"
 
 
 def loss(axes: Any, results: Results) -> tuple[str, str]:

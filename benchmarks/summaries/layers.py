@@ -21,6 +21,7 @@ from summaries.cells import (
 )  # fmt: skip
 
 MOE, MOE_PEERS = "moe_nvidia_h200", "moe_peers_nvidia_h200"
+LINEAR_H100, MODEL_H100, MOE_H100 = (f"{what}_nvidia_h100_80gb_hbm3" for what in ("linear", "model_4_layers", "moe"))
 # In the order of the tables.
 PUBLISHED = {
     "32768x8x2048x7168": "DeepSeek-V3 671B, a 32nd",
@@ -43,6 +44,9 @@ TORCHAO = {"torchao blockwise": "torchao", "tensorwise": "torchao_tensorwise", "
 # Name -> recipe.
 FORMATS = {"FP8": "fp8", "NVFP4": "nvfp4"}
 PARAMETERS = {"FP8": "fp8", "FP8 Parameters": "fp8_primary"}
+SQUARE = {"FP8": "fp8", "FP8, 128×128": "fp8_128x128"}
+# With `fuse` and `round_once`.
+FUSED = SQUARE | {"FP8, `fuse`": "fp8_fused_once", "FP8, 128×128, `fuse`": "fp8_128x128_fused_once"}
 
 
 class Row(NamedTuple):
@@ -60,7 +64,7 @@ class Row(NamedTuple):
 
 def layers(results: Results) -> str:
     columns = ("what", "recipe", "× bf16", *(f"× {peer}" for peer in TORCHAO), "peak memory, × bf16")
-    parts = (_linear, _tracker, _models, _experts, _fsdp, _convergence, _small)
+    parts = (_linear, _tracker, _models, _experts, _fsdp, _convergence, _on_an_h100, _small)
     return table(columns, (row.cells() for part in parts for row in part(results)), left=2)
 
 
@@ -134,6 +138,45 @@ def _convergence(results: Results) -> Iterable[Row]:
     for recipe, key in {"FP8": "fp8", "NVFP4": "nvfp4_full"}.items():
         fast, memory = (_over(written["table"], key, column, same=()) for column in ("tokens_per_second", "peak_bytes"))
         yield Row(what, recipe, fast, memory=memory)
+
+
+def _on_an_h100(results: Results) -> Iterable[Row]:
+    """Three benchmarks on one card, with both blocks of `grad_weight`."""
+    for recipe, key in SQUARE.items():
+        rows = results.rows(LINEAR_H100, recipe=key)
+        peers = {peer: span(column(rows, f"x {other}")) for peer, other in TORCHAO.items()}
+        what = f"on an H100, {link('a linear layer', LINEAR_H100)}, three shapes, forward and backward"
+        yield Row(what, recipe, span(column(rows, "x bf16")), peers)
+    for mode in ("eager", "compiled"):
+        rows = results.rows(MODEL_H100, mode=mode)
+        for recipe, key in FUSED.items():
+            peers = {peer: _over(rows, key, "tokens/s", other) for peer, other in TORCHAO.items()}
+            fast, memory = (_over(rows, key, column) for column in ("tokens/s", "peak GiB"))
+            what = f"on an H100, {link('four Llama-8B layers', MODEL_H100)}, DeepGEMM installed, {mode}"
+            yield Row(what, recipe, fast, peers, memory)
+    for shape in dict.fromkeys(row["shape"] for row in results.rows(MOE_H100)):
+        rows = results.rows(MOE_H100, shape=shape)
+        what = f"on an H100, {link('an expert MLP', MOE_H100)} with {sizes(shape)[1]} experts, forward and backward"
+        for recipe, key in SQUARE.items():
+            own = select(rows, recipe=key)
+            peers = {"torchao blockwise": span(column(own, "x torchao"))}
+            memory = _over(rows, key, "memory MiB", same=("routing",))
+            yield Row(what, recipe, span(column(own, "x bf16")), peers, memory)
+
+
+def energy(results: Results) -> str:
+    """A compiled step of four layers: its share of the peak rate, and energy of the board."""
+    columns = ("recipe", "tokens/s", "× bf16", "MFU, %", "J for 1,000 tokens")
+    rows = {row["recipe"]: row for row in results.rows(MODEL_H100, mode="compiled")}
+    names = {"bf16": "bf16", **{key: name for name, key in FUSED.items()}}
+    names |= {key: f"torchao {name}".replace("torchao torchao", "torchao") for name, key in TORCHAO.items()}
+
+    def cells(recipe: str) -> list[str]:
+        row = rows[recipe]
+        fast = MISSING if row["x bf16"] is None else f"{row['x bf16']:.2f}"
+        return [names[recipe], f"{row['tokens/s']:,.0f}", fast, f"{row['MFU %']:.1f}", f"{row['J']:.2f}"]
+
+    return table(columns, map(cells, names))
 
 
 def _small(results: Results) -> Iterable[Row]:

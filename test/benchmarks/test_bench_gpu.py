@@ -18,8 +18,9 @@ import pytest
 import torch
 import train_llm
 from common.layers import OURS
-from llm_cases import MODELS
+from llm_cases import MODELS, TEXT
 from llm_training import training
+from llm_training.data import Corpus
 
 pytestmark = pytest.mark.gpu
 
@@ -60,9 +61,10 @@ def test_where_whole_steps_go_on_the_gpu(options, text_file, tmp_path):
 
 @MODELS
 @pytest.mark.parametrize("recipe", ("bf16", "fp8_parameters", "nvfp4_full"))
-def test_steps_from_a_graph_train_as_eager_ones(recipe, config, corpus):
+def test_steps_from_a_graph_train_as_eager_ones(recipe, config):
     """Each with its own batch and learning rate; PyTorch's backward kernels add in any order."""
     device, losses = torch.device("cuda"), []
+    corpus = Corpus.from_bytes(TEXT, "text", config.seq_len, config.held_out_sequences)
     for steps_before_capture in (3, config.steps):
         trainer = training.Trainer(recipe, replace(config, cuda_graph=True), device)
         trainer._steps_before_capture = steps_before_capture

@@ -98,10 +98,9 @@ def test_experts_are_converted_and_a_file_is_as_good_as_its_folder(report, tmp_p
 
 
 def test_options_are_those_of_the_conversion(report):
-    options = ["--recipe", "nvfp4", "--no-master-weights", "--no-recommended", "--filter", "is_linear"]
-    options += ["--filter", "keep_last_blocks=1", "--filter", "skip_fqns=*.q_proj,*.k_proj"]
+    options = ["--recipe", "nvfp4", "--filter", "keep_last_blocks=1", "--filter", "skip_fqns=*.q_proj,*.k_proj"]
     rows = {row["fqn"]: row["reason"] for row in report("dense", *options)["conversion"]["layers"]}
-    assert rows["lm_head"] == "nvfp4_16x16, no master"
+    assert rows["model.layers.0.mlp.up_proj"] == "nvfp4_16x16"
     assert rows["model.layers.0.self_attn.k_proj"] == "skip_fqns: matches '*.k_proj'"
     assert rows["model.layers.1.mlp.up_proj"] == "keep_last_blocks: in the last block"
 
@@ -116,7 +115,7 @@ def test_filters_leave_out_more_than_the_default_does(recipe, report):
 
 
 def test_the_exit_code_says_what_cannot_be_converted(report, monkeypatch):
-    monkeypatch.setattr("torchao_blockwise.conversion.report.why_not_convertible", lambda *args, **kwargs: "no")
+    monkeypatch.setattr("torchao_blockwise.conversion.handlers.why_not_convertible", lambda *args, **kwargs: "no")
     found = report("dense", "--fuse", code=1)
     assert found["conversion"]["totals"]["converted"] == 0 and found["fusion"]["fused"] == 0
     assert {row["status"] for row in found["conversion"]["layers"]} == {"cannot convert", "skipped"}
@@ -127,12 +126,10 @@ WRONG = {
     "folder": (["."], ". contains no config.json; give a folder that does, or the file"),
     "id": (["nobody/nothing"], "the Hugging Face cache has no configuration of 'nobody/nothing'; download it (hf "),
     "broken": (["broken"], "transformers cannot read the configuration in broken: "),
-    "filter": (["dense", "--filter", "skip_lmhead"], "got skip_lmhead; did you mean 'skip_lm_head'?"),
-    "no value": (["dense", "--filter", "min_features"], "must be min_features=VALUE, got min_features"),
-    "a value": (["dense", "--filter", "experts=3"], "--filter experts must be experts, got experts=3"),
+    "filter": (["dense", "--filter", "skip_fqn=*.wo"], "got skip_fqn; did you mean 'skip_fqns'?"),
+    "no value": (["dense", "--filter", "min_features"], "--filter min_features: invalid literal for int()"),
     "number": (["dense", "--filter", "min_features=x"], "--filter min_features=x: invalid literal for int()"),
     "blocks": (["dense", "--filter", "keep_last_blocks=9"], "has 2 blocks, got count=9"),
-    "nothing": (["dense", "--no-recommended"], "--no-recommended needs a --filter, such as --filter"),
     "tokens": (["dense", "--tokens", "0"], "--tokens must be 1 or more, got 0"),
 }
 

@@ -23,10 +23,14 @@ from torchao_blockwise import (
     skip_lm_head,
     skip_routers,
 )
-from torchao_blockwise.conversion.filters import custom, skip_reason
+from torchao_blockwise.conversion.filters import SKIP_REASON, custom
 
 ATTENTION = ["layers.0.attention", "layers.1.attention"]
 HEAD = ["lm_head"]
+
+
+def skip_reason(module):
+    return vars(module).get(SKIP_REASON)
 
 
 def is_head(module, fqn):

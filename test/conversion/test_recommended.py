@@ -22,7 +22,7 @@ from torchao_blockwise import (
     recommended_layers,
     skip_fqns,
 )
-from torchao_blockwise.conversion.recommended import recommended
+from torchao_blockwise.conversion.filters import recommended
 from torchao_blockwise.conversion.weights import expert_weights
 
 OPTIONS = {
@@ -147,6 +147,14 @@ class Routed(nn.Module):
         self.experts = nn.ModuleList(Gated() for _ in range(8))
 
 
+class Followed(nn.Module):
+    """A body, and a linear layer after it."""
+
+    def __init__(self, body: nn.Module):
+        super().__init__()
+        self.body, self.last = body, nn.Linear(64, 9)
+
+
 @pytest.mark.parametrize(("model", "expected"), [
     (nn.ModuleDict({"moe": Routed()}), {"moe.choose": "router or gate"}),
     (nn.ModuleDict({"moe": Routed(wide=True)}), {"moe.choose": "router or gate"}),
@@ -158,7 +166,11 @@ class Routed(nn.Module):
     # It holds the experts that it routes to.
     (nn.ModuleDict({"router_block": Routed()}), {"router_block.choose": "router or gate"}),
     (nn.ModuleDict({"mtp_head": nn.Sequential(nn.Linear(8, 8))}), {"mtp_head.0": "output head"}),
-], ids=("structure", "wide", "gate", "a wide gate", "a gated MLP", "router", "a block of experts", "head"))  # fmt: skip
+    # Experts are not blocks of the model, so a layer after them is not a head.
+    (Followed(Routed()), {"body.choose": "router or gate"}),
+    (Followed(nn.Sequential(Gated(), Gated())), {"last": "last layer, after the blocks"}),
+], ids=("structure", "wide", "gate", "a wide gate", "a gated MLP", "router", "a block of experts", "head",
+        "after experts", "after a sequence"))  # fmt: skip
 def test_routers_and_heads(model, expected):
     assert left_out(model) == expected
 

@@ -163,6 +163,21 @@ def test_bytes_of_experts_are_those_that_training_keeps(config):
         assert layer.bytes_after == layer.quantized_bytes == weight.nbytes
 
 
+def test_weights_that_fsdp2_has_gathered_keep_their_masters(one_rank):
+    """FSDP2 leaves those of the root module gathered after a forward pass; its shards hold the masters."""
+    from torch.distributed.fsdp import fully_shard
+
+    model = fully_shard(mlp(FP8), mesh=one_rank)
+    model(torch.randn(2, 64))
+    assert isinstance(model[0].weight, BlockwiseFP8Tensor)
+    gathered, planned = conversion_report(model), dry_run(model, FP8)
+    model.reshard()
+    assert gathered.layers == planned.layers == conversion_report(model).layers
+    assert [layer.reason for layer in gathered.layers] == ["fp8_128x128"] * 2
+    assert all(layer.bytes_after == layer.bytes_before + layer.quantized_bytes for layer in gathered.layers)
+    assert all(layer.quantized_bytes for layer in gathered.layers)
+
+
 def test_a_weight_that_was_replaced_is_told():
     model = mlp(FP8)
     model[2].weight = nn.Parameter(model[2].weight.hp.clone())

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from helpers import FP8, HADAMARD, NVFP4, both_formats, mlp, replace, weight
 from shared_inputs import attention, tokens
 from torch import nn
+from torch.nn.utils import prune
 from torchao.quantization import quantize_
 
 from torchao_blockwise import MasterWeightTensor, NormLinear, linears_and_experts, weights_unchanged
@@ -51,6 +52,12 @@ def test_figures_of_transformed_layers_are_about_the_tensors():
     first, second = ({(t.layer, t.kind): vars(t) for t in report.tensors} for report in reports)
     for key in (("0", "x rowwise"), ("0", "x columnwise"), ("2", "x columnwise"), ("2", "dy columnwise")):
         assert first[key] == second[key]
+
+
+def test_layers_with_a_parametrized_or_pruned_weight_are_left_out():
+    model = mlp(FP8).append(nn.utils.parametrizations.weight_norm(nn.Linear(32, 32)))
+    model.append(prune.random_unstructured(nn.Linear(32, 32), "weight", amount=0.5))
+    assert seen(report_of(model, lambda: model(weight(50, 64)))) == {"0": ALL, "2": ALL}
 
 
 LAYERS = {

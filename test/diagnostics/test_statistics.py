@@ -21,8 +21,8 @@ from torchao_blockwise.diagnostics.statistics import (
     VALUES,
     Tally,
     tally,
+    tensor_report,
 )
-from torchao_blockwise.diagnostics.tallies import tensor_report
 from torchao_blockwise.ops.groups.ends import padded_rows
 from torchao_blockwise.testing import SHAPES, relative_error, shape_id
 

@@ -35,7 +35,7 @@ FSDP_CHECKS = (
     (checks.trains_in_mixed_precision, (1, 2, 3), EVERY),
     (checks.accumulates, (1, 2), (*BOTH, FULL)),
     (checks.leaves_frozen_weights, (2,), BOTH),
-    (checks.ties_embeddings, (1, 2), BOTH),
+    (checks.ties_embeddings, (1, 2), (*BOTH, FULL)),
     (checks.checkpoints_activations, (2,), (*BOTH, FULL)),
     (checks.clips_and_steps, (2,), BOTH),
     (checks.compiles_blocks, (2,), (*BOTH, FULL)),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 
+import pytest
 import torch
 import torch.distributed as dist
 from expert_checks import layer as experts_layer
@@ -154,6 +155,19 @@ def pipeline(rank: int) -> None:
     assert len({str(t) for t in report.tensors}) == 4 * 5
 
 
+def layers_of_one_rank(rank: int) -> None:
+    """A pattern that matches on one rank only, a rank without layers, and a pattern that matches on none."""
+    stage = nn.ModuleDict({f"layers_{rank}": blocks(config_of("fp8"), count=1)})
+    for model, pattern, found in (
+        (stage, "layers_0.*", "layers_0"),
+        (stage if rank else nn.LayerNorm(4), "*", "layers_1"),
+    ):
+        with NumericsMonitor(model, layers=pattern) as monitor:
+            assert {t.layer.split(".")[0] for t in monitor.step().tensors} == {found}
+    with pytest.raises(ValueError, match=r"layers='layers_2\.\*' matches no layer; the nearest names are layers_1"):
+        NumericsMonitor(stage, layers="layers_2.*")
+
+
 def nonfinite(rank: int) -> None:
     """NaN on one rank alone is reported by all, and so is where it was first."""
     model = blocks(config_of("fp8"))
@@ -182,13 +196,14 @@ def ranks_outside(rank: int) -> None:
 
 RUNS = {
     "counts_microbatches": counts_microbatches, "expert_parallel": expert_parallel, "pipeline": pipeline,
+    "layers_of_one_rank": layers_of_one_rank,
     "nonfinite": nonfinite, "ranks_outside": ranks_outside,
 }  # fmt: skip
 # Of two processes and of four.
 CASES = {
     2: (
         [("fsdp", "nvfp4"), ("fsdp_of_layers", None), ("tensor_parallel", "fp8"), ("expert_parallel", "fp8"),
-         ("counts_microbatches",), ("pipeline",), ("nonfinite",), ("ranks_outside",)],
+         ("counts_microbatches",), ("pipeline",), ("layers_of_one_rank",), ("nonfinite",), ("ranks_outside",)],
         [("fsdp", "fp8"), ("fsdp_of_layers", "fp8"), ("fsdp_of_layers", "nvfp4"), ("ddp", "fp8"), ("ddp", "nvfp4"),
          ("tensor_parallel", "nvfp4"), ("tensor_parallel", None), ("expert_parallel", "nvfp4")],
     ),

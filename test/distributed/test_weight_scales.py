@@ -30,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("no_interpreter")
 
 def test_a_gather_without_scales_is_refused():
     master = MasterWeightTensor(weight(40, 24), FP8)
-    with pytest.raises(RuntimeError, match=r"gathers a weight of Linear\(.*have no scales .* call torchao_blockwise"):
+    with pytest.raises(RuntimeError, match=r"gathers a weight of Linear\(.*were never cast.* call torchao_blockwise"):
         master.fsdp_pre_all_gather(None, None, None, nn.Linear(24, 40), None)
 
 
@@ -50,6 +50,16 @@ def test_a_copy_to_another_device_is_gathered_as_its_source():
         master.mul_(2)
     with pytest.raises(RuntimeError, match="sync_weight_scales"):
         master.to("cpu", copy=True).fsdp_pre_all_gather(None, None, None, None, None)
+
+
+def test_a_weight_gathered_in_high_precision_has_the_same_random_bits():
+    layer, config = nn.Linear(24, 40), replace(NVFP4, stochastic_rounding=True)
+    quantize_(layer, config)
+    layer.weight.shard = ShardLayout("w", (40, 24), torch.float32, 0, 0, 1, config)
+    sent, state = layer.weight.fsdp_pre_all_gather(None, None, None, None, None)
+    whole, _ = layer.weight.fsdp_post_all_gather(sent, state, torch.float32)
+    assert torch.equal(whole.hp, layer.weight.hp) and whole.layer == "weight"
+    assert whole.rounding_key is layer.weight.rounding_key
 
 
 def test_a_model_without_shards_has_nothing_to_do():

@@ -117,7 +117,11 @@ CASES = {
 }
 
 
-def start(rank: int, count: int):
+def set_environment(rank: int, count: int) -> None:
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(count), "LOCAL_RANK": str(rank), "NODE_RANK": "0",
                    "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}  # fmt: skip
+
+
+def start(rank: int, count: int):
+    set_environment(rank, count)
     return lambda name, *arguments: CHECKS[name](rank, *arguments)

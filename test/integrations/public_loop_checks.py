@@ -8,8 +8,6 @@ both limits.
 
 from __future__ import annotations
 
-import os
-
 import lightning
 import litgpt_loop
 import nanochat_loop
@@ -19,6 +17,7 @@ import torch.distributed as dist
 from helpers import FP8, assert_same_tensors
 from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.fabric.strategies import DDPStrategy, ModelParallelStrategy
+from lightning_checks import set_environment
 from torch.distributed.fsdp import fully_shard
 from torchao.quantization import quantize_
 
@@ -148,13 +147,21 @@ def litgpt_resumes(rank: int, strategy: str, recipe: str) -> None:
 
 
 CHECKS = {"nanochat": nanochat, "litgpt": litgpt, "litgpt_resumes": litgpt_resumes}
+CASES = {
+    2: (
+        [],
+        [
+            ("nanochat", "stacked", "own_head"),
+            ("nanochat", "torch", "tied"),
+            ("litgpt", "ddp"),
+            ("litgpt", "fsdp"),
+            ("litgpt_resumes", "ddp", "nvfp4"),
+            ("litgpt_resumes", "fsdp", "fp8"),
+        ],
+    )
+}
 
 
-def run(rank: int, count: int, port: int, file: str, cases) -> None:
-    os.environ.update(
-        RANK=str(rank), WORLD_SIZE=str(count), LOCAL_RANK=str(rank), NODE_RANK="0", MASTER_ADDR="localhost",
-        MASTER_PORT=str(port),
-    )  # fmt: skip
-    ranks.join(rank, count, port, seconds=300)
-    ranks.run_each(CHECKS, rank, cases, file)
-    ranks.leave()
+def start(rank: int, count: int):
+    set_environment(rank, count)
+    return lambda name, *arguments: CHECKS[name](rank, *arguments)

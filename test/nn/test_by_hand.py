@@ -5,10 +5,22 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import FP8, FULL, HADAMARD, NVFP4, RECIPES, STOCHASTIC, every_recipe, replace, weight
+from helpers import (
+    FP8,
+    FULL,
+    HADAMARD,
+    NVFP4,
+    RECIPES,
+    STOCHASTIC,
+    assert_same_tensors,
+    every_recipe,
+    named_results,
+    replace,
+    tokens,
+    weight,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from named_results import assert_same, results, tokens
 from products_by_hand import EPS, Norm, ProductsByHand, SwiGLU
 from torch import nn
 from torchao.quantization import quantize_
@@ -117,9 +129,9 @@ def assert_by_hand(layers, by_hand, x, config, tail: int = 0, run=None) -> dict[
         dy = tokens(*out.shape, seed=7).to(out)
         dy[len(dy) - tail :] = float("inf")
         with ProductsByHand([*plain.parameters()], config, use):
-            expected = results(plain, x, dy, by_hand)
-        got = results(layer, x, dy, run)
-        assert_same(got, expected)
+            expected = named_results(plain, x, dy, by_hand)
+        got = named_results(layer, x, dy, run)
+        assert_same_tensors(got, expected)
     return got
 
 
@@ -234,5 +246,8 @@ def test_non_contiguous_inputs_and_expanded_gradients(name, config):
 
     width = run(x.t()).shape[1]
     for dy in (tokens(width, 9).t(), torch.ones(()).expand(9, width)):
-        got, expected = results(layer, x.t(), dy, run), results(layer, x.t().contiguous(), dy.contiguous(), run)
-        assert_same({part: t.contiguous() for part, t in got.items()}, expected)
+        got, expected = (
+            named_results(layer, x.t(), dy, run),
+            named_results(layer, x.t().contiguous(), dy.contiguous(), run),
+        )
+        assert_same_tensors({part: t.contiguous() for part, t in got.items()}, expected)

@@ -2,45 +2,17 @@
 
 from __future__ import annotations
 
-import ddp_checks
 import pytest
+import rank_suites
 import torch
-import torch.distributed as dist
 from every_layer import CONFIGS, every_model, make, tokens
-from helpers import selected_cases
-from ranks import spawn
 
-pytestmark = pytest.mark.skipif(not dist.is_available(), reason="needs torch.distributed")
-
-# ("compiles", model, config, which wraps which, backend, option) and ("averages", config); see ddp_checks.py.
-CASES = [
-    ("averages", "fp8"),
-    ("compiles", "small", "fp8", "compile(DDP)", "aot_eager", "tiny_buckets"),
-    ("compiles", "small", "nvfp4", "DDP(compile)", "aot_eager", "tiny_buckets"),
-    ("compiles", "mixture", "fp8", "DDP(compile)", "inductor", "tiny_buckets"),
-    ("compiles", "linear", "nvfp4", "compile(DDP)", "inductor", "tiny_buckets"),
-]
-SLOW = [("averages", "nvfp4")]
-SLOW += [
-    ("compiles", "large", config, order, "inductor", "default_buckets")
-    for config in ("fp8", "nvfp4")
-    for order in ("compile(DDP)", "DDP(compile)")
-]
-SLOW += [
-    ("compiles", "small", config, order, "aot_eager", option)
-    for config, order in (("fp8", "compile(DDP)"), ("nvfp4", "DDP(compile)"))
-    for option in ("accumulation", "static_graph", "unused_parameters")
-]
+POOLS = ({"ddp_checks": ()},)
 
 
-@pytest.fixture(scope="module")
-def raised(request, tmp_path_factory) -> list[dict]:
-    return spawn(ddp_checks.run, 2, tmp_path_factory.mktemp("compiled"), selected_cases(request))
-
-
-@pytest.mark.parametrize("case", [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW)], ids="-".join)
+@rank_suites.cases_of(POOLS)
 def test_over_ranks(case, raised):
-    assert [(of_rank or {}).get(case, "not reached") for of_rank in raised] == [None, None]
+    rank_suites.check(case, raised)
 
 
 @every_model

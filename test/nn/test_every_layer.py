@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import collections
 import weakref
 
 import pytest
 import torch
 from every_layer import CONFIGS, Run, every_model, make, tokens
 from helpers import FP8, FP8_SQUARES, NVFP4, both_formats, forward_backward, replace, weight_calls
-from shared_inputs import OPS, Counter, assert_same
+from shared_inputs import OPS, Counter, assert_same, counting_backend
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
@@ -200,6 +201,27 @@ def test_one_graph_for_any_number_of_tokens(model, config):
             out.backward(torch.ones_like(out))
             assert_same((out.detach(), x.grad, *(p.grad for p in layer.parameters())), results(layer, x))
     assert counter.frame_count == 1
+
+
+# (layer, config, operations of the forward graph, of the backward graph).
+IN_GRAPHS = {
+    "linear-fp8": ("linear", FP8, "quantize_both master_matmul", "quantize_both master_matmul grad_weight"),
+    "linear-nvfp4": (
+        *("linear", NVFP4, "tensor_amax_bits global_scale quantize_both master_matmul"),
+        "tensor_amax_bits global_scale quantize_both master_matmul grad_weight",
+    ),
+    "experts-fp8": (
+        *("experts", FP8, "quantize_both master_matmul swiglu_quantize master_matmul"),
+        "quantize_both master_matmul grad_weight swiglu_backward_quantize master_matmul grad_weight",
+    ),
+}
+
+
+@pytest.mark.parametrize(("model", "config", "forward", "backward"), IN_GRAPHS.values(), ids=IN_GRAPHS)
+def test_operations_of_a_graph(model, config, forward, backward):
+    layer, (backend, counts) = make(model, config), counting_backend()
+    results(layer, tokens(model), torch.compile(layer, backend=backend, fullgraph=True))
+    assert counts == [collections.Counter(names.split()) for names in (forward, backward)]
 
 
 # By inductor: which results are bitwise those of eager, and how far the others may be, which are sums in another order.

@@ -13,7 +13,6 @@ from torch import nn
 from torchao.quantization import quantize_
 
 from torchao_blockwise import MasterWeightTensor, conversion_report, experts, linears_and_experts, skip_lm_head
-from torchao_blockwise.conversion.weights import is_expert_weight
 from torchao_blockwise.testing import assert_bitwise_equal, relative_error
 
 pytestmark = pytest.mark.usefixtures("no_interpreter", "fresh_dynamo")
@@ -49,7 +48,7 @@ def hugging_face(family: str, implementation: str = "grouped_mm", dtype=torch.fl
     with torch.no_grad():
         for p in model.parameters():
             # So that experts matter: initial weights are tiny.
-            p.mul_(4) if is_expert_weight(p) else None
+            p.mul_(4) if p.dim() == 3 else None
     return model.to(dtype)
 
 
@@ -73,7 +72,7 @@ def converted(model, config, filter_fn=None) -> nn.Module:
 def test_the_filter_finds_experts_and_leaves_routers(config, family):
     model = converted(hugging_face(family), config)
     kinds = {name: isinstance(p, MasterWeightTensor) for name, p in model.named_parameters()}
-    found = [name for name, p in model.named_parameters() if is_expert_weight(p)]
+    found = [name for name, p in model.named_parameters() if p.dim() == 3]
     assert len(found) == EXPERTS[family] and all(kinds[name] for name in found)
     assert not any(kinds[name] for name in kinds if "router" in name or name.endswith("gate.weight"))
     listed = {r.fqn: r for r in conversion_report(model).layers}
@@ -125,7 +124,7 @@ def test_implementations_agree(family):
     models = [converted(hugging_face(family, implementation), FP8) for implementation in ("grouped_mm", "eager")]
     grouped, eager = map(gradients, models)
     for name, p in models[0].named_parameters():
-        if is_expert_weight(p):
+        if p.dim() == 3:
             # Each token is once with an expert, so two sums of as many products as there are tokens.
             assert relative_error(grouped[name], eager[name]) < 2 * IDS.numel() * 2.0**-24, name
         else:

@@ -7,6 +7,7 @@ import contextlib
 import pytest
 import torch
 import torch.nn.functional as F
+from every_layer import MLP
 from helpers import FP8, FP8_POW2, NVFP4, forward_backward, replace
 from shared_inputs import OPS, Counter, assert_same
 from torch import nn
@@ -19,26 +20,15 @@ from torchao_blockwise.nn.fused_modules import fuse_class, why_not_shared, why_n
 pytestmark = pytest.mark.usefixtures("no_interpreter", "fresh_dynamo")
 
 
-class MLP(nn.Module):
-    def __init__(self, act=nn.SiLU, bias: bool = True, dtype=torch.float32):
-        super().__init__()
-        torch.manual_seed(0)
-        self.gate, self.up = (nn.Linear(64, 160, bias=bias, dtype=dtype) for _ in range(2))
-        self.down = nn.Linear(160, 64, bias=bias, dtype=dtype)
-        self.act = act()
-
-    def forward(self, x):
-        return self.down(self.act(self.gate(x)) * self.up(x))
-
-
 class RoundedOnce(MLP):
-    """What a fused one computes."""
+    """The unfused equivalent of a fused MLP."""
 
     def forward(self, x):
         return swiglu_linear(self.gate(x), self.up(x), self.down.weight, self.down.bias)
 
 
 def mlp(config, fused: bool = True, cls=MLP, **options) -> MLP:
+    torch.manual_seed(0)
     model = cls(**options)
     quantize_(model, config)
     if fused:

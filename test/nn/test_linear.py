@@ -5,16 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import (
-    FP8,
-    NVFP4,
-    both_formats,
-    every_recipe,
-    forward_backward,
-    replace,
-    weight,
-)
-from named_results import tokens
+from helpers import FP8, NVFP4, both_formats, every_recipe, forward_backward, replace, tokens, weight
 from torch import nn
 from torchao.quantization import quantize_
 

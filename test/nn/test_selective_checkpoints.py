@@ -8,9 +8,9 @@ import functools
 import pytest
 import torch
 from every_layer import CONFIGS, Run, counting, every_model, make, tokens
-from helpers import NVFP4, both_formats, every_recipe, forward_backward, mlp
+from helpers import NVFP4, both_formats, forward_backward
 from live_memory import LiveMemory
-from shared_inputs import OPS, Counter, assert_same
+from shared_inputs import assert_same
 from torch import nn
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -161,23 +161,3 @@ def test_a_policy_sees_what_quantizes_and_what_multiplies(config):
     run(tokens("linear").requires_grad_())
     of_tensor = ["tensor_amax_bits", "global_scale"] if config is NVFP4 else []
     assert seen[: len(of_tensor) + 2] == [*of_tensor, "quantize_both", "master_matmul"]
-
-
-POLICIES = {
-    "products": {OPS.master_matmul.default, OPS.matmul.default},
-    "quantized": {OPS.quantize_both.default, OPS.quantize.default},
-    "nothing": set(),
-}
-POLICIES["everything"] = POLICIES["products"] | POLICIES["quantized"]
-
-
-@every_recipe
-@pytest.mark.parametrize("saved", POLICIES.values(), ids=POLICIES)
-def test_what_a_policy_saves_is_not_run_again(config, saved):
-    model, x = mlp(config), tokens("two")
-    expected = forward_backward(Run(model, whole(model)), x)
-    with Counter() as counter:
-        assert_same(forward_backward(Run(model, checkpointed(model, [*saved])), x), expected)
-    # Two layers: forward and backward run an operation twice each, and what was not saved runs again.
-    for op in (OPS.master_matmul, OPS.quantize_both):
-        assert counter.ran[op] == (4 if op.default in saved else 6)

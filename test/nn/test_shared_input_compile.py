@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import FP8, both_formats, forward_backward, recipes_and_variants, replace
+from helpers import FP8, both_formats, forward_backward, replace
 from shared_inputs import VARIANTS, Attention, assert_same, attention, counting_backend, tokens
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 pytestmark = pytest.mark.usefixtures("no_interpreter", "fresh_dynamo")
+every_variant = pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
 
 
 def saved_by_graphs(model, x) -> tuple[int, int, list]:
@@ -21,7 +22,8 @@ def saved_by_graphs(model, x) -> tuple[int, int, list]:
     return forward, backward, results
 
 
-@recipes_and_variants(VARIANTS)
+@both_formats
+@every_variant
 def test_compiled_graphs_quantize_the_input_once(config, variant):
     config = replace(config, **variant)
     expected = forward_backward(attention(config, fused=False), tokens(33))
@@ -62,9 +64,10 @@ class Residual(nn.Module):
         return checkpoint(self.inner, x, use_reentrant=False) if self.checkpointed else self.inner(x)
 
 
-@recipes_and_variants(VARIANTS)
+@both_formats
+@every_variant
 def test_a_checkpointed_region_is_one_graph(config, variant):
-    """Layers in it share, and the gradients of all who read the input are summed in the order of the plain model."""
+    """Layers in it share, and the gradients of all readers of the input are summed in the order of the plain model."""
     config = replace(config, **variant)
     expected = forward_backward(Residual(config, fused=False, checkpointed=False), tokens(33))
     forward, backward, results = saved_by_graphs(Residual(config), tokens(33))

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import FP8, NVFP4
-from named_results import assert_same, results, tokens
+from helpers import FP8, NVFP4, assert_same_tensors, named_results, tokens
 from products_by_hand import SwiGLU
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -41,11 +40,12 @@ def inputs_of(routing):
 
 def results_of(module, x, dy, ends, run=None):
     call = module if run is None else run
-    return results(module, x, dy, lambda x: call(x, ends))
+    return named_results(module, x, dy, lambda x: call(x, ends))
 
 
 def test_each_weight_keeps_its_recipe():
     module = experts_of(FP8, 3)
+    assert repr(module) == "SwiGLUExperts(experts=3, dim=64, hidden=96)"
     module.down = experts_of(NVFP4, 3).down
     inputs = inputs_of(ROUTINGS["ragged"])
 
@@ -53,7 +53,7 @@ def test_each_weight_keeps_its_recipe():
         gate_up = grouped_linear(x, module.gate_up, ends)
         return grouped_linear(SwiGLU.apply(*gate_up.chunk(2, 1)), module.down, ends)
 
-    assert_same(results_of(module, *inputs), results_of(module, *inputs, composed))
+    assert_same_tensors(results_of(module, *inputs), results_of(module, *inputs, composed))
 
 
 # --- in high precision ------------------------------------------------------------------------------------------------
@@ -114,7 +114,7 @@ class Layer(nn.Module):
 @pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.parametrize("config", (FP8, NVFP4, None), ids=("fp8", "nvfp4", "high_precision"))
 def test_a_layer_compiles_to_one_graph_for_every_routing(config):
-    # PyTorch traces its own product in bf16 alone.
+    # PyTorch traces its own grouped GEMM only in bf16.
     dtype = torch.bfloat16 if config is None else torch.float32
     layer, counter = Layer(config, 4, 2).to(dtype), CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(layer, backend=counter, fullgraph=True)
@@ -125,7 +125,7 @@ def test_a_layer_compiles_to_one_graph_for_every_routing(config):
 
     for count in (300, 300, 517, 1024):
         x = torch.randn(count, DIM, dtype=dtype)
-        assert_same(results(layer, x, run=run), results(layer, x))
+        assert_same_tensors(named_results(layer, x, run=run), named_results(layer, x))
     assert counter.frame_count == 1
 
 

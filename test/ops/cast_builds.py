@@ -76,17 +76,8 @@ def _quantize_cases():
     import torch
 
     from torchao_blockwise.formats import E4M3, FORMATS, FP8_1X128, NVFP4_1X16
-    from torchao_blockwise.ops.quantization import kernels_triton as kernels
 
     f32, squares = torch.float32, {**BOTH, "columnwise_format_name": "fp8_128x128"}
-    label, launch = _quantize("quantize narrow", FP8_1X128, 512, 1024, **COLUMNWISE)
-
-    def with_narrow_tiles():
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(kernels, "_FP8_COLUMNWISE_TILE", (128, 32, 2, 8))
-            launch()
-
-    yield label, with_narrow_tiles
     for fmt in FORMATS.values():
         of = functools.partial(_quantize, "quantize", fmt)
         yield from (of(512, 1024, **copies) for copies in ({}, COLUMNWISE, BOTH))

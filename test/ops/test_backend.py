@@ -66,6 +66,11 @@ def test_choice(asked, reasons, preferred, chosen):
     assert pick(asked, ALL | reasons, preferred_backend=lambda x: preferred) is chosen
 
 
+def test_auto_needs_a_row_that_can_run():
+    with pytest.raises(ValueError, match=r"^op: no backend can run: cublas: no GPU; triton: too old$"):
+        pick("auto", {CUBLAS: "no GPU", TRITON: "too old"})
+
+
 @pytest.mark.filterwarnings("error")
 def test_of_several_rows_of_a_backend_the_first_that_can_is_taken():
     refuses = {"first": None, "second": None}

@@ -174,25 +174,6 @@ def test_statistics_of_bad_rows(kind, backend, device):
     assert rstd[1].isnan() and not (rstd[2] > 0) and rstd[[0, 3]].isfinite().all()
 
 
-@kinds
-@dtypes
-def test_norms_agree_with_pytorch(dtype, kind):
-    x, (weight, bias) = random_tensor(64, 300, dtype=dtype), vectors(300, dtype)
-    norm = norm_of(x, kind, None, weight, bias if kind == "layer" else None)
-    got = ops.normalize(norm)
-    if kind == "rms":
-        expected = F.rms_norm(x, (300,), weight, EPS)
-    else:
-        expected = F.layer_norm(x, (300,), weight, bias, EPS)
-    # Two roundings to the dtype differ by an ulp at most. Before them come the mean, a sum of terms of this size, rstd
-    # and the products: some ulps of fp32.
-    size = x.float().abs() + (x.float().abs().mean(-1, keepdim=True) if kind == "layer" else 0)
-    scale = size * norm.rstd[:, None] * weight.float().abs()
-    error = (got.double() - expected.double()).abs()
-    fp32 = 6 * ULP * (scale + (bias.float().abs() if kind == "layer" else 0))
-    assert (error <= fp32 + (0 if dtype == torch.float32 else torch.finfo(dtype).eps * got.double().abs())).all()
-
-
 def test_error_of_exp_and_sigmoid():
     """That of exp's argument, whose product with log2(e) is rounded, and three roundings."""
     x = torch.linspace(exponential.LOW, exponential.HIGH, 1_000_003)
@@ -204,8 +185,9 @@ def test_error_of_exp_and_sigmoid():
     exact = x.double().sigmoid()
     bound = (3 - x.clamp(max=0)) * ULP * exact + 1.01 * exponential.LEAST
     assert ((reference.sigmoid(x) - exact).abs() <= bound).all()
-    x = torch.tensor([-exponential.HIGH, 0.0, 20.0, -1e30, -float("inf")])
-    assert reference.sigmoid(x).tolist() == [0, 0.5, 1, 0, 0]
+    x = torch.tensor([-exponential.HIGH, 0.0, 20.0, -1e30, -float("inf"), float("inf"), float("nan")])
+    *values, nan = reference.sigmoid(x).tolist()
+    assert values == [0, 0.5, 1, 0, 0, 1] and nan != nan
 
 
 @pytest.mark.gpu
@@ -250,13 +232,19 @@ def test_shapes(shape, activation, backend, device):
         assert_quantized(activation, inputs, options, backend)
 
 
+def not_finite(x):
+    """`x` with NaN, Inf and -Inf in place of its largest magnitudes, which each input has elsewhere."""
+    values = x.new_tensor([float("nan"), float("inf"), -float("inf")])
+    return x.flatten().index_copy(0, x.abs().flatten().topk(3).indices, values).view(x.shape)
+
+
 @backends
 @activations
 @pytest.mark.parametrize("copies", COPIES.values(), ids=COPIES)
 @pytest.mark.parametrize("power_of_2", (False, True), ids=("scales", "powers of 2"))
 def test_copies(power_of_2, copies, activation, backend, device):
-    for width in (144, 256):
-        inputs = activation.inputs(*tensors(33, width, device=device))
+    for x in (tensors(33, 144, device=device), map(not_finite, tensors(33, 256, device=device))):
+        inputs = activation.inputs(*x)
         assert_quantized(activation, inputs, CastOptions(FP8_1X128, *copies, power_of_2), backend)
 
 
@@ -296,34 +284,6 @@ def test_dtypes_and_strides(change, activation, backend, device):
 def test_other_formats_run_as_two_operations(fmt, activation, backend, device):
     inputs = activation.inputs(*tensors(33, 150, device=device))
     assert_quantized(activation, inputs, CastOptions(fmt, columnwise=True), backend)
-
-
-@backends
-@pytest.mark.parametrize("value", (float("nan"), float("inf"), -float("inf")), ids=str)
-def test_special_numbers_of_norms_stay_in_their_blocks(value, backend, device):
-    x = random_tensor(140, 300, device=device)
-    x[130, 280] = value
-    _, rstd = ops.norm_statistics(x, "rms", EPS, backend=backend)
-    one = torch.ones(300, device=device)
-    rowwise, columnwise = ops.norm_quantize(ops.Norm(x, one, one, None, rstd, x.dtype), BOTH, backend=backend)
-    assert not ops.dequantize(rowwise)[130, 280].isfinite() and not ops.dequantize(columnwise)[280, 130].isfinite()
-    assert ops.dequantize(rowwise)[:130].isfinite().all()
-
-
-@backends
-@pytest.mark.parametrize("value", (float("nan"), float("inf"), -float("inf")), ids=str)
-@pytest.mark.parametrize("where", range(3), ids=("dh", "gate", "up"))
-def test_special_numbers_of_swiglu_never_become_finite(where, value, backend, device):
-    inputs = [t / 64 for t in tensors(9, 150, device=device)]
-    inputs[where][4, 6] = value
-    dh, gate, up = inputs
-    h, gradients = ops.swiglu(gate, up, backend=backend), ops.swiglu_backward(dh, gate, up, backend=backend)
-    expected = F.silu(gate.float()) * up.float()
-    assert h[4, 6].isfinite() == expected[4, 6].isfinite()
-    assert any(not g[4, 6].isfinite() for g in gradients)
-    rowwise, _ = ops.swiglu_quantize(gate, up, ROWWISE, backend=backend)
-    assert ops.dequantize(rowwise)[4, 6].isfinite() == h[4, 6].isfinite()
-    assert ops.dequantize(rowwise)[3].isfinite().all()
 
 
 @activations

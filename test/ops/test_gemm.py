@@ -273,7 +273,8 @@ def test_noise_is_that_of_the_formats(pair):
     a, b = (torch.randn(256, 1024, generator=generator) for _ in range(2))
     quantized = (ops.quantize(x, fmt, backend="reference").rowwise for x, fmt in zip((a, b), pair))
     out = ops.matmul(*quantized, out_dtype=torch.float32, backend="reference")
-    assert_noise_is_expected("product", [(out, rounded(a, pair[0]), rounded(b, pair[1]))], accumulation("cpu", 1024))
+    operands = rounded(a, pair[0]), rounded(b, pair[1])
+    assert_noise_is_expected("product", out, *operands, accumulation=accumulation("cpu", 1024))
 
 
 @pytest.mark.parametrize("backend", ("reference", "triton", None), ids=str)

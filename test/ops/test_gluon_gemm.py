@@ -68,16 +68,19 @@ def products():
         yield kind, ((30, 0, 40), 5, (True, True)), 136, 200, "256x128", ()
 
 
-def cases_of(rows):
-    return [
-        pytest.param(*row, id="-".join(map(str, row)), marks=getattr(pytest.mark, marks) if marks else ())
+def every_case(rows):
+    """As one argument: the default tier takes the rows that are not marked, and does not choose others."""
+    made = [
+        pytest.param(row, id="-".join(map(str, row)), marks=getattr(pytest.mark, marks) if marks else ())
         for *row, marks in rows
     ]
+    return pytest.mark.parametrize("row", made)
 
 
-@pytest.mark.parametrize(("kind", "routing", "n", "k", "build"), cases_of(products()))
-def test_product(simulated, kind, routing, n, k, build):
-    of = case(kind, routing, n, k)
+@every_case(products())
+def test_product(simulated, row):
+    *which, build = row
+    of = case(*which)
     for dtype in (torch.float32, torch.float16 if build == "64x64" else torch.bfloat16):
         out = product(of, dtype, build)
         assert out.dtype is dtype
@@ -113,9 +116,10 @@ def sums():
             yield from ((kind, routing, build, "slow") for build in GROUPED_BUILDS if routing != RAGGED[0])
 
 
-@pytest.mark.parametrize(("kind", "routing", "build"), cases_of(sums()))
-def test_adding_to_a_gradient(simulated, kind, routing, build):
-    of = case(kind, routing)
+@every_case(sums())
+def test_adding_to_a_gradient(simulated, row):
+    *which, build = row
+    of = case(*which)
     assert_adds(of, lambda out: add_product(out, of, build), product(of, build=build), 100)
 
 

@@ -8,7 +8,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from quantize_cases import (
     BOTH,
-    SQUARE,
     WAYS,
     assert_same,
     backends,
@@ -23,7 +22,6 @@ from quantize_cases import (
 )
 
 from torchao_blockwise import ops
-from torchao_blockwise.formats import FP8_1X128
 from torchao_blockwise.testing import (
     assert_bitwise_equal,
     assert_operands_equal,
@@ -61,7 +59,7 @@ INPUTS = {
     "batch last": lambda x: x.unsqueeze(-1).expand(*x.shape, 3).permute(2, 0, 1),
     "f16": lambda x: x.half(),
     "f32": lambda x: x.float() * 1.0001,
-    **{str(value): holds(value) for value in (float("nan"), float("inf"), -float("inf"), 1e-40, 3e38)},
+    **{str(value): holds(value) for value in (float("inf"), -float("inf"), 1e-40, 3e38)},
 }
 
 
@@ -74,6 +72,8 @@ def test_inputs_match_reference(way, backend, name, device):
     dtype = torch.float32 if name in ("1e-40", "3e+38") else torch.bfloat16
     x = INPUTS[name](random_tensor(33, 200, dtype=dtype, device=device))
     check_against_reference(x, way, backend)
+    # NaN in every way.
+    check_against_reference(holds(float("nan"))(random_tensor(33, 200, dtype=dtype, device=device)), way, backend)
     if options.keys() & BOTH.keys():
         return
     # Bitwise identical to the fp32 copy.
@@ -91,27 +91,7 @@ def test_any_shape_and_magnitude(backend, fmt, rows, columns, seed, power, devic
     check_against_reference(x, fmt.name, backend)
 
 
-# --- other ways through the kernels, selected by their tables ---------------------------------------------------------
-
-
-@pytest.mark.parametrize("tile", ((128, 128, 4, 16), (128, 32, 2, 8)), ids=lambda tile: "x".join(map(str, tile[:2])))
-@pytest.mark.parametrize("shape", ((1, 1), (129, 127), (2, 17, 33), (257, 384)), ids=shape_id)
-def test_columnwise_tiles_of_other_widths_match_reference(shape, tile, monkeypatch, device):
-    kernels = pytest.importorskip("torchao_blockwise.ops.quantization.kernels_triton")
-    monkeypatch.setattr(kernels, "_FP8_COLUMNWISE_TILE", tile)
-    check_against_reference(special_input(shape, FP8_1X128, torch.bfloat16, device), FP8_1X128.name, "triton")
-
-
 # --- invariants -------------------------------------------------------------------------------------------------------
-
-
-@backends
-@shapes
-@pytest.mark.parametrize("fmt", SQUARE, ids=lambda f: f.name)
-def test_square_columnwise_is_the_transpose_of_rowwise(fmt, shape, backend, device):
-    x = special_input(shape, fmt, torch.bfloat16, device)
-    rowwise, columnwise = ops.quantize(x, fmt, columnwise=True, backend=backend)
-    assert_operands_equal(ops.transpose(rowwise, columns=shape[-1], backend="reference"), columnwise)
 
 
 @backends
@@ -148,30 +128,6 @@ def test_ragged_blocks_see_no_memory_outside(fmt, backend, device):
     x = poisoned[3:130, 7:270]
     check_against_reference(x, fmt.name, backend)
     assert ops.dequantize(rowwise_of(x, fmt, backend=backend), columns=263).isfinite().all()
-
-
-@backends
-@formats
-@pytest.mark.parametrize("value", (float("nan"), -float("inf")), ids=str)
-def test_nan_and_inf_never_become_finite(value, fmt, backend, device):
-    x = random_tensor(140, 300, device=device)
-    x[130, 280] = value
-    rowwise, columnwise = ops.quantize(x, fmt, columnwise=True, backend=backend)
-    poisoned = torch.zeros_like(x, dtype=torch.bool)
-    rows = slice(0, 140) if fmt.has_global_scale else slice(128, 140) if fmt.is_square else slice(130, 131)
-    poisoned[rows, 0 if fmt.has_global_scale else 256 :] = True
-    assert torch.equal(~ops.dequantize(rowwise).isfinite(), poisoned)
-    assert not ops.dequantize(columnwise)[280, 130].isfinite()
-
-
-@backends
-@formats
-@pytest.mark.parametrize("zero", (0.0, -0.0), ids=str)
-def test_zeros_decode_to_zeros(zero, fmt, backend, device):
-    q = rowwise_of(torch.full((20, 130), zero, device=device), fmt, backend=backend)
-    assert ops.dequantize(q).tolist() == [[0.0] * 130] * 20
-    sign_bit = {8: 0x80, 4: 0x88}[fmt.element.bits]
-    assert (q.qdata.view(torch.uint8) == (sign_bit if str(zero) == "-0.0" else 0)).all()
 
 
 @backends

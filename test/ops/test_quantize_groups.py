@@ -17,7 +17,6 @@ from grouped_copies import (
     tokens_of,
 )
 from quantize_cases import BOTH, ROUNDING, assert_same
-from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchao_blockwise import ops
@@ -30,7 +29,6 @@ from torchao_blockwise.formats import (
     global_scale_of,
     hadamard_number,
 )
-from torchao_blockwise.ops.groups.ends import padded_ends, padded_tokens
 from torchao_blockwise.ops.operands import new_copies
 from torchao_blockwise.ops.quantization import reference
 from torchao_blockwise.testing import assert_bitwise_equal, assert_operands_equal, random_tensor
@@ -253,33 +251,6 @@ def test_launches_do_not_depend_on_how_many_groups_there_are(device, machine):
         grouped(tokens_of(ends, 48, 32, device=device), ends, "own scales", backend="triton")
         counts.append([len(made) for made in launches])
     assert counts[0] == counts[1]
-
-
-@formats
-def test_compiles_once_for_all_token_counts(fmt):
-    def step(x, gate, group_ends):
-        copies = ops.quantize(x, fmt, groups=group_ends, columnwise=True, backend="reference")
-        options = CastOptions(fmt, columnwise=True)
-        fused = ops.swiglu_quantize(gate, gate, options, groups=group_ends, backend="reference")
-        tokens, block = x.shape[0], fmt.block[1]
-        sizes = x.new_zeros(padded_tokens(tokens, group_ends.shape[0], block))
-        return copies, fused, padded_ends(group_ends, tokens, block), sizes
-
-    torch._dynamo.reset()
-    counter = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(step, fullgraph=True, backend=counter)
-    for tokens in (300, 129, 517):
-        x, gate = random_tensor(tokens, 160), random_tensor(tokens, 64)
-        for t in (x, gate):
-            torch._dynamo.mark_dynamic(t, 0)
-        ends = int32([7, 7, tokens - 20, tokens - 3])
-        *got, got_ends, got_sizes = compiled(x, gate, ends)
-        *expected, expected_ends, expected_sizes = step(x, gate, ends)
-        for copies, wanted in zip(got, expected, strict=True):
-            assert_same(copies, wanted)
-        assert_bitwise_equal(got_ends, expected_ends)
-        assert_bitwise_equal(got_sizes, expected_sizes)
-    assert counter.frame_count == 1
 
 
 @pytest.mark.gpu

@@ -134,6 +134,7 @@ def test_dequantize_and_transpose():
     calls = [
         *(lambda op=op, x=x: op(x) for op in (ops.dequantize, ops.transpose) for x in (X, tuple(A))),
         *(lambda dtype=dtype: ops.dequantize(A, dtype=dtype) for dtype in (torch.int32, torch.float8_e4m3fn)),
+        lambda: ops.dequantize(A._replace(format_name="fp8")),
         lambda: ops.dequantize(A, columns=31),
         lambda: ops.dequantize(NVFP4, columns=30),
         lambda: ops.dequantize(SCALED),
@@ -151,6 +152,7 @@ TypeError transpose: x must be a result of quantize, got Tensor; quantize it fir
 TypeError transpose: x must be a result of quantize, got tuple; quantize it first
 TypeError dequantize: dtype must be bfloat16, float16, float32 or float64, got torch.int32
 TypeError dequantize: dtype must be bfloat16, float16, float32 or float64, got torch.float8_e4m3fn
+ValueError dequantize: x has unknown format 'fp8'; the formats are fp8_1x128, fp8_128x128, nvfp4_1x16, nvfp4_16x16
 ValueError dequantize: the payload has 32 columns, got columns=31
 ValueError dequantize: the payload has 32 columns, got columns=30
 ValueError dequantize: global_scale must be a scalar or have one value for each matrix of x, got [2] for payload of shape [4, 16]; for tokens in groups, dequantize the rows of each group with its own scale

@@ -1,6 +1,6 @@
-"""What an `Operation` makes of its description: schema, fake, whole values, results, a table of backends.
+"""Operations as they are defined: schemas, fakes, checks, tables of backends.
 
-Calls of it go through PyTorch's dispatcher where modes, subclasses, profilers or compilers observe them.
+Calls go through PyTorch's dispatcher where modes, subclasses, profilers or compilers observe them.
 """
 
 import sys
@@ -13,45 +13,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchao_blockwise import ops
-from torchao_blockwise._compat import pytree
-from torchao_blockwise.formats import (
-    FORMATS,
-    FP8_1X128,
-    FP8_128X128,
-    NVFP4_1X16,
-    CastOptions,
-    Copies,
-    Groups,
-    Operand,
-    Place,
-)
+from torchao_blockwise.formats import NVFP4_1X16, CastOptions, Groups, Operand, Place
 from torchao_blockwise.ops.backend import Backend, Implementation
 from torchao_blockwise.ops.fused import NORM, Norm
 from torchao_blockwise.ops.operands import without_grad
-from torchao_blockwise.ops.registry import OPTIONS, PLACE, groups, operand
+from torchao_blockwise.ops.registry import OPTIONS, PLACE
 from torchao_blockwise.ops.shards import SHARDS
 from torchao_blockwise.ops.shards.flat import Shards
-from torchao_blockwise.testing import assert_bitwise_equal
 
 X = torch.arange(6.0).reshape(2, 3)
-OPERAND, WITH_GLOBAL = (
-    ops.quantize(torch.ones(2, 128), fmt, backend="reference").rowwise for fmt in (FP8_1X128, NVFP4_1X16)
-)
-ENDS = torch.tensor([1, 2], dtype=torch.int32)
-
-
-def assert_same(got, given) -> None:
-    assert type(got) is type(given)
-    if isinstance(given, (list, tuple)):
-        assert len(got) == len(given)
-        for a, b in zip(got, given):
-            assert_same(a, b)
-    elif isinstance(given, torch.Tensor):
-        assert_bitwise_equal(got, given)
-    else:
-        assert got == given
-
 
 # --- schemas and values -----------------------------------------------------------------------------------------------
 
@@ -80,92 +50,6 @@ def test_formats_and_backends_that_do_not_exist(define):
             op.overload(*values)
     with pytest.raises(ValueError, match="unknown backend 'aut'"):
         op(NVFP4_1X16, Backend.TRITON, "aut")
-
-
-# A schema's arguments, what they are, a value.
-VALUES = {
-    "tensor": ("Tensor x", None, X),
-    "no tensor": ("Tensor? x", None, None),
-    "tensors": ("Tensor[] x", None, [X, X + 1]),
-    "changed list": ("Tensor(a!)[] x", None, [X.clone(), X.clone()]),
-    "ints": ("SymInt[] x", None, [3, -4]),
-    "float": ("float x", None, 0.1),
-    "str": ("str x", None, "some words"),
-    "dtype": ("ScalarType x", None, torch.bfloat16),
-    "format": ("str fmt", None, NVFP4_1X16),
-    "another backend": ("str products_by", None, Backend.CUBLAS),
-    "operand": (operand("x"), Operand, OPERAND),
-    "operand with a global scale": (operand("x"), Operand, WITH_GLOBAL),
-    "no operand": (operand("x", "Tensor?"), Operand, None),
-    "options": (OPTIONS, CastOptions, CastOptions(FP8_128X128, False, True, True, False)),
-    "other options": (OPTIONS, CastOptions, CastOptions(NVFP4_1X16, True, False, False, True, 5, True)),
-    "place": (PLACE, Place, Place(1, 2, 3, -1)),
-    "shards": (SHARDS, Shards, Shards([X[0], X[1]], [0, 3], [1, 2, 3] * 2, [0, 1], torch.float16, FP8_128X128)),
-    "norm": (NORM.replace("Tensor x", "Tensor y"), Norm, Norm(X, None, X[0], None, X[:, 0], torch.bfloat16)),
-    "groups": (groups(), Groups, Groups(ENDS)),
-    "no groups": (groups("Tensor?"), Groups, None),
-    "groups with tables": (groups("Tensor?"), Groups, Groups(ENDS, ENDS + 1)),
-}
-
-
-@pytest.mark.parametrize(("arguments", "kind", "value"), VALUES.values(), ids=VALUES)
-def test_values_arrive_whole(arguments, kind, value, define, monkeypatch):
-    """Between two tensors, so that none takes a part of its neighbor; at the row, the choices, the check, the fake."""
-    seen = {}
-
-    def note(who):
-        return lambda *args: seen.update({who: args})
-
-    op = define(
-        f"Tensor before, {arguments}, Tensor after, str backend",
-        takes=(None, kind, None),
-        table=[
-            Implementation(Backend.TRITON, note("run"), lambda *args: "the next row is asked too"),
-            Implementation(Backend.REFERENCE, note("run"), note("why not")),
-        ],
-        **{who: note(who) for who in ("preferred_backend", "check", "fake")},
-        flops=lambda *args: note("flops")(*args) or 0,
-    )
-    # Elsewhere nothing is preferred on a CPU.
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    op(X, value, X - 1, Backend.AUTO)
-    assert set(seen) == {"check", "preferred_backend", "why not", "run"}
-    with torch.utils.flop_counter.FlopCounterMode(display=False):
-        op(X, value, X - 1, Backend.AUTO)
-    for args in seen.values():
-        assert_same(list(args), [X, value, X - 1])
-    assert "flops" in seen
-    on_meta = pytree.tree_map_only(torch.Tensor, lambda x: x.to("meta"), [X, value, X - 1])
-    op(*on_meta, Backend.AUTO)
-    assert len(seen["fake"]) == 3 and type(seen["fake"][1]) is type(value)
-
-
-# --- results ----------------------------------------------------------------------------------------------------------
-
-PARTS = [OPERAND.qdata, OPERAND.scale]
-# (schema, what a row and a fake return, what the operation returns).
-RESULTS = {
-    "nothing": ("()", None, None),
-    "tensor": ("Tensor", X, X),
-    "three tensors": ("(Tensor, Tensor, Tensor)", (X, X, X + 1), [X, X, X + 1]),
-    "list": ("Tensor[]", [X, None, X + 1], [X, X + 1]),
-    "tuple": ("Tensor[]", (None, X), [X]),
-    "operand": ("(Tensor, Tensor)", OPERAND, PARTS),
-    "copies": ("Tensor[]", Copies(OPERAND, OPERAND), [*PARTS, *PARTS]),
-    "a copy": ("Tensor[]", Copies(None, OPERAND), PARTS),
-}
-
-
-@pytest.mark.parametrize(("schema", "result", "expected"), RESULTS.values(), ids=RESULTS)
-def test_results_are_tensors(schema, result, expected, define):
-    def make(x):
-        # In separate memory, as results must have it.
-        return pytree.tree_map_only(torch.Tensor, torch.clone, result)
-
-    op = define("Tensor x", schema, make, fake=make)
-    for x in (X, X.to("meta")):
-        got = op(x)
-        assert_same(list(got) if isinstance(expected, list) else got, expected)
 
 
 @pytest.mark.parametrize("argument", ("Tensor(a!) x", "Tensor(a!)[] x"), ids=("a tensor", "a list"))
@@ -282,31 +166,3 @@ def test_meta_and_fake_tensors_take_the_fake(double):
     assert type(double(fake, None, 3)) is type(fake)
     with mode:
         assert type(double(torch.empty(2, 3), None, 3)) is type(fake)
-
-
-@pytest.mark.parametrize("of_groups", (None, Groups(ENDS), Groups(ENDS, ENDS + 1)), ids=("none", "ends", "tables"))
-def test_whole_values_are_compiled(of_groups, define, fresh_dynamo):
-    """Taken apart and put together in one graph, without a break; inputs of it are tensors alone."""
-
-    def fake(x, groups, options):
-        return Copies(x._replace(qdata=x.qdata.new_empty(x.qdata.shape), scale=x.scale.new_empty(x.scale.shape)), None)
-
-    def run(x, groups, options):
-        factor = options.padded + (0 if groups is None else sum(t.sum() for t in groups if t is not None))
-        return Copies(x._replace(qdata=x.qdata.clone(), scale=(x.scale.float() * factor).to(x.scale.dtype)), None)
-
-    arguments = f"{operand('x')}, {groups('Tensor?')}, {OPTIONS}, str backend"
-    op = define(arguments, "Tensor[]", run, takes=(Operand, Groups, CastOptions), fake=fake)
-    targets = []
-
-    def backend(graph, inputs):
-        targets.extend(node.target for node in graph.graph.nodes)
-        return graph.forward
-
-    def both(x, of_groups):
-        return op(x, of_groups, CastOptions(FORMATS[x.format_name], padded=True), Backend.AUTO)
-
-    for x in (OPERAND, WITH_GLOBAL):
-        compiled = torch.compile(both, backend=backend, fullgraph=True)
-        assert_same(compiled(x, of_groups), both(x, of_groups))
-    assert targets.count(op.overload) == 2

@@ -105,6 +105,16 @@ def test_a_list_is_as_each_alone(fmt, backend, device):
     check_split(*many(device), fmt, torch.bfloat16, backend)
 
 
+@pytest.mark.parametrize("backend", ("reference", "triton", None), ids=str)
+@formats
+def test_a_list_of_nothing(fmt, backend, device):
+    nothing, bits = Shards.of([], [], [], torch.float32, fmt), torch.tensor([3], dtype=torch.int32, device=device)
+    shards.partial_block_amax_op(bits, nothing, backend)
+    shards.block_scales_op(bits.float(), [], [], bits, [], fmt, False, backend)
+    shards.partial_cast_op([], nothing, bits.float(), WHOLE, backend)
+    assert bits == 3
+
+
 @backends
 @formats
 def test_places_in_a_common_buffer(fmt, backend, device):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from helpers import FP8, NVFP4, master, mlp, weight
+from helpers import FP8, NVFP4, master, weight
 from torch import nn
 
 from torchao_blockwise import BlockwiseFP8Tensor, MasterWeightTensor, weights_unchanged
@@ -41,18 +41,6 @@ def test_what_it_holds():
     ):
         with pytest.raises(TypeError, match=message):
             MasterWeightTensor(wrong, config)
-
-
-def test_moves_keep_the_type():
-    parameter = master(40, 24)
-    for moved in (parameter.to(torch.bfloat16), parameter.cpu(), parameter.to("meta")):
-        assert moved.device == torch.device("meta") or torch.equal(moved.float(), parameter.to(moved.dtype).float())
-    assert type(parameter.bfloat16()) is MasterWeightTensor and parameter.bfloat16().config is parameter.config
-    layer = mlp(FP8).half()
-    assert type(layer[0].weight) is MasterWeightTensor and layer[0].weight.hp.dtype == torch.float16
-    with pytest.raises(NotImplementedError, match=r"weight can be bfloat16, float16 or float32, got torch.float64"):
-        layer.double()
-    assert layer.to_empty(device="cpu")[0].weight.hp.dtype == torch.float16
 
 
 RESHAPES = {

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from expecttest import assert_expected_inline
-from helpers import QUANTIZERS, every_kind, saved_and_loaded, weight
+from helpers import QUANTIZERS, every_kind, weight
 from quantized_tensors import CONFIG, assert_same, shapes, with_config
 from torch import nn
 
@@ -93,16 +93,6 @@ def test_to_dtype_changes_only_the_report(from_hp):
     for dtype in (torch.float64, torch.int8, torch.float8_e4m3fn):
         with pytest.raises(TypeError, match=r"dtype must be bfloat16, float16 or float32, got torch\..*dequantize\(\)"):
             q.to(dtype)
-
-
-@every_kind
-def test_state_dict_out_and_in(from_hp):
-    layers = [nn.Linear(64, 48) for _ in range(2)]
-    for seed, layer in enumerate(layers):
-        layer.weight = nn.Parameter(from_hp(weight(48, 64, seed=seed)))
-    assert not torch.equal(layers[0].weight, layers[1].weight)
-    layers[1].load_state_dict(saved_and_loaded(layers[0].state_dict()))
-    assert_same(layers[1].weight, layers[0].weight, is_parameter=True)
 
 
 @every_kind

@@ -65,7 +65,11 @@ def test_what_is_sent_makes_the_whole(config, rows, ranks):
         shard = rows_of(whole, rank, ranks)
         shard.pending_master.cast_is_done()
         (payload,), state = shard.fsdp_pre_all_gather(None, None, None, None, None)
-        assert payload.dtype == torch.uint8 and payload.shape == state.layout.payload_shape and payload.is_contiguous()
+        assert (
+            payload.dtype == torch.uint8
+            and payload.shape == state.layout.payload_shape(state.layout.padded_shape)
+            and payload.is_contiguous()
+        )
         sent.append(payload)
     gathered, _ = shard.fsdp_post_all_gather((torch.cat(sent),), state, torch.float32)
     assert type(gathered) is type(whole.detach()) and torch.equal(gathered, whole)
@@ -90,9 +94,7 @@ def test_values_wait_for_a_cast():
             y.copy_(values)
         assert y.pending_master.awaits_cast
         assert_bitwise_equal(y.values(), values)
-        with pytest.raises(
-            RuntimeError, match=r"gathers a weight of Linear\(.*sync_weight_scales\(model\) on all ranks"
-        ):
+        with pytest.raises(RuntimeError, match=r"gathers weight, but .*sync_weight_scales\(model\) on all ranks"):
             y.fsdp_pre_all_gather(None, None, None, nn.Linear(33, 40), None)
         copy = y.clone()
         assert copy.pending_master is not y.pending_master and copy.pending_master.awaits_cast
@@ -136,6 +138,10 @@ def test_refuses_what_rows_are_not():
             refused()
     with pytest.raises(ValueError, match=r"weight \[40, 33\] is a quantized Parameter, and Shard\(1\) would"):
         torch.chunk(whole, 2, dim=1)
+    # As `fully_shard` does with CPUOffloadPolicy.
+    chunks = torch.chunk(whole, 2)
+    with pytest.raises(ValueError, match=r"weight \[40, 33\] is a quantized Parameter, which must stay.*CPUOffload"):
+        whole.new_zeros(chunks[0].shape).cpu()
 
 
 @both_formats

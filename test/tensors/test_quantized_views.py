@@ -143,12 +143,3 @@ def test_odd_columns(kind, columns):
     assert_bitwise_equal(q[1].dequantize(), decoded[1])
     if kind == "nvfp4":
         assert_bitwise_equal(q.columnwise()[0], QUANTIZERS[kind](w.mT).qdata)
-
-
-def test_slices_keep_the_scale_of_the_whole():
-    """A part decodes as it did in the whole."""
-    w = torch.cat([torch.full((16, 16), 100.0), torch.full((16, 16), 0.3)])
-    q = QUANTIZERS["nvfp4"](w)
-    assert_bitwise_equal(q[16:].global_scale, q.global_scale)
-    assert_bitwise_equal(q[16:].dequantize(), q.dequantize()[16:])
-    assert not torch.equal(q[16:], QUANTIZERS["nvfp4"](w[16:]))

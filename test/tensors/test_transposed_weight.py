@@ -10,8 +10,7 @@ from torch import nn
 
 from torchao_blockwise import BlockwiseFP8Tensor, MasterWeightTensor, NVFP4Tensor
 from torchao_blockwise.tensors import TransposedWeight
-from torchao_blockwise.tensors.weight_operands import weight_operand, weight_options
-from torchao_blockwise.testing import assert_bitwise_equal, assert_operands_equal
+from torchao_blockwise.testing import assert_bitwise_equal
 
 pytestmark = pytest.mark.usefixtures("no_interpreter")
 
@@ -217,17 +216,6 @@ OWN_VALUES = {
 def test_a_cast_that_was_changed_or_not_recorded_has_values_of_its_own(make):
     copy = make()
     assert copy.source[0] is copy.hp and copy.source[1] is None
-
-
-@both_formats
-def test_rounded_values_are_quantized_as_those_of_a_rounded_weight(config):
-    w = master(*SHAPE, config=config)
-    for columnwise in (False, True):
-        rounded = weight_operand(w.hp, weight_options(config, columnwise), rounded_to=torch.bfloat16)
-        own = weight_operand(w.hp, weight_options(config, columnwise))
-        expected = MasterWeightTensor(w.hp.bfloat16(), config).quantized(columnwise=columnwise)
-        assert_operands_equal(rounded, expected)
-        assert not torch.equal(rounded.scale, own.scale)
 
 
 def test_a_view_of_the_same_shape_has_the_same_values():

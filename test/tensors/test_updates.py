@@ -7,6 +7,7 @@ import pickle
 import pytest
 import torch
 from helpers import FP8, NVFP4, assert_same, both_formats, every_kind, master, mlp, replace, weight
+from optimizer_cases import Case, trained
 from torch import nn
 from torchao.quantization import quantize_
 
@@ -24,13 +25,6 @@ def gradients(model, seed: int) -> None:
         p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(100 * seed + index))
 
 
-def trained(model, optimizer, steps: int = 2) -> list[torch.Tensor]:
-    for seed in range(steps):
-        gradients(model, seed)
-        optimizer.step()
-    return [getattr(p, "hp", p).detach() for p in model.parameters()]
-
-
 # --- bitsandbytes -----------------------------------------------------------------------------------------------------
 
 BITSANDBYTES = {
@@ -42,15 +36,11 @@ BITSANDBYTES = {
 
 @pytest.mark.parametrize("name", BITSANDBYTES)
 def test_bitsandbytes_trains_as_on_plain_weights(name):
-    optimizers = pytest.importorskip("bitsandbytes").optim
-    values = []
-    for config in (None, FP8):
-        model = mlp(config, features=(K, N, K))
-        optimizer = getattr(optimizers, name)(model.parameters(), lr=1e-2, **BITSANDBYTES[name])
-        values.append(trained(model, optimizer))
-    assert "8bit" not in name or optimizer.state[model[0].weight]["state1"].dtype is torch.uint8
-    assert_same(values[1], values[0])
-    assert not torch.equal(values[0][0], mlp(None, features=(K, N, K))[0].weight)
+    pytest.importorskip("bitsandbytes")
+    case = Case(f"bitsandbytes.optim.{name}", BITSANDBYTES[name])
+    plain, ours = (trained(case, config, compiled=False) for config in (None, FP8))
+    assert_same(ours, plain)
+    assert not torch.equal(plain[0], mlp(features=(64, 64, 64))[0].weight)
 
 
 # --- the rule ---------------------------------------------------------------------------------------------------------

@@ -72,7 +72,7 @@ def _gather_quantized(x: Any, shard: QuantizedShard) -> QuantizedTensor:
     else:
         shape = x.shape if layout.dim else torch.Size((*x.shape[:-1], payload.shape[-1]))
         qdata = _gather(payload, x, shape).view(shard.qdata.dtype)
-    return fsdp.quantized(qdata, layout, shard.scale, shard.global_scale, layout.dtype)
+    return fsdp.quantized(qdata, fsdp.Gather(layout, shard.scale, shard.global_scale), layout.dtype)
 
 
 def _gather(part: torch.Tensor, x: Any, shape: torch.Size) -> torch.Tensor:

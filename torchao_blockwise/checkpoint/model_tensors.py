@@ -15,7 +15,7 @@ from torch import nn
 from torchao_blockwise import _compat
 from torchao_blockwise._compat import hugging_face, wrappers
 from torchao_blockwise.formats import BlockFormat
-from torchao_blockwise.tensors import MasterWeightTensor, QuantizedTensor
+from torchao_blockwise.tensors import MasterWeightTensor, QuantizedShard, QuantizedTensor
 
 DIMS_OF_EXPERTS = 3
 # Scales with which an engine quantizes activations, keys and values. They are not part of a model, and training derives
@@ -62,7 +62,9 @@ def is_converted(x: torch.Tensor) -> bool:
 def has_power_of_2_scales(x: torch.Tensor) -> bool:
     """Whether a converted weight is quantized with power-of-two scales."""
     x = _compat.local_of(x)
-    return bool(getattr(x.config if isinstance(x, MasterWeightTensor) else x, "power_of_2_scales", False))
+    return bool(
+        getattr(x.config if isinstance(x, (MasterWeightTensor, QuantizedShard)) else x, "power_of_2_scales", False)
+    )
 
 
 def weights_of_embeddings(model: nn.Module) -> set[str]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 from torchao_blockwise.cli import convert, doctor, report, verify
 from torchao_blockwise.cli.inputs import UsageError
@@ -18,22 +17,15 @@ COMMANDS = {"doctor": doctor, "report": report, "convert": convert, "verify": ve
 PROGRAM = "python -m torchao_blockwise"
 
 
-def make_parser() -> argparse.ArgumentParser:
-    """Return the parser for all commands."""
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command in `argv`, by default the arguments of the process; return the exit code."""
     parser = argparse.ArgumentParser(prog=PROGRAM, description="Tools for training in blockwise FP8 and NVFP4.")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, command in COMMANDS.items():
-        options: dict[str, Any] = {
-            "description": command.__doc__,
-            "formatter_class": argparse.RawDescriptionHelpFormatter,
-        }
-        command.add_arguments(commands.add_parser(name, help=command.HELP, **options))
-    return parser
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command in `argv`, by default the arguments of the process; return the exit code."""
-    args = make_parser().parse_args(argv)
+        as_written = argparse.RawDescriptionHelpFormatter
+        options = commands.add_parser(name, help=command.HELP, description=command.__doc__, formatter_class=as_written)
+        command.add_arguments(options)
+    args = parser.parse_args(argv)
     try:
         return COMMANDS[args.command].run(args)
     except UsageError as error:

@@ -3,15 +3,13 @@
 MODEL is a config.json, a folder that contains one, or a model id that is in the Hugging Face cache. The model is built
 on the meta device, so any size takes seconds and no memory. Nothing is downloaded.
 
-The filter is recommended_layers(model, config); each --filter excludes more layers. --no-recommended uses only the
---filter options. The first line of the report shows the filter.
+The filter is recommended_layers(model, config); each --filter excludes more layers. The first line of the report shows
+the filter.
 
 filters:
-  is_linear, experts, linears_and_experts    the layers to select
-  skip_lm_head, skip_routers
-  skip_fqns=PATTERN,..                       names to exclude, such as "*.gate"
+  skip_fqns=PATTERN,..    names to exclude, such as "*.gate"
   min_features=N
-  keep_last_blocks=N                         or a fraction of the blocks, such as 0.15
+  keep_last_blocks=N      or a fraction of the blocks, such as 0.15
 
 exit code: 0 success, 1 a layer cannot be converted, 2 invalid arguments
 """
@@ -19,11 +17,8 @@ exit code: 0 success, 1 a layer cannot be converted, 2 invalid arguments
 from __future__ import annotations
 
 import argparse
-import functools
-import operator
 import warnings
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import nn
@@ -32,28 +27,24 @@ from torchao.quantization import quantize_
 from torchao_blockwise import conversion
 from torchao_blockwise._names import did_you_mean
 from torchao_blockwise.cli.inputs import UsageError, meta_model, show
-from torchao_blockwise.conversion import Filter
+from torchao_blockwise.conversion import Filter, keep_last_blocks, min_features, skip_fqns
 from torchao_blockwise.conversion.report import CANNOT
 from torchao_blockwise.diagnostics import memory_report
 
 HELP = "show what quantize_ and fuse do to a Hugging Face model"
 
 _RECIPES = {"fp8": conversion.BlockwiseFP8TrainingConfig, "nvfp4": conversion.NVFP4TrainingConfig}
-# {filter: (model, VALUE) -> its arguments}; None for filters without a VALUE.
-_FILTERS: dict[str, Callable[[nn.Module, str], list[Any]] | None] = {
-    **dict.fromkeys(("is_linear", "experts", "linears_and_experts", "skip_lm_head", "skip_routers")),
-    "skip_fqns": lambda model, value: value.split(","),
-    "min_features": lambda model, value: [int(value)],
-    "keep_last_blocks": lambda model, value: [model, float(value) if "." in value else int(value)],
+_FILTERS: dict[str, Callable[[nn.Module, str], Filter]] = {
+    "skip_fqns": lambda model, value: skip_fqns(*value.split(",")),
+    "min_features": lambda model, value: min_features(int(value)),
+    "keep_last_blocks": lambda model, value: keep_last_blocks(model, float(value) if "." in value else int(value)),
 }
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="config.json, its folder, or a model id in the cache")
     parser.add_argument("--recipe", choices=_RECIPES, default="fp8", help="default: fp8")
-    parser.add_argument("--filter", action="append", default=[], metavar="NAME[=VALUE]", help="exclude more layers")
-    parser.add_argument("--no-recommended", action="store_true", help="use only the --filter options")
-    parser.add_argument("--no-master-weights", action="store_true", help="convert Parameters to quantized tensors")
+    parser.add_argument("--filter", action="append", default=[], metavar="NAME=VALUE", help="exclude more layers")
     parser.add_argument("--fuse", action="store_true", help="let layers that read the same input share its copies")
     parser.add_argument("--tokens", type=int, help="predict the memory of a step with a sequence of this length")
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -62,12 +53,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.tokens is not None and args.tokens < 1:
         raise UsageError(f"--tokens must be 1 or more, got {args.tokens}")
-    model = meta_model(args.model)
-    config = _RECIPES[args.recipe](master_weights=not args.no_master_weights)
-    if args.no_recommended and not args.filter:
-        raise UsageError("--no-recommended needs a --filter, such as --filter linears_and_experts")
-    filters = [] if args.no_recommended else [conversion.recommended_layers(model, config)]
-    filter_fn = functools.reduce(operator.and_, filters + [_filter(model, text) for text in args.filter])
+    model, config = meta_model(args.model), _RECIPES[args.recipe]()
+    filter_fn = conversion.recommended_layers(model, config)
+    for text in args.filter:
+        filter_fn &= _filter(model, text)
     report = conversion.dry_run(model, config, filter_fn)
     can = all(layer.status != CANNOT for layer in report.layers)
     if can:
@@ -99,11 +88,7 @@ def _filter(model: nn.Module, text: str) -> Filter:
     if name not in _FILTERS:
         known = ", ".join(_FILTERS)
         raise UsageError(f"--filter must be one of {known}, got {name}{did_you_mean(name, _FILTERS)}")
-    arguments = _FILTERS[name]
-    if bool(value) != (arguments is not None):
-        raise UsageError(f"--filter {name} must be {name}{'=VALUE' * (arguments is not None)}, got {text}")
     try:
-        made: Filter = getattr(conversion, name)(*(() if arguments is None else arguments(model, value)))
+        return _FILTERS[name](model, value)
     except ValueError as error:
         raise UsageError(f"--filter {text}: {error}") from None
-    return made

@@ -8,6 +8,7 @@ from torchao_blockwise.conversion.filters import (
     keep_last_blocks,
     linears_and_experts,
     min_features,
+    recommended_layers,
     skip_fqns,
     skip_lm_head,
     skip_routers,
@@ -15,7 +16,6 @@ from torchao_blockwise.conversion.filters import (
 from torchao_blockwise.conversion.fusion import FusionReport, ModuleReport, fuse, fusion_report
 from torchao_blockwise.conversion.handlers import convert_module, unconvert, why_not_convertible
 from torchao_blockwise.conversion.recipe_states import load_recipe_state, recipe_state
-from torchao_blockwise.conversion.recommended import recommended_layers
 from torchao_blockwise.conversion.report import ConversionReport, LayerReport, conversion_report, dry_run
 from torchao_blockwise.tensors import BlockwiseFP8TrainingConfig, NVFP4TrainingConfig
 

@@ -3,38 +3,39 @@ for each layer that they leave out."""
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import itertools
 import math
 import re
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
-from typing import TypeGuard
+from typing import Any
 
 from torch import nn
 
 from torchao_blockwise import _compat
+from torchao_blockwise._names import nearest_names
 from torchao_blockwise.conversion.weights import expert_weights
+from torchao_blockwise.tensors import NVFP4TrainingConfig, TrainingConfig
+from torchao_blockwise.tensors.config import check_config
 
 # Names of output heads, outside of numbered blocks: "lm_head", "heads", "score", "predictions".
 _HEAD = re.compile(
     r"(?!multi)(.+_)?heads?|output|embed_out|unembed|score|classifier|(.+_)?predictions|pred_layer|fc_out"
 )
 _ROUTER_NAMES = ("gate", "router")
-# The module attribute that holds the reason.
-_SKIP_REASON = "_skip_reason"
+# The fraction of the blocks, at the end, that NVFP4 pretraining (arXiv 2509.25149) keeps in high precision.
+NVFP4_SHARE_KEPT = 0.15
+
+_GATE = re.compile(r"(.+_)?(gate|gating)")
+_EXPERTS = re.compile("expert|moe", re.IGNORECASE)
+# The attribute of a module that holds the reason why a filter last left it out.
+SKIP_REASON = "_skip_reason"
 
 WhyNot = Callable[[nn.Module, str], str | None]
-
-
-def skip_reason(module: nn.Module) -> str | None:
-    """Return why a filter last left `module` out, or None."""
-    return vars(module).get(_SKIP_REASON)
-
-
-def forget_skip_reason(module: nn.Module) -> None:
-    vars(module).pop(_SKIP_REASON, None)
+FilterFn = Callable[[nn.Module, str], bool]
 
 
 class Filter:
@@ -61,33 +62,35 @@ class Filter:
         self.patterns = tuple(patterns)
 
     def __call__(self, module: nn.Module, fqn: str) -> bool:
-        if not fqn:
-            self._warn_of_nothing(module)
+        # `quantize_` passes the model itself first.
+        if not fqn and _compat.quantize_call()[:2] == (module, self):
+            self._warn_of_mistakes(module)
         if not self.is_about(module):
             return False
-        reason = self.why_not(module, fqn)
-        if reason is None:
-            forget_skip_reason(module)
-        else:
-            vars(module)[_SKIP_REASON] = reason
+        vars(module)[SKIP_REASON] = reason = self.why_not(module, fqn)
         return reason is None
 
     def is_about(self, module: nn.Module) -> bool:
         return (self.kind or _is_linear)(module)
 
-    def _warn_of_nothing(self, model: nn.Module) -> None:
-        """Warn if this `quantize_` call will convert no layer; it passes the model itself to the filter first."""
-        converted, filter_fn = _compat.quantize_call()[:2]
-        if filter_fn is not self or converted is not model:
-            return
-        if not any(self.is_about(m) and self.why_not(m, fqn) is None for fqn, m in model.named_modules()):
-            warnings.warn(
-                f"quantize_: no layer of {type(model).__name__} is converted, because {self} leaves out all linear "
-                "layers and experts; print(dry_run(model, config, filter_fn)) to see why",
-                stacklevel=5,
+    def _warn_of_mistakes(self, model: nn.Module) -> None:
+        """Warn about patterns that match no layer, and if no layer will be converted."""
+        modules = dict(model.named_modules())
+        names = [fqn for fqn, m in modules.items() if _is_linear(m) or expert_weights(m)]
+        texts = [
+            f"{pattern!r} of {self} matches no layer; the most similar names are {nearest_names(pattern, names)}"
+            for pattern in self.patterns
+            if not fnmatch.filter(names, pattern)
+        ]
+        if not any(self.is_about(m) and self.why_not(m, fqn) is None for fqn, m in modules.items()):
+            texts.append(
+                f"no layer of {type(model).__name__} is converted, because {self} leaves out all linear layers and "
+                "experts; print(dry_run(model, config, filter_fn)) to see why"
             )
+        for text in texts:
+            warnings.warn(f"quantize_: {text}", stacklevel=5)
 
-    def __and__(self, other: Callable[[nn.Module, str], bool]) -> Filter:
+    def __and__(self, other: FilterFn) -> Filter:
         other = other if isinstance(other, Filter) else custom(other)
         first, second = self.why_not, other.why_not
         kinds = [f.kind for f in (self, other) if f.kind is not None]
@@ -100,7 +103,7 @@ class Filter:
 
     __rand__ = __and__
 
-    def __or__(self, other: Callable[[nn.Module, str], bool]) -> Filter:
+    def __or__(self, other: FilterFn) -> Filter:
         other = other if isinstance(other, Filter) else custom(other)
         both = self, other
 
@@ -125,7 +128,7 @@ def _is_linear(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear)
 
 
-def custom(predicate: Callable[[nn.Module, str], bool], reason: str = "left out by a custom filter") -> Filter:
+def custom(predicate: FilterFn, reason: str = "left out by a custom filter") -> Filter:
     """Make a Filter from any `(module, fqn) -> bool`; the report shows `reason` for the layers that it leaves out."""
     name = getattr(predicate, "__name__", "custom")
     return Filter(lambda module, fqn: None if predicate(module, fqn) else reason, name)
@@ -206,10 +209,8 @@ def min_features(features: int) -> Filter:
         raise ValueError(f"min_features: features must not be negative, got {features}")
 
     def why_not(module: nn.Module, fqn: str) -> str | None:
-        if isinstance(module, nn.Linear):
-            least = min(module.in_features, module.out_features)
-        else:
-            least = min(min(weight.shape[1:]) for weight in expert_weights(module).values())
+        of_linear = [module.in_features, module.out_features] if isinstance(module, nn.Linear) else []
+        least = min(of_linear or [size for weight in expert_weights(module).values() for size in weight.shape[1:]])
         return None if least >= features else f"min_features: {least} < {features}"
 
     return Filter(why_not, f"min_features({features})")
@@ -220,18 +221,16 @@ def block_lists(model: nn.Module, least: int = 1) -> dict[str, list[nn.Module]]:
 
     Lists are ModuleLists and numbered ModuleDicts, or, if there are none, each `nn.Sequential` of blocks.
     """
+    named = dict(model.named_modules())
     lists: dict[str, nn.Module] = {
-        fqn: m for fqn, m in model.named_modules() if _is_list(m) and len(m) >= least and "expert" not in fqn
+        fqn: m
+        for fqn, m in named.items()
+        if isinstance(m, (nn.ModuleList, nn.ModuleDict)) and len(m) >= least and "expert" not in fqn
+        if all(name.isdigit() for name, _ in m.named_children())
     }
-    if not lists:
-        lists = {fqn: m for fqn, m in model.named_modules() if isinstance(m, nn.Sequential) and _holds_blocks(m)}
+    lists = lists or {fqn: m for fqn, m in named.items() if isinstance(m, nn.Sequential) and _holds_blocks(m)}
     inner = {id(m) for outer in lists.values() for m in outer.modules() if m is not outer}
     return {fqn: list(m.children()) for fqn, m in lists.items() if id(m) not in inner}
-
-
-def _is_list(module: nn.Module) -> TypeGuard[nn.ModuleList | nn.ModuleDict]:
-    is_numbered = isinstance(module, nn.ModuleDict) and all(name.isdigit() for name in module)
-    return is_numbered or isinstance(module, nn.ModuleList)
 
 
 def _holds_blocks(module: nn.Sequential) -> bool:
@@ -268,3 +267,119 @@ def keep_last_blocks(model: nn.Module, count: int | float) -> Filter:
         raise ValueError(f"keep_last_blocks: {wanted}, got count={count}")
     kept = in_last_blocks(blocks, count)
     return Filter(lambda module, fqn: kept.get(module), f"keep_last_blocks({count})")
+
+
+# --- the default filter -----------------------------------------------------------------------------------------------
+
+
+def recommended_layers(model: nn.Module, config: TrainingConfig | None = None) -> Filter:
+    """Accept the linear layers and experts of `model` that benefit from low precision; the recommended `filter_fn`.
+
+    Leaves out output heads (also those tied to an embedding), routers and gates, the output projection of
+    `nn.MultiheadAttention` and, with an `NVFP4TrainingConfig`, the last 15 % of the blocks. Parameters [E, N, K] count
+    as experts if the name or the class of their module contains "expert" or "moe"; `| experts()` adds all others.
+
+    model: the model that is passed to `quantize_`, or a model that contains it; layers of other models are left out.
+    Raises TypeError unless `config` is a training config or None.
+    Source: DeepSeek-V3 report (arXiv 2412.19437), §3.3.1; NVFP4 pretraining (arXiv 2509.25149).
+    """
+    if config is not None:
+        check_config("recommended_layers", config)
+    return recommended(model, config)
+
+
+def warn_of_plain(model: nn.Module, config: TrainingConfig, chosen: Iterable[str]) -> None:
+    """Warn if `quantize_(model, config)` without a filter converts layers that `recommended_layers` leaves out."""
+    advice = recommended_layers(model, config)
+    left_out = {fqn: advice.why_not(model.get_submodule(fqn), fqn) for fqn in chosen}
+    unwanted = [f"{fqn} ({why})" for fqn, why in left_out.items() if why is not None]
+    if unwanted:
+        shown = ", ".join(unwanted[:3]) + (f" and {len(unwanted) - 3} more" if len(unwanted) > 3 else "")
+        warnings.warn(
+            f"quantize_: without a filter, it also converts {shown}; to leave these out, convert a new model with "
+            "filter_fn=recommended_layers(model, config)",
+            stacklevel=3,
+        )
+
+
+def recommended(
+    model: nn.Module, config: TrainingConfig | None, *, heads: bool = False, last_blocks: int | float | None = None
+) -> Filter:
+    """Return `recommended_layers` with further options.
+
+    heads: also convert output heads. last_blocks: how many blocks to leave out; None for the config's default.
+    """
+    reasons: dict[nn.Module, str | None] = dict.fromkeys(model.modules())
+    # If a layer has several reasons, the last one is reported.
+    if last_blocks is None:
+        for blocks in block_lists(model, least=2).values() if isinstance(config, NVFP4TrainingConfig) else ():
+            reasons |= in_last_blocks(blocks, NVFP4_SHARE_KEPT)
+    elif last_blocks:
+        kept = keep_last_blocks(model, last_blocks)
+        reasons |= {m: kept.why_not(m, fqn) for fqn, m in model.named_modules()}
+    reasons |= dict.fromkeys(_routers(model), "router or gate")
+    if not heads:
+        reasons |= _output_heads(model)
+    for fqn, module in model.named_modules():
+        if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
+            reasons[module] = "nn.MultiheadAttention reads its weight directly"
+        elif not isinstance(module, nn.Linear) and not _EXPERTS.search(f"{fqn}.{type(module).__name__}"):
+            reasons[module] = "not named like experts"
+    foreign = "not part of the model that recommended_layers was called with"
+    chosen = is_linear() | experts()
+    return Filter(
+        lambda module, fqn: reasons.get(module, foreign), f"recommended_layers({type(model).__name__})", chosen.kind
+    )
+
+
+def _output_heads(model: nn.Module) -> dict[nn.Module, str]:
+    """Return {output head: reason why it is one}."""
+    embeddings = {id(m.weight): fqn for fqn, m in model.named_modules() if isinstance(m, nn.Embedding)}
+    found: dict[nn.Module, str] = {}
+    # If the last linear layer follows all lists of blocks, it is a head, regardless of its name.
+    inner = {m for blocks in block_lists(model, least=2).values() for block in blocks for m in block.modules()}
+    in_blocks = {m: m in inner for m in model.modules() if isinstance(m, nn.Linear) or expert_weights(m)}
+    if any(in_blocks.values()) and not list(in_blocks.values())[-1]:
+        found[list(in_blocks)[-1]] = "last layer, after the blocks"
+    for fqn, module in model.named_modules():
+        # Models of transformers, and parts of them, declare their head.
+        get: Any = getattr(module, "get_output_embeddings", lambda: None)
+        with contextlib.suppress(AttributeError, NotImplementedError):
+            if isinstance(declared := get(), nn.Module):
+                found |= dict.fromkeys(declared.modules(), "output head")
+        if isinstance(module, nn.Linear) and is_head_name(fqn):
+            found[module] = "output head"
+    tied = {m: embeddings.get(id(m.weight)) for m in model.modules() if isinstance(m, nn.Linear)}
+    return found | {m: f"output head, tied to {fqn}" for m, fqn in tied.items() if fqn is not None}
+
+
+def _routers(model: nn.Module) -> list[nn.Module]:
+    """Return linear layers inside routers, next to as many experts as they have outputs, or named like a gate.
+
+    A router holds no experts, and its class or the last part of its name contains "router".
+    A gate has few outputs, and no sibling has its shape. (In a gated MLP, gate and up have the same shape.)
+    """
+    counts, found = set[int](), list[nn.Module]()
+    for fqn, parent in model.named_modules():
+        is_router = "router" in f"{fqn.rpartition('.')[2]} {type(parent).__name__}".lower()
+        if fqn and is_router and not any(_number_of_experts(name, m) for name, m in parent.named_modules()):
+            found += parent.modules()
+        numbers = {_number_of_experts(name, child) for name, child in (("", parent), *parent.named_children())}
+        counts |= numbers
+        found += [m for m in parent.children() if isinstance(m, nn.Linear) and m.out_features in numbers]
+    for fqn, parent in model.named_modules():
+        linears = {name: m for name, m in parent.named_children() if isinstance(m, nn.Linear)}
+        shapes = [(m.out_features, m.in_features) for m in linears.values()]
+        for name, module in linears.items():
+            is_named = _GATE.fullmatch(name) or fqn.rpartition(".")[2] in ("gate", "gating")
+            is_small = module.out_features < module.in_features or module.out_features in counts
+            if is_named and is_small and shapes.count((module.out_features, module.in_features)) == 1:
+                found.append(module)
+    return found
+
+
+def _number_of_experts(name: str, module: nn.Module) -> int:
+    """Return the number of experts that `module`, called `name`, holds in weights [E, N, K] or as modules."""
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and "expert" in name:
+        return len(module)
+    return next((weight.shape[0] for weight in expert_weights(module).values()), 0)

@@ -118,19 +118,19 @@ def fusion_report(model: nn.Module) -> FusionReport:
     """Return which modules of `model` currently share their inputs, and why others do not."""
     reports = []
     for fqn, module in model.named_modules():
-        readers, reason = _examined(module)
-        status, what = UNFUSED, reason or "not fused yet; call fuse(model)"
+        readers, why = _examined(module)
+        status, why = UNFUSED, why or "not fused yet; call fuse(model)"
         if isinstance(module, FusedModule):
-            readers, why = module.fusion.readers, why_not_shared(module)
-            what = why or ""
-            status = FUSED if why is None else UNFUSED
-            if module.fusion.down and why is None:
+            readers, why = module.fusion.readers, why_not_shared(module) or ""
+            status = UNFUSED if why else FUSED
+            if module.fusion.down and not why:
                 unfused = why_not_swiglu(module)
-                what = f"SwiGLU in {module.fusion.down}" if unfused is None else f"no SwiGLU: {unfused}"
-            if any(_is_shard(getattr(module, name)) for name in readers):
+                why = f"SwiGLU in {module.fusion.down}" if unfused is None else f"no SwiGLU: {unfused}"
+            weights: list[Any] = [getattr(getattr(module, name), "weight", None) for name in readers]
+            if any(_compat.local_of(weight) is not weight for weight in weights):
                 status = SHARDED
         if readers:
-            reports.append(ModuleReport(fqn, type(module).__name__, status, readers, what))
+            reports.append(ModuleReport(fqn, type(module).__name__, status, readers, why))
     return FusionReport(tuple(reports))
 
 
@@ -153,11 +153,6 @@ def _examined(module: nn.Module) -> tuple[tuple[str, ...], str | None]:
         if not isinstance(layer := getattr(module, name), nn.Linear):
             return readers, f"{name} is a {type(layer).__name__}; {_BEFORE}"
     return readers, None
-
-
-def _is_shard(layer: nn.Module) -> bool:
-    weight: Any = getattr(layer, "weight", None)
-    return _compat.local_of(weight) is not weight
 
 
 def _folder(cls: type) -> str:

@@ -10,10 +10,9 @@ all or none are converted. Later calls find their layer converted.
 
 from __future__ import annotations
 
-import fnmatch
 import itertools
-import warnings
 import weakref
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -21,13 +20,11 @@ from torch import nn
 from torchao.quantization.transform_module import register_quantize_module_handler
 
 from torchao_blockwise import _compat, _versions
-from torchao_blockwise._compat import hugging_face
-from torchao_blockwise._names import nearest_names
-from torchao_blockwise.conversion.filters import Filter, forget_skip_reason
-from torchao_blockwise.conversion.recommended import warn_of_plain
+from torchao_blockwise._compat import hugging_face, torch_fsdp
+from torchao_blockwise.conversion.filters import SKIP_REASON, FilterFn, warn_of_plain
 from torchao_blockwise.conversion.state_dicts import keep_state_dicts_no_longer, keep_state_dicts_plain
-from torchao_blockwise.conversion.weights import expert_weights, held_parameters, matrices, weights_of
-from torchao_blockwise.formats import FP8_128X128, HIGH_PRECISION_DTYPES
+from torchao_blockwise.conversion.weights import Held, expert_weights, held_parameters, matrices, weights_of
+from torchao_blockwise.formats import FP8_128X128, HIGH_PRECISION_DTYPES, StochasticRounding
 from torchao_blockwise.nn.converted import (
     KNOWN_FORWARDS,
     ConvertedLinear,
@@ -48,38 +45,39 @@ from torchao_blockwise.tensors import (
 )
 from torchao_blockwise.tensors.config import ConfigClass, check_config
 from torchao_blockwise.tensors.pending_master import PendingMaster
-from torchao_blockwise.tensors.rounding import RoundingKeys
+from torchao_blockwise.tensors.rounding import STREAMS_A_WEIGHT, start_key
 from torchao_blockwise.tensors.state_values import plain_values
 
 # Packages whose subclasses of `nn.Linear` quantize their weights themselves.
 _OTHER_QUANTIZERS = "torchao.", "torch.ao.", "bitsandbytes.", "transformers.integrations."
 
-_FSDP: tuple[type, ...] = ()
-if torch.distributed.is_available():
-    from torch.distributed.fsdp import FSDPModule
-
-    _FSDP = (FSDPModule,)
-
+_SHARDED = "it is sharded; load model.state_dict() into an unconverted model that is sharded in the same way"
 # Attributes of a converted weight that belong to its content and are not kept when the content is swapped.
 _OF_THE_CONTENT = "pending_master", "saved_values", "layer", "rounding_key", "rounding_keys", "cast_of", "_is_param"
 
 
 def why_not_convertible(
-    module: nn.Module,
-    config: TrainingConfig,
-    held: dict[nn.Parameter, list[tuple[str, nn.Module]]] | None = None,
-    parameter_name: str | None = None,
+    module: nn.Module, config: TrainingConfig, held: Held | None = None, parameter_name: str | None = None
 ) -> str | None:
     """Return why `module` cannot be converted with `config`, with the remedy, or None if it can.
 
     held: `held_parameters` of the model that contains it; None for a module by itself.
     parameter_name: the only Parameter to convert; by default all of `weights_of(module)`.
     """
+    weights = weights_of(module, parameter_name)
+    for weight in weights.values():
+        # Such as a weight of transformers' FP8Linear.
+        if weight is not None and weight.is_floating_point() and weight.dtype.itemsize == 1:
+            return (
+                f"its weight is {weight.dtype}, and its scales are stored in another tensor and would be lost; load "
+                "the checkpoint with torchao_blockwise.integrations.transformers.from_pretrained, or create the model "
+                "in high precision (from_config in transformers), convert it, and load the checkpoint with "
+                "checkpoint.load"
+            )
     is_linear = isinstance(module, nn.Linear)
     reason = (_why_no_forward(module) if isinstance(module, nn.Linear) else None) or why_no_class(module)
     if reason is not None:
         return reason
-    weights = weights_of(module, parameter_name)
     if not weights:
         return f"a {type(module).__name__} is not an nn.Linear and has no expert weights [E, N, K]; exclude it"
     for name, weight in weights.items():
@@ -90,17 +88,6 @@ def why_not_convertible(
     return None
 
 
-def _why_no_codes(weight: torch.Tensor | None) -> str | None:
-    """Return why an FP8 weight of transformers cannot be converted, or None for any other weight."""
-    if weight is None or not weight.dtype.is_floating_point or weight.dtype.itemsize > 1:
-        return None
-    return (
-        f"its weight is {weight.dtype}, and its scales are stored in another tensor and would be lost; load the "
-        "checkpoint with torchao_blockwise.integrations.transformers.from_pretrained, or create the model in high "
-        "precision (from_config in transformers), convert it, and load the checkpoint with checkpoint.load"
-    )
-
-
 def _why_no_forward(module: nn.Linear) -> str | None:
     if hugging_face.is_offloaded_by_accelerate(module):
         return "accelerate offloads its weight and replaces it with a plain one on every use; put it on a device"
@@ -108,8 +95,7 @@ def _why_no_forward(module: nn.Linear) -> str | None:
     for cls in type(module).__mro__:
         if cls.__module__.startswith(_OTHER_QUANTIZERS) and getattr(cls, "forward", None) not in KNOWN_FORWARDS:
             package = cls.__module__.rpartition(".")[0]
-            itself = f"{cls.__name__} of {package} quantizes its weight itself; use an nn.Linear instead, or exclude it"
-            return _why_no_codes(module.weight) or itself
+            return f"{cls.__name__} of {package} quantizes its weight itself; use an nn.Linear instead, or exclude it"
     if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
         return "nn.MultiheadAttention reads its weight without calling the layer; exclude it"
     # accelerate's hooks store the original forward here.
@@ -141,8 +127,7 @@ def _why_no_weight(
     if type(weight) not in (nn.Parameter, MasterWeightTensor):
         return f"its weight is a {type(weight).__name__}; convert first, then shard or wrap"
     if weight.dtype not in HIGH_PRECISION_DTYPES:
-        cast = f"its weight is {weight.dtype}; cast it to bfloat16, float16 or float32, or exclude the layer"
-        return _why_no_codes(weight) or cast
+        return f"its weight is {weight.dtype}; cast it to bfloat16, float16 or float32, or exclude the layer"
     if (reason := why_not_swappable(weight)) is not None:
         return reason
     others = [m for m in holders if not (isinstance(m, nn.Linear) or expert_weights(m) or matrices(m))]
@@ -181,7 +166,8 @@ def convert_module(module: nn.Module, config: TrainingConfig, *, parameter_name:
     RuntimeError if PyTorch or torchao is too old.
     """
     _versions.check()
-    if hugging_face.transformers_quantizes():
+    model, filter_fn, caller = _compat.quantize_call()
+    if caller == "transformers.integrations.torchao":
         raise ValueError(
             f"from_pretrained: a TorchAoConfig with a {type(config).__name__} would freeze the loaded weights and save "
             f"them unconverted; use quantization_config={config.in_transformers}(...) from "
@@ -191,48 +177,53 @@ def convert_module(module: nn.Module, config: TrainingConfig, *, parameter_name:
     weights = weights_of(module, parameter_name).values()
     if weights and all(_trains_by(weight, config) for weight in weights):
         return module
-    model, filter_fn = _compat.quantize_call()[:2]
     model = module if model is None else model
-    if filter_fn is None:
-        # Called directly, or for a name in an FqnToConfig.
-        targets = {fqn: m for fqn, m in model.named_modules() if m is module}
-    else:
-        adapters = hugging_face.adapters_in(model)
-        if module in adapters:
-            return module
-        targets = {fqn: m for fqn, m in model.named_modules() if filter_fn(m, fqn) and m not in adapters}
+    if module in hugging_face.adapters_in(model):
+        return module
     held = held_parameters(model)
-    _check(targets, config, held, parameter_name)
-    if isinstance(filter_fn, Filter):
-        _warn_of_unused(filter_fn, model)
-    elif filter_fn is _compat.default_filter():
-        warn_of_plain(model, config, targets)
-    _convert(targets, config, held, parameter_name)
-    return module
-
-
-def _convert(
-    targets: dict[str, nn.Module],
-    config: TrainingConfig,
-    held: dict[nn.Parameter, list[tuple[str, nn.Module]]],
-    parameter_name: str | None,
-) -> None:
+    # A direct call has none, and neither has a name in an FqnToConfig. A filter has left out the model itself.
+    chosen = lambda m, fqn: m is module or (filter_fn is not None and m is not model and filter_fn(m, fqn))  # noqa: E731
+    reasons = planned_layers(model, config, chosen, held, parameter_name)
+    remedy = "; fix them, or exclude them with filter_fn=skip_fqns(...)"
+    _refuse("quantize_: {} of {} layers cannot be converted", reasons, remedy)
+    if filter_fn is _compat.default_filter():
+        warn_of_plain(model, config, reasons)
     hugging_face.tell_lora_how_to_merge(TrainingConfig)
     numbers = {weight: number for number, weight in enumerate(held)}
-    for fqn, module in targets.items():
-        if not isinstance(module, nn.Linear):
+    for fqn in reasons:
+        target = model.get_submodule(fqn)
+        if not isinstance(target, nn.Linear):
             take_products_of_others()
-        for name, weight in weights_of(module, parameter_name).items():
+        for name, weight in weights_of(target, parameter_name).items():
             assert weight is not None, "checked before"
             if not _trains_by(weight, config):
                 swap(weight, _converted(weight, config))
                 if config.stochastic_rounding:
-                    RoundingKeys.of_weight(config.seed, numbers[weight]).attach(weight)
+                    stream = STREAMS_A_WEIGHT * numbers[weight]
+                    start_key(weight, StochasticRounding(config.seed, stream))
             weight.layer = f"{fqn}.{name}".lstrip(".")  # type: ignore[attr-defined]  # ours by now
             for held_name, holder in held[weight]:
                 keep_state_dicts_plain(holder)
-                if isinstance(holder, nn.Linear) or holder is module:
+                if isinstance(holder, nn.Linear) or holder is target:
                     convert_class(holder, held_name.rpartition(".")[0])
+    return module
+
+
+def planned_layers(
+    model: nn.Module, config: TrainingConfig, filter_fn: FilterFn, held: Held, parameter_name: str | None = None
+) -> dict[str, str | None]:
+    """Return {name: why it cannot be converted, or None} for the layers that `filter_fn` accepts."""
+    adapters = hugging_face.adapters_in(model)
+    chosen = {fqn: m for fqn, m in model.named_modules() if filter_fn(m, fqn) and m not in adapters}
+    return {fqn: why_not_convertible(m, config, held, parameter_name) for fqn, m in chosen.items()}
+
+
+def _refuse(what: str, reasons: Mapping[str, str | None], remedy: str = "") -> None:
+    """Raise ValueError if there are reasons not to change a layer. what: the error, with "{} of {}" for numbers."""
+    failures = [f"  {fqn or 'the model itself'}: {why}" for fqn, why in reasons.items() if why is not None]
+    if failures:
+        error = f"{what.format(len(failures), len(reasons))}, so nothing was changed{remedy}:"
+        raise ValueError("\n".join([error, *failures]))
 
 
 @register_quantize_module_handler(ConfigClass)
@@ -252,34 +243,6 @@ def _take_plain_tensor(module: nn.Module) -> None:
         module.weight = nn.Parameter(weight.detach(), requires_grad=False)
 
 
-def _warn_of_unused(filter_fn: Filter, model: nn.Module) -> None:
-    """Warn about patterns that match no layer, with the nearest names."""
-    names = [fqn for fqn, m in model.named_modules() if isinstance(m, nn.Linear) or expert_weights(m)]
-    for pattern in filter_fn.patterns:
-        if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
-            warnings.warn(
-                f"quantize_: {pattern!r} of {filter_fn} matches no layer; the most similar names are "
-                f"{nearest_names(pattern, names)}",
-                stacklevel=2,
-            )
-
-
-def _check(
-    targets: dict[str, nn.Module],
-    config: TrainingConfig,
-    held: dict[nn.Parameter, list[tuple[str, nn.Module]]],
-    parameter_name: str | None,
-) -> None:
-    reasons = {fqn: why_not_convertible(module, config, held, parameter_name) for fqn, module in targets.items()}
-    failures = {fqn: reason for fqn, reason in reasons.items() if reason is not None}
-    if failures:
-        lines = "\n".join(f"  {fqn or 'the model itself'}: {reason}" for fqn, reason in failures.items())
-        raise ValueError(
-            f"quantize_: {len(failures)} of {len(targets)} layers cannot be converted, so nothing was changed; fix "
-            f"them, or exclude them with filter_fn=skip_fqns(...):\n{lines}"
-        )
-
-
 def _converted(weight: nn.Parameter, config: TrainingConfig) -> torch.Tensor:
     hp = weight.hp if isinstance(weight, MasterWeightTensor) else weight.detach()
     if config.master_weights:
@@ -289,17 +252,14 @@ def _converted(weight: nn.Parameter, config: TrainingConfig) -> torch.Tensor:
     return NVFP4Tensor.from_hp(hp, block_size=config.weight_format.block, config=config)
 
 
-def swap(weight: nn.Parameter, converted: torch.Tensor) -> None:
+def swap(weight: Any, converted: torch.Tensor) -> None:
     """Swap the content of `converted` into the Parameter `weight`, which keeps its gradient, hooks and attributes."""
     if isinstance(converted, QuantizedTensor) and weight.requires_grad:
         converted.pending_master = PendingMaster(weight.detach())
     new = nn.Parameter(converted, requires_grad=weight.requires_grad)
     _compat.carry_grad_dtype(weight, new)
-    own = (
-        {*itertools.chain(*weight.__tensor_flatten__()), *_OF_THE_CONTENT}
-        if isinstance(weight, (MasterWeightTensor, QuantizedTensor))
-        else ()
-    )
+    is_ours = isinstance(weight, (MasterWeightTensor, QuantizedTensor))
+    own = {*itertools.chain(*weight.__tensor_flatten__()), *_OF_THE_CONTENT} if is_ours else ()
     attributes = {k: v for k, v in vars(weight).items() if k not in vars(new) and k not in own}
     grad, weight.grad = weight.grad, None
     try:
@@ -327,28 +287,20 @@ def unconvert(model: nn.Module) -> nn.Module:
         for p, held in held_parameters(model).items()
         if isinstance(_compat.local_of(p), (MasterWeightTensor, QuantizedTensor))
     }
-    sharded = any(isinstance(module, _FSDP) for module in model.modules())
-    reasons = {fqn: _why_not_plain(p, sharded) for p, fqn in weights.items()}
-    failures = [f"  {fqn}: {reason}" for fqn, reason in reasons.items() if reason is not None]
-    if failures:
-        raise ValueError(
-            f"unconvert: {len(failures)} of {len(weights)} weights cannot be restored, so nothing was changed:\n"
-            + "\n".join(failures)
-        )
+    is_sharded = any(torch_fsdp.state_of(module) is not None for module in model.modules())
+    reasons = {
+        fqn: _SHARDED if is_sharded or _compat.local_of(p) is not p else why_not_swappable(p)
+        for p, fqn in weights.items()
+    }
+    _refuse("unconvert: {} of {} weights cannot be restored", reasons)
     for p in weights:
         swap(p, _plain(p))
     for module in model.modules():
-        forget_skip_reason(module)
+        vars(module).pop(SKIP_REASON, None)
         keep_state_dicts_no_longer(module)
         while isinstance(module, DerivedModule) and restore_class(module):
             pass
     return model
-
-
-def _why_not_plain(weight: nn.Parameter, sharded: bool) -> str | None:
-    if sharded or _compat.local_of(weight) is not weight:
-        return "it is sharded; load model.state_dict() into an unconverted model that is sharded in the same way"
-    return why_not_swappable(weight)
 
 
 def _plain(weight: torch.Tensor) -> torch.Tensor:

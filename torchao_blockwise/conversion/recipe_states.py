@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import torch
 from torch import nn
 
 from torchao_blockwise import _compat
 from torchao_blockwise._names import did_you_mean
-from torchao_blockwise.formats import StochasticRounding, key_of
-from torchao_blockwise.tensors.rounding import RoundingKeys
+from torchao_blockwise.formats import key_of
+from torchao_blockwise.tensors.rounding import Keys, keys_of, state_of
 
 _NUMBERS = "seed", "stream", "use"
 
@@ -23,7 +22,7 @@ def recipe_state(model: nn.Module) -> dict[str, dict[str, int]]:
     stream of its random bits, and how many times they were drawn, as plain integers. Empty for other recipes. Each
     data-parallel rank has a different seed, so each must save its own state. Synchronizes with the device.
     """
-    return {name: dict(zip(_NUMBERS, (int(number) for number in keys.now()[:3]))) for name, keys, _ in _rounding(model)}
+    return {name: dict(zip(_NUMBERS, map(int, state_of(keys)[:3]))) for name, keys in _keys(model)}
 
 
 def load_recipe_state(model: nn.Module, state: Mapping[str, Mapping[str, int]]) -> None:
@@ -31,7 +30,7 @@ def load_recipe_state(model: nn.Module, state: Mapping[str, Mapping[str, int]]) 
 
     Raises KeyError for weights that are only in the state or only in the model, ValueError for invalid numbers.
     """
-    found = {name: (keys, expert) for name, keys, expert in _rounding(model)}
+    found = dict(_keys(model))
     for name in state.keys() - found.keys():
         raise KeyError(
             f"load_recipe_state: the state has {name!r}, but the model has no such weight whose gradients are rounded "
@@ -42,27 +41,25 @@ def load_recipe_state(model: nn.Module, state: Mapping[str, Mapping[str, int]]) 
             f"load_recipe_state: {name!r} is missing from the state, but the model rounds its gradients "
             "stochastically; use the recipe_state of a model that was converted in the same way"
         )
-    starts = []
-    for name, (keys, expert) in found.items():
+    restored = []
+    for name, keys in found.items():
         try:
             seed, stream, use = (state[name][number] for number in _NUMBERS)
-            start = StochasticRounding(seed, stream, use, expert=expert)
+            start = state_of(keys)._replace(seed=seed, stream=stream, use=use)
             # Raises if a number has too many bits.
-            key_of(start, torch.device("cpu"))
-            starts.append((keys, start))
+            restored += [(key, key_of(start, device)) for device, key in keys.items()]
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(
                 f"load_recipe_state: {name!r} must have the integers {', '.join(_NUMBERS)}, got {state[name]!r}; "
                 f"pass the result of recipe_state ({error})"
             ) from None
-    for keys, start in starts:
-        keys.set(start)
+    for key, value in restored:
+        key.copy_(value)
 
 
-def _rounding(model: nn.Module) -> Iterator[tuple[str, RoundingKeys, int]]:
-    """Yield (name, keys, first expert) for each weight that has random bits."""
+def _keys(model: nn.Module) -> Iterator[tuple[str, Keys]]:
+    """Yield (name, keys) for each weight that has random bits."""
     for name, parameter in model.named_parameters():
         weight: Any = _compat.local_of(parameter)
         if getattr(weight, "rounding_key", None) is not None:
-            keys = RoundingKeys.of(weight)
-            yield name, keys, keys.now().expert
+            yield name, keys_of(weight)

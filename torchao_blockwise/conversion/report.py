@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -12,17 +12,14 @@ from torch import nn
 
 from torchao_blockwise import _compat, _versions
 from torchao_blockwise._compat import hugging_face
-from torchao_blockwise.conversion.filters import skip_reason
-from torchao_blockwise.conversion.handlers import why_not_convertible
+from torchao_blockwise.conversion.filters import SKIP_REASON, FilterFn
+from torchao_blockwise.conversion.handlers import planned_layers
 from torchao_blockwise.conversion.state_dicts import is_converted
 from torchao_blockwise.conversion.weights import expert_weights, held_parameters, matrices
-from torchao_blockwise.tensors import MasterWeightTensor, QuantizedTensor, TrainingConfig, fsdp
+from torchao_blockwise.tensors import MasterWeightTensor, QuantizedShard, QuantizedTensor, TrainingConfig
 from torchao_blockwise.tensors.config import check_config
 
 CONVERTED, SKIPPED, CANNOT, REPLACED = "converted", "skipped", "cannot convert", "replaced"
-
-# Status, reason or format, and the config of a converted weight.
-_State = tuple[str, str, TrainingConfig | None]
 
 # {name of a class whose GEMMs cannot be converted: the reason}
 _NEVER_CONVERTED = {
@@ -34,15 +31,11 @@ _BY_NAME = "not in an nn.Linear; if the model passes it to F.linear, FqnToConfig
 
 def aligned(header: tuple[str, ...], rows: Sequence[tuple[str, ...]], total: tuple[str, ...] | None, words: int) -> str:
     """Format a table. The first `words` columns are left-aligned, the others right-aligned. total: the last line."""
-    last = [] if total is None else [total]
-    widths = [max(map(len, column)) for column in zip(header, *rows, *last)]
+    widths = [max(map(len, column)) for column in zip(header, *rows, *([] if total is None else [total]))]
     rule = tuple("-" * width for width in widths)
-
-    def line(row: tuple[str, ...]) -> str:
-        cells = [c.ljust(w) if i < words else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths))]
-        return "  ".join(cells).rstrip()
-
-    return "\n".join(map(line, (header, rule, *rows, *(x for total in last for x in (rule, total)))))
+    lines = [header, rule, *rows, *([] if total is None else [rule, total])]
+    sides = ["<" if i < words else ">" for i in range(len(header))]
+    return "\n".join("  ".join(map("{:{}{}}".format, line, sides, widths)).rstrip() for line in lines)
 
 
 @dataclass(frozen=True)
@@ -108,12 +101,8 @@ class ConversionReport:
 
 def human_bytes(count: int) -> str:
     """1536 -> '1.5 KiB'."""
-    size = float(count)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} TiB"
+    power = min((max(count, 1).bit_length() - 1) // 10, 4)
+    return f"{count / 1024**power:.1f} {'KMGT'[power - 1]}iB" if power else f"{count} B"
 
 
 def conversion_report(model: nn.Module) -> ConversionReport:
@@ -125,9 +114,7 @@ def conversion_report(model: nn.Module) -> ConversionReport:
     return _report(model)
 
 
-def dry_run(
-    model: nn.Module, config: TrainingConfig, filter_fn: Callable[[nn.Module, str], bool] | None = None
-) -> ConversionReport:
+def dry_run(model: nn.Module, config: TrainingConfig, filter_fn: FilterFn | None = None) -> ConversionReport:
     """Return the conversion report as it would be after `quantize_(model, config, filter_fn)`, without converting.
 
     Layers for which `quantize_` would raise have the status "cannot convert".
@@ -135,20 +122,12 @@ def dry_run(
     """
     check_config("dry_run", config)
     _versions.check()
-    selected = _compat.default_filter() if filter_fn is None else filter_fn
-    held = held_parameters(model)
-
-    def planned(module: nn.Module, fqn: str) -> _State | None:
-        if not selected(module, fqn):
-            return None
-        reason = why_not_convertible(module, config, held)
-        return (CONVERTED, _format(config), config) if reason is None else (CANNOT, reason, None)
-
-    return _report(model, planned)
+    chosen = filter_fn or _compat.default_filter()
+    return _report(model, planned_layers(model, config, chosen, held_parameters(model)), config)
 
 
-def _report(model: nn.Module, planned: Callable[[nn.Module, str], _State | None] | None = None) -> ConversionReport:
-    """planned: returns the state of a module after the conversion, or None if its state does not change."""
+def _report(model: nn.Module, plan: Mapping[str, str | None] | None = None, planned: Any = None) -> ConversionReport:
+    """plan: for a dry run, {layer: why it cannot be converted or None}. planned: the config of the others."""
     adapters = hugging_face.adapters_in(model)
     layers: list[LayerReport] = []
     # The key is the weight, so that a shared weight is counted once.
@@ -158,8 +137,11 @@ def _report(model: nn.Module, planned: Callable[[nn.Module, str], _State | None]
         is_linear = isinstance(module, nn.Linear)
         own = {"weight": module.weight} if isinstance(module, nn.Linear) else expert_weights(module)
         for name, weight in (own | others).items():
-            state = None if planned is None or name in others or module in adapters else planned(module, fqn)
-            status, reason, config = state or _state(module, weight, name in others, module in adapters)
+            if plan is not None and fqn in plan and name not in others:
+                why = plan[fqn]
+                status, reason, config = (CONVERTED, _format(planned), planned) if why is None else (CANNOT, why, None)
+            else:
+                status, reason, config = _state(module, weight, name in others, module in adapters)
             dtype = str(weight.dtype).removeprefix("torch.")
             # The weight of a lazy layer has no shape yet, but the layer knows its features.
             shape = (module.out_features, module.in_features) if isinstance(module, nn.Linear) else tuple(weight.shape)
@@ -170,43 +152,44 @@ def _report(model: nn.Module, planned: Callable[[nn.Module, str], _State | None]
     totals = {"layers": len(layers), "converted": sum(layer.status == CONVERTED for layer in layers)}
     for total in ("bytes_before", "bytes_after", "quantized_bytes"):
         totals[total] = sum(getattr(layer, total) for layer in counted.values())
-    return ConversionReport(tuple(layers), totals, dry_run=planned is not None)
+    return ConversionReport(tuple(layers), totals, dry_run=plan is not None)
 
 
-def _state(module: nn.Module, weight: torch.Tensor, is_other: bool, is_adapter: bool) -> _State:
-    """Return the current state of a weight.
+def _state(
+    module: nn.Module, weight: torch.Tensor, is_other: bool, is_adapter: bool
+) -> tuple[str, str, TrainingConfig | None]:
+    """Return status, reason or format, and config of a weight.
 
     is_other: whether it is a matrix of a module that is not an `nn.Linear`. is_adapter: whether it belongs to PEFT.
     """
-    local = _compat.local_of(weight)
-    if isinstance(local, MasterWeightTensor):
-        return CONVERTED, _format(local.config), local.config
-    if isinstance(local, QuantizedTensor):
-        return CONVERTED, f"{local.fmt.name}{_blocks(local.config)}, no master", local.config
+    local: Any = _compat.local_of(weight)
+    if isinstance(local, (MasterWeightTensor, QuantizedTensor)):
+        config = local.config
+        # `quantize_` sets a config; a program can assign a quantized tensor without one.
+        why = f"{local.fmt.name}, no master" if config is None else _format(config)  # type: ignore[union-attr]
+        return CONVERTED, why, config
     if is_converted(module) and not is_other:
         return REPLACED, "its weight was replaced after the conversion", None
     if is_adapter:
         return SKIPPED, "PEFT adapter, kept in high precision", None
     if is_other:
         return SKIPPED, _NEVER_CONVERTED.get(type(module).__name__, _BY_NAME), None
-    return SKIPPED, skip_reason(module) or "not selected", None
+    return SKIPPED, vars(module).get(SKIP_REASON) or "not selected", None
 
 
 def _format(config: TrainingConfig) -> str:
-    return config.weight_format.name + _blocks(config) + ("" if config.master_weights else ", no master")
-
-
-def _blocks(config: TrainingConfig | None) -> str:
-    return ", grad_weight 128x128" if config is not None and config.grad_weight_format.is_square else ""
+    blocks = ", grad_weight 128x128" if config.grad_weight_format.is_square else ""
+    return config.weight_format.name + blocks + ("" if config.master_weights else ", no master")
 
 
 def _bytes(weight: torch.Tensor, shape: tuple[int, ...], config: TrainingConfig | None) -> tuple[int, int, int]:
     """Return (bytes_before, bytes_after, quantized_bytes). config: None for a weight that is not converted."""
-    before = math.prod(shape) * weight.dtype.itemsize
-    if isinstance(weight, QuantizedTensor):
-        return before, weight.nbytes, weight.nbytes
+    before, is_quantized = math.prod(shape) * weight.dtype.itemsize, isinstance(weight, QuantizedTensor)
     if config is None:
-        return before, before, 0
-    is_stored = not config.master_weights or fsdp.is_gathered_quantized(weight)
+        quantized = weight.nbytes if is_quantized else 0
+        return before, quantized or before, quantized
+    # FSDP2 leaves the weights of its root module gathered, in place of the shards of masters.
+    shard = getattr(_compat.local_of(weight), "shard", None)
+    is_stored = not config.master_weights or is_quantized or isinstance(shard, QuantizedShard)
     quantized = config.weight_format.nbytes(*shape, scale_per_matrix=config.scale_per_expert) if is_stored else 0
     return before, (before if config.master_weights else 0) + quantized, quantized

@@ -61,14 +61,7 @@ def _values(weight: QuantizedTensor, state_dict: dict[str, Any]) -> torch.Tensor
 
 
 def _load_assigned(
-    module: nn.Module,
-    state_dict: dict[str, Any],
-    prefix: str,
-    local_metadata: dict[str, Any],
-    strict: bool,
-    missing: list[str],
-    unexpected: list[str],
-    errors: list[str],
+    module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *_others: Any
 ) -> None:
     """Wrap the tensors with which `load_state_dict(assign=True)` replaces converted Parameters."""
     if not local_metadata.get("assign_to_params_buffers", False):

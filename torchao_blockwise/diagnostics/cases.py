@@ -75,18 +75,10 @@ def cases(device: torch.device) -> list[Case]:
     with _recorded() as found, torch.enable_grad():
         fp8, nvfp4 = BlockwiseFP8TrainingConfig(), NVFP4TrainingConfig()
         squares = BlockwiseFP8TrainingConfig(grad_weight_blocks="128x128")
-        for make, config in (
-            (nn.Linear, fp8),
-            (nn.Linear, nvfp4),
-            (NormLinear, fp8),
-            (NormLinear, squares),
-            (SwiGLUMLP, fp8),
-            (SwiGLUMLP, nvfp4),
-            (SwiGLUExperts, fp8),
-            (SwiGLUExperts, squares),
-            (SwiGLUExperts, nvfp4),
-            (SwiGLUExperts, NVFP4TrainingConfig(scale_per_expert=True)),
-        ):
+        kinds: Any = nn.Linear, SwiGLUMLP, SwiGLUExperts
+        layers = [(make, config) for make in kinds for config in (fp8, nvfp4)]
+        layers += [(NormLinear, fp8), (NormLinear, squares), (SwiGLUExperts, squares)]
+        for make, config in (*layers, (SwiGLUExperts, NVFP4TrainingConfig(scale_per_expert=True))):
             _train(make, config, values)
         _permute(values)
         x, w = values(TOKENS, FEATURES_IN), values(FEATURES_OUT, FEATURES_IN)

@@ -11,8 +11,6 @@ from torchao_blockwise.conversion.report import aligned
 from torchao_blockwise.diagnostics.environment import PROBLEM, Finding, facts, findings
 from torchao_blockwise.diagnostics.self_test import OperationReport, ProductReport, check_layers, check_operations
 
-_RIGHT = {"reference": "ran"}
-
 
 @dataclass(frozen=True)
 class Examination:
@@ -59,7 +57,8 @@ class Examination:
         for x in self.operations:
             why = [f"{name} [{numbers.setdefault(reason, len(numbers) + 1)}]" for name, reason in x.passed.items()]
             # The reference ran, but is not compared with anything.
-            tested = [f"{name} {'failed' if wrong else _RIGHT.get(name, 'ok')}" for name, wrong in x.checks.items()]
+            right = {name: "ran" if name == "reference" else "ok" for name in x.checks}
+            tested = [f"{name} {'failed' if wrong else right[name]}" for name, wrong in x.checks.items()]
             rows.append((x.name, x.of, x.auto, ", ".join(tested) or "-", ", ".join(why) or "-"))
         header = ("operation", "of", "auto takes", "self-test", "cannot, and why")
         reasons = "".join(f"\n[{number}] {reason}" for reason, number in numbers.items())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -12,8 +11,7 @@ import torch
 from torch import nn
 
 from torchao_blockwise import _compat
-from torchao_blockwise._names import nearest_names
-from torchao_blockwise.conversion.weights import expert_weights
+from torchao_blockwise.conversion.weights import weights_of
 from torchao_blockwise.nn.gemms import WHOLE, AmaxGroups
 from torchao_blockwise.nn.weights import WEIGHTS, config_of
 from torchao_blockwise.tensors import (
@@ -57,28 +55,16 @@ class Layer:
         return config_of(local) if isinstance(local, WEIGHTS) else None
 
 
-def find_layers(model: nn.Module, patterns: str | Sequence[str]) -> list[Layer]:
-    """Return the linear layers and weights of experts whose names match one of the `fnmatch` patterns.
-
-    If layers share a weight, only the first one is returned. Raises ValueError for a pattern that matches nothing.
-    """
+def find_layers(model: nn.Module) -> list[Layer]:
+    """Return the linear layers and weights of experts. If layers share a weight, only the first one is returned."""
     found: dict[int, Layer] = {}
     for fqn, module in model.named_modules():
-        if isinstance(module, nn.Linear):
-            found.setdefault(id(module.weight), Layer(fqn, module, "weight"))
-        for name, weight in expert_weights(module).items():
-            found.setdefault(id(weight), Layer(f"{fqn}.{name}".lstrip("."), module, name))
-    if not found:
-        raise ValueError("NumericsMonitor: the model has no linear layer and no experts")
-    names = [layer.name for layer in found.values()]
-    chosen: set[str] = set()
-    for pattern in [patterns] if isinstance(patterns, str) else patterns:
-        matching = [name for name in names if fnmatch.fnmatchcase(name, pattern)]
-        if not matching:
-            near = nearest_names(pattern, names)
-            raise ValueError(f"NumericsMonitor: layers={pattern!r} matches no layer; the nearest names are {near}")
-        chosen.update(matching)
-    return [layer for layer in found.values() if layer.name in chosen]
+        for name, weight in weights_of(module).items():
+            layer = fqn if isinstance(module, nn.Linear) else f"{fqn}.{name}".lstrip(".")
+            # A parametrized or pruned weight is not a Parameter.
+            if weight is not None:
+                found.setdefault(id(weight), Layer(layer, module, name))
+    return list(found.values())
 
 
 def recipe_name(config: TrainingConfig) -> str:

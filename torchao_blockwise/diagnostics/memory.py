@@ -1,7 +1,7 @@
 """Memory of training a model, by kind of tensor, compared with the same model before its conversion.
 
 The prediction runs a training step with fake tensors, which have shapes but no memory. The measurement runs a real
-step, which is undone. Both count the bytes of storages, each once, from the operation that allocates it.
+step, which is steps.undone. Both count the bytes of storages, each once, from the operation that allocates it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from torch import nn
 
 from torchao_blockwise import _compat
 from torchao_blockwise.conversion.report import aligned, human_bytes
-from torchao_blockwise.diagnostics.steps import Loss, NothingToDifferentiate, nbytes_of, run_fake_step, run_step, undone
+from torchao_blockwise.diagnostics import steps
+from torchao_blockwise.diagnostics.steps import Loss
 from torchao_blockwise.distributed import MasterWeightOptimizer
 from torchao_blockwise.tensors import MasterWeightTensor, QuantizedShard, QuantizedTensor
 
@@ -128,12 +129,12 @@ def memory_report(
         "the prediction": _at_rest(weights, buffers, optimizer, is_converted=True),
     }
     notes, measured, microbatches = [], None, 2 if accumulate else 1
-    with undone(model) if batch else contextlib.nullcontext():
+    with steps.undone(model) if batch else contextlib.nullcontext():
         for name in columns if batch else ():
             try:
-                step = run_fake_step(model, batch, loss, name == "the prediction", microbatches)
+                step = steps.run_fake_step(model, batch, loss, name == "the prediction", microbatches)
                 columns[name] = _with_step(columns[name], step)
-            except NothingToDifferentiate:
+            except steps.NothingToDifferentiate:
                 raise
             except Exception as error:
                 # For example, the model reads values. The real step can still be measured.
@@ -151,23 +152,16 @@ def _with_step(at_rest: Bytes, step: dict[str, int]) -> Bytes:
 def _measured(model: nn.Module, batch: Sequence[Any], loss: Loss | None, at_rest: Bytes, microbatches: int) -> Bytes:
     """Return the bytes of a real step; on a GPU those of the second step, with the allocator's peak."""
     at_rest = replace(at_rest, states=None, gathered=None)
-    if not any(p.is_cuda for p in model.parameters()):
-        return _with_step(at_rest, run_step(model, _own_tensors(model), batch, loss, microbatches))
-    run_step(model, _own_tensors(model), batch, loss, microbatches)
-    tensors, before = _own_tensors(model), torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    step = _with_step(at_rest, run_step(model, tensors, batch, loss, microbatches))
+    is_on_gpu = any(p.is_cuda for p in model.parameters())
+    for _ in range(1 + is_on_gpu):
+        tensors, before = steps.replacements(model, torch.Tensor.detach, torch.clone), 0
+        if is_on_gpu:
+            before = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+        step = _with_step(at_rest, steps.run_step(model, tensors, batch, loss, microbatches))
+    if not is_on_gpu:
+        return step
     return replace(step, allocated=step.weights + step.buffers + torch.cuda.max_memory_allocated() - before)
-
-
-def _own_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return aliases of the model's Parameters, without their gradients and hooks, and copies of buffers, by name."""
-    tensors: dict[str, torch.Tensor] = {name: x.clone() for name, x in model.named_buffers()}
-    for name, p in model.named_parameters():
-        tensors[name] = alias = nn.Parameter(p.detach(), requires_grad=p.requires_grad)
-        if isinstance(main_grad := getattr(p, "main_grad", None), torch.Tensor):
-            alias.main_grad = main_grad  # type: ignore[attr-defined]  # frameworks' own attribute
-    return tensors
 
 
 # --- bytes that do not depend on activations --------------------------------------------------------------------------
@@ -189,8 +183,8 @@ def _at_rest(
     # The optimizer keeps an fp32 master of a quantized Parameter.
     masters = [x for x in trained if isinstance(x, QuantizedTensor)]
     return Bytes(
-        weights=nbytes_of(held),
-        buffers=nbytes_of(buffers),
+        weights=steps.nbytes_of(held),
+        buffers=steps.nbytes_of(buffers),
         states=_states(trained, optimizer) + sum(x.numel() * torch.float32.itemsize for x in masters),
         gathered=payload,
         gradients=sum(x.numel() * x.dtype.itemsize for x in trained),
@@ -229,4 +223,4 @@ def _states(weights: Sequence[torch.Tensor], optimizer: Optimizer) -> int:
         options = {name: value for name, value in optimizer.defaults.items() if name in known and name != "fused"}
     made = make(stepped, **options)
     made.step()
-    return nbytes_of([x for state in made.state.values() for x in state.values() if isinstance(x, torch.Tensor)])
+    return steps.nbytes_of([x for state in made.state.values() for x in state.values() if isinstance(x, torch.Tensor)])

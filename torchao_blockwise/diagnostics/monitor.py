@@ -8,6 +8,7 @@ step()   sums over ranks, one copy to the host, a report; then nothing is observ
 from __future__ import annotations
 
 import contextlib
+import fnmatch
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -19,6 +20,7 @@ from torch import nn
 
 from torchao_blockwise import _compat, ops
 from torchao_blockwise._compat.modes import without_modes
+from torchao_blockwise._names import nearest_names
 from torchao_blockwise.diagnostics import statistics
 from torchao_blockwise.diagnostics.layers import (
     Layer,
@@ -32,8 +34,7 @@ from torchao_blockwise.diagnostics.layers import (
     values_of_weight,
 )
 from torchao_blockwise.diagnostics.records import Recommendation, Report, recommend
-from torchao_blockwise.diagnostics.statistics import Tally
-from torchao_blockwise.diagnostics.tallies import Tallies
+from torchao_blockwise.diagnostics.statistics import Tallies, Tally
 from torchao_blockwise.diagnostics.unconverted import watch_products
 from torchao_blockwise.diagnostics.writers import checked_writers, close_writer, write_to
 from torchao_blockwise.formats import Groups
@@ -86,7 +87,8 @@ class NumericsMonitor:
             raise ValueError(f"NumericsMonitor: every must be at least 1, got {every}")
         self.model, self.every = model, every
         self.report: Report | None = None
-        self._layers, self._what_if = find_layers(model, layers), find_recipes(what_if)
+        self._layers, self._what_if = find_layers(model), find_recipes(what_if)
+        self._patterns = [layers] if isinstance(layers, str) else list(layers)
         self._group = group if group is not None or not dist.is_initialized() else dist.group.WORLD
         self._is_first = self._group is None or self._group.rank() == 0
         self._writers = checked_writers(writers) if self._is_first else []
@@ -97,27 +99,45 @@ class NumericsMonitor:
         self._arm()
 
     def _agree(self) -> tuple[Tallies, set[str]]:
-        """Return tallies for the layers and recipes of all ranks, and the layers whose weight this rank counts."""
+        """Return tallies for the layers and recipes of all ranks, and the layers whose weight this rank counts.
+
+        The layers that match no pattern are dropped. A pattern may match layers of other ranks only.
+        """
+        known = [layer.name for layer in self._layers]
+        chosen = {name for pattern in self._patterns for name in fnmatch.filter(known, pattern)}
+        self._layers = [layer for layer in self._layers if layer.name in chosen]
         mine = (
             {layer.name: part_of(layer.weight) for layer in self._layers},
             {layer.name: recipe_name(layer.config) for layer in self._layers if layer.config is not None},
             list(self._what_if),
+            known,
         )
         everyone: list[Any] = [mine]
         rank = 0
         if self._group is not None:
             rank, everyone = self._group.rank(), [None] * self._group.size()
             dist.all_gather_object(everyone, mine, group=self._group)
-        parts, trained, asked = zip(*everyone)
+        parts, trained, asked, known_to_all = zip(*everyone)
+        self._check_patterns([name for theirs in known_to_all for name in theirs])
         names = list(dict.fromkeys(name for theirs in parts for name in theirs))
         all_trained = {name: recipe for theirs in trained for name, recipe in theirs.items()}
         recipes = list(dict.fromkeys([*all_trained.values(), *(name for theirs in asked for name in theirs)]))
         # Of the ranks that hold the same part of a weight, only the first one counts it.
         owned = {name for name, part in mine[0].items() if all(part != theirs.get(name) for theirs in parts[:rank])}
-        device = _compat.local_of(self._layers[0].weight).device
+        some = self._layers[0].weight if self._layers else next(self.model.parameters())
+        device = _compat.local_of(some).device
         if device.type == "meta":
             raise ValueError("NumericsMonitor: the model is on the meta device; materialize it first")
         return Tallies(names, recipes, all_trained, device), owned
+
+    def _check_patterns(self, names: list[str]) -> None:
+        """Raise ValueError if there are no layers, or a pattern matches none. names: the layers of all ranks."""
+        if not names:
+            raise ValueError("NumericsMonitor: the model has no linear layer and no experts")
+        for pattern in self._patterns:
+            if not fnmatch.filter(names, pattern):
+                near = nearest_names(pattern, names)
+                raise ValueError(f"NumericsMonitor: layers={pattern!r} matches no layer; the nearest names are {near}")
 
     # --- steps and reports ---------------------------------------------------------------------------------------
 

@@ -114,6 +114,20 @@ def nbytes_of(tensors: Sequence[torch.Tensor]) -> int:
     return sum({storage_of(x): x.untyped_storage().nbytes() for x in plain_tensors(tensors)}.values())
 
 
+def replacements(
+    model: nn.Module,
+    of_weight: Callable[[torch.Tensor], torch.Tensor],
+    of_other: Callable[[torch.Tensor], torch.Tensor],
+) -> dict[str, torch.Tensor]:
+    """Return what replaces each Parameter and buffer of `model`, by name. of_other: for buffers and `main_grad`."""
+    tensors = {name: of_other(x) for name, x in model.named_buffers()}
+    for name, p in model.named_parameters():
+        tensors[name] = made = nn.Parameter(of_weight(p), requires_grad=p.requires_grad)
+        if isinstance(main_grad := getattr(p, "main_grad", None), torch.Tensor):
+            made.main_grad = of_other(main_grad)  # type: ignore[attr-defined]  # frameworks' own attribute
+    return tensors
+
+
 def run_fake_step(
     model: nn.Module, batch: Sequence[Any], loss: Loss | None, is_converted: bool, microbatches: int
 ) -> dict[str, int]:
@@ -134,11 +148,7 @@ def run_fake_step(
         return type(x).__tensor_unflatten__(parts, context, x.shape, x.stride())
 
     with fakes.fake_mode():
-        tensors: dict[str, torch.Tensor] = {name: plain(x) for name, x in model.named_buffers()}
-        for name, p in model.named_parameters():
-            tensors[name] = made = nn.Parameter(like(p), requires_grad=p.requires_grad)
-            if isinstance(main_grad := getattr(p, "main_grad", None), torch.Tensor):
-                made.main_grad = plain(main_grad)  # type: ignore[attr-defined]
+        tensors = replacements(model, like, plain)
         fake_batch = _compat.pytree.tree_map_only(torch.Tensor, plain, list(batch))
         return run_step(model, tensors, fake_batch, loss, microbatches)
 
@@ -151,16 +161,12 @@ def undone(model: nn.Module) -> Iterator[None]:
     """A context in which the model is in training mode; restores modes, random states and state of weights at exit."""
     modes = {module: module.training for module in model.modules()}
     devices = sorted({p.device.index for p in model.parameters() if p.is_cuda})
-    given = {p: getattr(p, "main_grad", None) for p in model.parameters()}
-    main_grads = {p: main_grad for p, main_grad in given.items() if isinstance(main_grad, torch.Tensor)}
     # The values that a quantized weight was made of, kept until a GEMM reads it or an optimizer uses them as master.
     pending = {p: p.pending_master for p in model.parameters() if isinstance(p, QuantizedTensor)}
     held = [getattr(_compat.local_of(p), "rounding_key", None) for p in model.parameters()]
     keys = {key: key.clone() for key in held if key is not None}
     try:
         with torch.random.fork_rng(devices=devices):
-            for p, main_grad in main_grads.items():
-                setattr(p, "main_grad", torch.zeros_like(main_grad))  # noqa: B010  # frameworks' own attribute
             for p in pending:
                 p.pending_master = None
             model.train()
@@ -170,8 +176,6 @@ def undone(model: nn.Module) -> Iterator[None]:
         gc.collect()
         for module, training in modes.items():
             module.training = training
-        for p, main_grad in main_grads.items():
-            setattr(p, "main_grad", main_grad)  # noqa: B010
         for p, master in pending.items():
             p.pending_master = master
         for key, before in keys.items():

@@ -23,7 +23,7 @@ from torchao_blockwise import _compat
 from torchao_blockwise.nn import permute, unpermute
 from torchao_blockwise.ops.groups.ends import check_group_ends, clamped_ends
 from torchao_blockwise.tensors import MasterWeightTensor
-from torchao_blockwise.tensors.rounding import RoundingKeys
+from torchao_blockwise.tensors.rounding import keys_of, start_key, state_of
 from torchao_blockwise.tensors.weight_operands import group_names
 
 
@@ -123,9 +123,8 @@ class ExpertParallel(ParallelStyle):
         for name, parameter in parameters.items():
             sharded = distribute_tensor(parameter, device_mesh, [Shard(0)])
             local: Any = _compat.local_of(sharded)
-            if getattr(local, "rounding_keys", None) is not None:
-                first = local.rounding_keys.now()._replace(expert=device_mesh.get_local_rank() * most)
-                RoundingKeys(first).attach(local)
+            if getattr(local, "rounding_key", None) is not None:
+                start_key(local, state_of(keys_of(local))._replace(expert=device_mesh.get_local_rank() * most))
             module.register_parameter(name, nn.Parameter(sharded, requires_grad=parameter.requires_grad))
         group = device_mesh.get_group()
         exchange: Any = None

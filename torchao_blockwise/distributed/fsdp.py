@@ -29,6 +29,7 @@ from torchao_blockwise.tensors import MasterWeightTensor, QuantizedShard
 from torchao_blockwise.tensors.config import TrainingConfig
 from torchao_blockwise.tensors.fsdp import ShardLayout, attach, is_current
 from torchao_blockwise.tensors.unchanged import Scope, scopes_of
+from torchao_blockwise.tensors.weight_operands import raise_unchanged
 
 _KINDS = (MasterWeightTensor, QuantizedShard)
 _SUBJECT = "sync_weight_scales"
@@ -90,11 +91,8 @@ class Root:
         """Cast the shards and release gathered weights, unless `weights_unchanged` says that they are current."""
         if any(scope in self.scopes for scope in self._open_scopes()):
             for p, shard in self.masters:
-                if isinstance(shard, QuantizedShard) and not is_current(shard, _master(p)):
-                    raise RuntimeError(
-                        f"weights_unchanged: {p.name} was changed inside the scope, which keeps quantized shards of "
-                        "the old values; exit the scope before optimizer steps, loads and edits"
-                    )
+                if isinstance(shard, QuantizedShard) and not is_current(_master(p)):
+                    raise_unchanged(p.name, "changed")
             return
         self.sync()
         torch_fsdp.release_held_gathers(self.states, _KINDS)
@@ -109,10 +107,7 @@ class Root:
         casts += [(p, shard, _cast_of_loaded(p, shard)) for p, shard in waiting]
         cast_shards([(p.group, shard, cast) for p, shard, cast in casts])
         for p, shard in self.masters:
-            if isinstance(shard, QuantizedShard):
-                attach(shard, _master(p))
-            else:
-                _master(p).shard = shard
+            attach(shard, _master(p))
 
     def _open_scopes(self) -> list[Scope]:
         return scopes_of(torch_fsdp.modules_of(self.states[0])[0])
@@ -222,11 +217,6 @@ def lay_out_shards(parameters: Iterable[FsdpParameter]) -> None:
     """Set the layouts of quantized shards, which `fully_shard` does not know: name, ranks, and gathered dtype."""
     for p in parameters:
         if isinstance(p.local, QuantizedShard):
-            if p.offloaded:
-                raise ValueError(
-                    f"fully_shard: {p.name} {list(p.shape)} is a quantized Parameter, which must stay on its device; "
-                    "do not use CPUOffloadPolicy, or convert with master_weights=True"
-                )
             p.local.part = _layout_of(p, p.local.part.config)
 
 

@@ -6,7 +6,7 @@ block's encode factor, and `decode` returns fp32 values without any scale.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -88,27 +88,17 @@ class _E4M3(Element):
 # Magnitudes by code 0..7; bit 3 of a code is the sign. Source: OCP Microscaling spec.
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _SIGN_BIT = 8
-
-
-def _e2m1_borders() -> list[float]:
-    """Return the smallest fp32 magnitude of codes 1..7: the midpoints, where ties go to the even code."""
-    borders = []
-    for code, (low, high) in enumerate(pairwise(E2M1_VALUES)):
-        # On the CPU, independent of the program's default device.
-        middle, above = torch.tensor([(low + high) / 2, high], device="cpu")
-        tie_goes_down = code % 2 == 0
-        borders.append((torch.nextafter(middle, above) if tie_goes_down else middle).item())
-    return borders
-
-
-_E2M1_BORDERS = _e2m1_borders()
+_E2M1_MIDDLES = [(low + high) / 2 for low, high in pairwise(E2M1_VALUES)]
 
 
 class _E2M1(Element):
     """1 sign, 2 exponent, 1 mantissa bit; no NaN, no infinity. A NaN encodes as 0. Source: OCP Microscaling spec."""
 
     def encode(self, y: torch.Tensor) -> torch.Tensor:
-        return self._pack_largest_below(y.abs(), _E2M1_BORDERS, y)
+        magnitude = y.abs()
+        # Ties go to the even code.
+        above = (magnitude >= m if code % 2 else magnitude > m for code, m in enumerate(_E2M1_MIDDLES))
+        return self._pack_count(above, y)
 
     def encode_stochastically(self, y: torch.Tensor, random: torch.Tensor) -> torch.Tensor:
         """Encode, rounding up with a probability proportional to the distance to the lower neighbor; NaN becomes 0.
@@ -119,14 +109,14 @@ class _E2M1(Element):
         v = y.abs().clamp(max=self.max)
         step = torch.where(v < 2, 0.5, torch.where(v < 4, 1.0, 2.0))
         t = (v + random.float() / 256 * step).clamp(max=self.max)
-        return self._pack_largest_below(t, E2M1_VALUES[1:], y)
+        return self._pack_count((t >= value for value in E2M1_VALUES[1:]), y)
 
-    def _pack_largest_below(self, magnitude: torch.Tensor, borders: Sequence[float], y: torch.Tensor) -> torch.Tensor:
-        """Return packed codes, the number of borders up to each magnitude with the sign of `y`; 0 for NaN."""
+    def _pack_count(self, above: Iterable[torch.Tensor], y: torch.Tensor) -> torch.Tensor:
+        """Return packed codes, the number of borders that are below each magnitude with the sign of `y`; 0 for NaN."""
         code = (y.signbit() & ~y.isnan()).to(torch.uint8) * _SIGN_BIT
         # A loop of comparisons: on a CPU, `bucketize` takes ten times as long.
-        for border in borders:
-            code += magnitude >= border
+        for is_above in above:
+            code += is_above
         return self.pack(code)
 
     def decode(self, qdata: torch.Tensor, columns: int) -> torch.Tensor:

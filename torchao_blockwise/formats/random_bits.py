@@ -74,10 +74,10 @@ def key_of(rounding: StochasticRounding, device: torch.device) -> torch.Tensor:
         if not 0 <= number < 1 << bits:
             raise ValueError(f"stochastic: {name} must be from 0 to 2^{bits} - 1, got {number}")
     signed = seed - (1 << 64) if seed >> 63 else seed
-    if not isinstance(use, torch.Tensor):
-        return torch.tensor([signed, stream, use, expert], device=device)
-    first, second, last = (torch.tensor(number, device=device) for number in (signed, stream, expert))
-    return torch.stack((first, second, use.long(), last))
+    key = torch.tensor([signed, stream, counted, expert], device=device)
+    if isinstance(use, torch.Tensor):
+        key[2] = use
+    return key
 
 
 def philox(counter: tuple[torch.Tensor, ...], key: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:

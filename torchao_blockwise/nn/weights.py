@@ -8,7 +8,7 @@ import torch
 
 from torchao_blockwise import _compat
 from torchao_blockwise._compat import fakes
-from torchao_blockwise.formats import HIGH_PRECISION_DTYPES
+from torchao_blockwise.formats import HIGH_PRECISION_DTYPES, StochasticRounding
 from torchao_blockwise.ops.operands import check_dtype
 from torchao_blockwise.tensors import (
     BlockwiseFP8Tensor,
@@ -18,7 +18,7 @@ from torchao_blockwise.tensors import (
     NVFP4TrainingConfig,
     TrainingConfig,
 )
-from torchao_blockwise.tensors.rounding import RoundingKeys
+from torchao_blockwise.tensors.rounding import start_key, streams_by_hand
 
 # The types of weights that layers accept.
 Weight: TypeAlias = MasterWeightTensor | BlockwiseFP8Tensor | NVFP4Tensor
@@ -51,7 +51,7 @@ def rounding_key_of(weight: Any) -> torch.Tensor | None:
                 "stochastic rounding: cannot compile a layer whose weight was not created by quantize_ and has no key "
                 "for random bits yet; run one forward pass before torch.compile, or convert the model with quantize_"
             )
-        RoundingKeys.by_hand(config.seed).attach(weight)
+        start_key(weight, StochasticRounding(config.seed, next(streams_by_hand)))
     return weight.rounding_key
 
 

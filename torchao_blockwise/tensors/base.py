@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from typing import Any, SupportsIndex
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 from torch import Tensor
 from torchao.utils import TorchAOBaseTensor
 
 from torchao_blockwise import _compat
 from torchao_blockwise._compat.torch_types import Args, Function, Kwargs, Types
-from torchao_blockwise.tensors.rounding import RoundingKeys
+from torchao_blockwise.tensors.rounding import Keys, carry_key
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 # Attributes that are not copied: the source of a cast, FSDP2's last cast, and the values in the last state dict.
-_OF_ONE_OBJECT = ("cast_of", "shard", "ready", "version", "saved_values")
+_OF_ONE_OBJECT = ("cast_of", "shard", "shard_version", "ready", "saved_values")
 
 
 class WeightTensor(TorchAOBaseTensor):
@@ -27,7 +31,14 @@ class WeightTensor(TorchAOBaseTensor):
 
     layer: str = ""
     rounding_key: Tensor | None = None
-    rounding_keys: RoundingKeys | None = None
+    rounding_keys: Keys | None = None
+
+    def inherit(self, source: WeightTensor, *, copied: bool = False) -> Self:
+        """Take the layer and the key of `source`, from which this tensor was derived. copied: copy the key."""
+        if source.layer and not self.layer:
+            self.layer = source.layer
+        carry_key(source, self, copied=copied)
+        return self
 
     def _stable_hash_for_caching(self) -> str:
         """Return a hash of the type, the attributes and the inner tensors, on which a compiled graph may depend.
@@ -70,6 +81,11 @@ def _contiguous(func: Function, types: Types, args: Args, kwargs: Kwargs) -> Ten
     """Call PyTorch's implementation, because torchao's bypasses autograd, so the weight would get no gradient."""
     with _compat.no_torch_function():
         return func(*args, **kwargs)
+
+
+def layers_of(leaves: Iterable[object], unnamed: str = "a converted weight") -> str:
+    """Return the names of the layers whose weights are among `leaves`, or `unnamed` if they have none."""
+    return ", ".join(sorted({x.layer for x in leaves if isinstance(x, WeightTensor) and x.layer})) or unnamed
 
 
 def _described(inner: Tensor) -> tuple[object, ...]:

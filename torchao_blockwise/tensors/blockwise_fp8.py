@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from torchao_blockwise import _compat, ops
-from torchao_blockwise.formats import FP8_128X128, BlockFormat
+from torchao_blockwise.formats import FP8_128X128
 from torchao_blockwise.tensors.config import TrainingConfig
-from torchao_blockwise.tensors.quantized import QuantizedTensor, check_attributes, check_parts
+from torchao_blockwise.tensors.quantized import QuantizedTensor
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -29,6 +29,7 @@ class BlockwiseFP8Tensor(QuantizedTensor):
     tensor_data_names = ["qdata", "scale"]  # noqa: RUF012  # torchao copies it as a list
     tensor_attribute_names = ["dtype", "power_of_2_scales", "config"]  # noqa: RUF012
 
+    fmt = FP8_128X128
     power_of_2_scales: bool
 
     @staticmethod
@@ -40,12 +41,11 @@ class BlockwiseFP8Tensor(QuantizedTensor):
         power_of_2_scales: bool = False,
         config: TrainingConfig | None = None,
     ) -> Self:
-        check_attributes(cls.__name__, FP8_128X128, dtype, config)
         x = _compat.make_wrapper(
             cls, qdata.shape, inner=qdata, strides=qdata.stride(), dtype=dtype, device=qdata.device
         )
-        x.qdata, x.scale, x.power_of_2_scales, x.config = qdata, scale, power_of_2_scales, config
-        x._check()
+        x.power_of_2_scales = power_of_2_scales
+        x._set_parts(qdata, scale, None, dtype, config)
         return x
 
     @classmethod
@@ -58,13 +58,6 @@ class BlockwiseFP8Tensor(QuantizedTensor):
         """
         q = ops.quantize(w.detach(), FP8_128X128, power_of_2_scales=power_of_2_scales).rowwise
         return cls(q.qdata, q.scale, w.dtype, power_of_2_scales, config)
-
-    @property
-    def fmt(self) -> BlockFormat:
-        return FP8_128X128
-
-    def _check(self) -> None:
-        check_parts(type(self).__name__, FP8_128X128, self.qdata, self.scale, self.global_scale, self.qdata.shape)
 
     def _requantize(self, hp: torch.Tensor) -> BlockwiseFP8Tensor:
         return self.from_hp(hp, power_of_2_scales=self.power_of_2_scales, config=self.config)

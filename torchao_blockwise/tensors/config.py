@@ -49,6 +49,16 @@ def without_removed(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
     return {option: value for option, value in options.items() if option not in REMOVED}
 
 
+def _refuse_quantization_config(config: Any) -> NoReturn:
+    """Raise: `from_pretrained` reads the attribute `quant_method` of its `quantization_config`."""
+    got = f"the class {config.__name__}" if isinstance(config, type) else f"a {type(config).__name__}"
+    raise AttributeError(
+        f"from_pretrained: quantization_config must be {config.in_transformers}() from "
+        f"torchao_blockwise.integrations.transformers (with the same options), got {got}; use it, or load the model "
+        "without quantization_config and call quantize_"
+    )
+
+
 class ConfigClass(ABCMeta):
     """Metaclass of configs: drops removed options, and raises where a class is passed instead of a config."""
 
@@ -63,21 +73,11 @@ class ConfigClass(ABCMeta):
         _, *options = inspect.signature(cls.__init__).parameters.values()  # type: ignore[misc]
         return inspect.Signature(options)
 
-    @property
-    def quant_method(cls) -> NoReturn:
-        """Raise: `from_pretrained` reads this attribute of its `quantization_config`."""
-        _refuse_quantization_config(f"the class {cls.__name__}", cls.in_transformers)
+    quant_method = property(_refuse_quantization_config)
 
 
 # `quantize_` then looks for a handler instead of calling the class as a function that converts.
 AOBaseConfig.register(ConfigClass)
-
-
-def _refuse_quantization_config(got: str, name: str) -> NoReturn:
-    raise AttributeError(
-        f"from_pretrained: quantization_config must be {name}() from torchao_blockwise.integrations.transformers (with "
-        f"the same options), got {got}; use it, or load the model without quantization_config and call quantize_"
-    )
 
 
 @dataclass(frozen=True)
@@ -133,10 +133,7 @@ class TrainingConfig(AOBaseConfig, metaclass=ConfigClass):
                 object.__setattr__(self, field.name, state[field.name])
         self.__post_init__()
 
-    @property
-    def quant_method(self) -> NoReturn:
-        """Raise: `from_pretrained` reads this attribute of its `quantization_config`."""
-        _refuse_quantization_config(f"a {type(self).__name__}", self.in_transformers)
+    quant_method = property(_refuse_quantization_config)
 
     @property
     def of_all_ranks(self) -> TrainingConfig:

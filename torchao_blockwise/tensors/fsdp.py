@@ -10,12 +10,11 @@ are not sent, because every rank has computed all of them.
 
 from __future__ import annotations
 
-import functools
-import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from torchao_blockwise import _compat
 from torchao_blockwise._compat import torch_fsdp
@@ -24,12 +23,8 @@ from torchao_blockwise.tensors.blockwise_fp8 import BlockwiseFP8Tensor
 from torchao_blockwise.tensors.config import TrainingConfig
 from torchao_blockwise.tensors.nvfp4 import NVFP4Tensor
 from torchao_blockwise.tensors.quantized import QuantizedTensor
-from torchao_blockwise.tensors.rounding import carry_key
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy
-
     from torchao_blockwise.tensors.master_weight import MasterWeightTensor
     from torchao_blockwise.tensors.quantized_shard import QuantizedShard
 
@@ -65,19 +60,17 @@ class ShardLayout:
         return self._with_size(min(self.padded_shape[self.dim], self.shape[self.dim] - self.start))
 
     @property
-    def packs(self) -> bool:
-        """Whether 4-bit codes are sent packed; FSDP2 supports sizes other than the shard's only for even rows."""
-        return self.dim == 0 and self.shape[0] % self.ranks == 0
-
-    @property
     def travels_as_stored(self) -> bool:
-        """Whether the stored payload is sent; otherwise one 4-bit code a byte."""
-        return self.packs or self.config.weight_format.element.per_byte == 1
+        """Whether the stored payload is sent, and not one 4-bit code a byte.
 
-    @property
-    def payload_shape(self) -> tuple[int, ...]:
-        """Shape of the payload that the rank sends, in bytes."""
-        return self.config.weight_format.qdata_shape(*self.padded_shape) if self.packs else self.padded_shape
+        FSDP2 supports sizes other than the shard's only for even rows.
+        """
+        is_even = self.dim == 0 and self.shape[0] % self.ranks == 0
+        return is_even or self.config.weight_format.element.per_byte == 1
+
+    def payload_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape in which a payload of this shape is sent, in bytes."""
+        return self.config.weight_format.qdata_shape(*shape) if self.travels_as_stored else shape
 
     def _with_size(self, size: int) -> tuple[int, ...]:
         return (*self.shape[: self.dim], size, *self.shape[self.dim + 1 :])
@@ -94,91 +87,68 @@ class Gather(NamedTuple):
 
 def gathered_dtype(master: MasterWeightTensor) -> torch.dtype:
     """Return the dtype to which FSDP2 rounds the values of `master`; their own if it does not gather them."""
-    shard = master.shard
-    layout = shard if shard is None or isinstance(shard, ShardLayout) else shard.part
+    layout = getattr(master.shard, "part", master.shard)
     return master.dtype if layout is None else layout.dtype
 
 
-def is_gathered_quantized(weight: torch.Tensor) -> bool:
-    """Whether this rank keeps a quantized shard of `weight` (maybe a DTensor) that FSDP2 gathers."""
-    shard = getattr(_compat.local_of(weight), "shard", None)
-    return shard is not None and not isinstance(shard, ShardLayout)
-
-
-def attach(shard: QuantizedShard, master: MasterWeightTensor) -> None:
+def attach(shard: QuantizedShard | ShardLayout, master: MasterWeightTensor) -> None:
     """Let FSDP2 send `shard` for `master`, as long as the values of `master` do not change."""
-    shard.version = None if master.hp.is_inference() else _compat.version_of(master.hp)
     master.shard = shard
+    master.shard_version = None if master.hp.is_inference() else _compat.version_of(master.hp)
 
 
-def is_current(shard: QuantizedShard, master: MasterWeightTensor) -> bool:
-    """Whether, according to its version counter, `master` has not changed since `shard` was computed."""
-    return shard.version is None or shard.version == _compat.version_of(master.hp)
+def is_current(master: MasterWeightTensor) -> bool:
+    """Whether, according to its version counter, `master` has not changed since its shard was attached."""
+    return master.shard_version in (None, _compat.version_of(master.hp))
 
 
 def carry_shard(master: MasterWeightTensor, copy: MasterWeightTensor) -> None:
     """Let FSDP2 gather `copy`, which is `master` on another device, because it copies offloaded shards first."""
     shard = master.shard
-    if isinstance(shard, ShardLayout):
-        copy.shard = shard
-    elif shard is not None and copy.dtype == master.dtype and is_current(shard, master):
-        alias: Any = shard.detach()
-        alias.ready = shard.ready
-        attach(alias, copy)
-
-
-def check_supported(module: torch.nn.Module) -> None:
-    """Raise RuntimeError if shards cannot be cast with the FSDP2 of this PyTorch version."""
-    reason = torch_fsdp.why_unknown()
-    if reason is not None:
-        raise RuntimeError(f"FSDP2 gathers a weight of {module}: {reason}")
+    if isinstance(shard, ShardLayout) or (shard is not None and copy.dtype == master.dtype and is_current(master)):
+        attach(shard, copy)
 
 
 def pre_all_gather(
-    master: MasterWeightTensor,
-    mesh: DeviceMesh,
-    outer_size: torch.Size,
-    outer_stride: tuple[int, ...],
-    module: torch.nn.Module,
-    mp_policy: MixedPrecisionPolicy,
+    weight: Any, mesh: object, outer_size: object, outer_stride: object, module: object, mp_policy: object
 ) -> tuple[tuple[torch.Tensor], Gather]:
-    """Return the tensor that this rank sends for `master`, a parameter of `module`, and the metadata of the gather."""
-    check_supported(module)
-    shard = master.shard
+    """Return the tensor that this rank sends for `weight`, a parameter of `module`, and the metadata of the gather.
+
+    It is the payload as bytes, padded to the largest shard. If rows split unevenly, each 4-bit code takes one byte.
+    """
+    if (reason := torch_fsdp.why_unknown()) is not None:
+        raise RuntimeError(f"FSDP2 gathers a weight of {module}: {reason}")
+    is_shard = isinstance(weight, QuantizedTensor)
+    shard: Any = weight if is_shard else weight.shard
     if isinstance(shard, ShardLayout):
         # The weight is shared with a module, such as an embedding, that needs its values.
-        return (padded(master.hp.to(shard.dtype), shard.padded_shape),), Gather(shard)
-    if shard is None or not is_current(shard, master):
+        return (_padded(weight.hp.to(shard.dtype), shard.padded_shape),), Gather(shard)
+    if shard is None or (shard.awaits_cast if is_shard else not is_current(weight)):
         name = f"a weight of {module}" if shard is None else shard.part.name
-        why = "have no scales of the whole weight yet" if shard is None else "changed after their scales were computed"
+        why = "were never cast" if shard is None else "changed after their last cast"
         raise RuntimeError(
-            f"FSDP2 gathers {name} outside of a forward pass of the root, but its values {why}; change weights before "
-            "forward or after backward, or call torchao_blockwise.distributed.sync_weight_scales(model) on all ranks"
+            f"FSDP2 gathers {name}, but its values {why}; change weights before forward or after "
+            "backward, or call torchao_blockwise.distributed.sync_weight_scales(model) on all ranks, also between the "
+            "microbatches of a step and before gathering by hand"
         )
-    return shard.sent()
+    if shard.ready is not None:
+        # Gathers run on a separate stream.
+        torch.cuda.current_stream(shard.device).wait_event(shard.ready)
+    payload, layout = shard.qdata.view(torch.uint8), shard.part
+    if not layout.travels_as_stored:
+        payload = shard.fmt.element.unpack(payload, shard.shape[-1]).contiguous()
+    payload = _padded(payload, layout.payload_shape(layout.padded_shape))
+    return (payload,), Gather(layout, shard.scale, shard.global_scale)
 
 
-@functools.cache
-def warn_of_high_precision_gather() -> None:
-    """Warn once that shards were not gathered by FSDP2."""
-    warnings.warn(
-        "a sharded master weight is all-gathered in high precision by DTensor and quantized afterwards; use "
-        "torch.distributed.fsdp.fully_shard to gather it quantized",
-        stacklevel=2,
-    )
-
-
-def padded(x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+def _padded(x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     """Return `x` padded with zeros to `shape`, or `x` itself if it has that shape."""
-    if tuple(x.shape) == shape:
-        return x
-    larger = x.new_zeros(shape)
-    larger[tuple(slice(n) for n in x.shape)] = x
-    return larger
+    missing = [wanted - size for size, wanted in zip(x.shape, shape)]
+    return F.pad(x, [n for more in reversed(missing) for n in (0, more)]) if any(missing) else x
 
 
 def post_all_gather(
-    master: torch.Tensor,
+    weight: Any,
     all_gather_outputs: tuple[torch.Tensor, ...],
     metadata: Gather,
     param_dtype: torch.dtype,
@@ -194,23 +164,19 @@ def post_all_gather(
     if metadata.scale is None:
         if out is not None:
             return None
-        whole = type(master)(_whole(gathered, layout.shape), layout.config)
-        whole.layer = getattr(master, "layer", "")  # type: ignore[attr-defined]  # a master weight's
-        return whole, ()
+        return type(weight)(_whole(gathered, layout.shape), layout.config).inherit(weight), ()
     element = layout.config.weight_format.element
-    payload = _whole(gathered, layout.config.weight_format.qdata_shape(*layout.shape) if layout.packs else layout.shape)
+    payload = _whole(gathered, layout.payload_shape(layout.shape))
     if out is None:
         qdata = payload.view(element.storage_dtype) if layout.travels_as_stored else element.pack(payload)
-        made = quantized(qdata, layout, metadata.scale, metadata.global_scale, param_dtype)
-        carry_key(master, made)
-        made.layer = getattr(master, "layer", "")
+        made = quantized(qdata, metadata, param_dtype).inherit(weight)
         return made, () if layout.travels_as_stored else (qdata,)
     # With tensor parallelism, it is a DTensor.
-    weight: Any = _compat.local_of(out)
+    whole: Any = _compat.local_of(out)
     if not layout.travels_as_stored:
-        with _compat.keeping_version(weight.qdata):
-            weight.qdata.copy_(element.pack(payload))
-    weight.scale, weight.global_scale = metadata.scale, metadata.global_scale
+        with _compat.keeping_version(whole.qdata):
+            whole.qdata.copy_(element.pack(payload))
+    whole.scale, whole.global_scale = metadata.scale, metadata.global_scale
     return None
 
 
@@ -220,14 +186,9 @@ def _whole(gathered: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     return gathered.view(-1)[:size].view(shape)
 
 
-def quantized(
-    qdata: torch.Tensor,
-    layout: ShardLayout,
-    scale: torch.Tensor | None,
-    global_scale: torch.Tensor | None,
-    dtype: torch.dtype,
-) -> QuantizedTensor:
-    """Return the whole weight with this payload and these scales."""
+def quantized(qdata: torch.Tensor, gather: Gather, dtype: torch.dtype) -> QuantizedTensor:
+    """Return the whole weight with this payload and the scales of `gather`."""
+    layout, scale, global_scale = gather
     config, fmt = layout.config, layout.config.weight_format
     assert scale is not None
     if fmt is FP8_128X128:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -14,10 +16,9 @@ from torchao_blockwise._compat.fakes import is_fake
 from torchao_blockwise._compat.torch_types import Args, Function, Kwargs, Operation, Types
 from torchao_blockwise.formats import HIGH_PRECISION_DTYPES, Operand
 from torchao_blockwise.tensors import fsdp
-from torchao_blockwise.tensors.base import WeightTensor
+from torchao_blockwise.tensors.base import WeightTensor, layers_of
 from torchao_blockwise.tensors.config import TrainingConfig
 from torchao_blockwise.tensors.operations import Result, is_sum, is_update, result_of
-from torchao_blockwise.tensors.rounding import carry_key
 from torchao_blockwise.tensors.transposed_weight import TransposedWeight, swaps_last_dims
 from torchao_blockwise.tensors.weight_operands import kept_copies, weight_operand, weight_options
 from torchao_blockwise.tensors.weight_uses import note_read
@@ -34,6 +35,8 @@ _ALIASES = {aten.alias.default, aten.detach.default}
 # Operations that return new memory without values, in any dtype.
 _NEW = {aten.empty_like.default, aten.new_empty.default, aten.new_empty_strided.default, aten.new_zeros.default}
 _JOINS = {aten.cat.default, aten.stack.default}
+# Attributes that an alias shares with its weight; they are meaningless in copies and in other models.
+_OF_ALIASES = "cast_of", "shard", "shard_version"
 
 
 class MasterWeightTensor(WeightTensor):
@@ -84,6 +87,8 @@ class MasterWeightTensor(WeightTensor):
     cast_of: tuple[torch.Tensor, int] | None = None
     # The quantized shard that FSDP2 gathers, or the shard's layout if it gathers high-precision values.
     shard: QuantizedShard | fsdp.ShardLayout | None = None
+    # The version of the values from which the shard was computed; None if it is unknown.
+    shard_version: int | None = None
 
     @property
     def source(self) -> tuple[torch.Tensor, torch.dtype | None]:
@@ -105,10 +110,7 @@ class MasterWeightTensor(WeightTensor):
     def transposed_view(self) -> MasterWeightTensor:
         """Return a strided view [.., K, N] of the same memory."""
         with _compat.counting_changes():
-            view = type(self)(self.hp.transpose(-2, -1), self.config)
-        if self.layer:
-            view.layer = self.layer
-        return view
+            return self._like(self.hp.transpose(-2, -1))
 
     @property
     def quantized_bytes(self) -> int:
@@ -133,8 +135,7 @@ class MasterWeightTensor(WeightTensor):
         return super().set_(*args, **kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
-        # Meaningless in another model.
-        left_out = ("layer", "cast_of", "rounding_keys", "shard")
+        left_out = ("layer", "rounding_keys", *_OF_ALIASES)
         return {name: value for name, value in vars(self).items() if name not in left_out}
 
     def untyped_storage(self) -> torch.UntypedStorage:
@@ -164,10 +165,7 @@ class MasterWeightTensor(WeightTensor):
         if func in _ALIASES or (func is aten.view.default and list(args[1]) == list(args[0].shape)):
             # Keep the same `hp` object, because kept copies are an attribute of it.
             alias = args[0]._like(args[0].hp)
-            if args[0].cast_of is not None:
-                alias.cast_of = args[0].cast_of
-            if args[0].shard is not None:
-                alias.shard = args[0].shard
+            vars(alias).update({name: vars(args[0])[name] for name in _OF_ALIASES if name in vars(args[0])})
             return alias
         if swaps_last_dims(func, args) and args[0].dim() == 3:
             return TransposedWeight(args[0])
@@ -184,30 +182,32 @@ class MasterWeightTensor(WeightTensor):
         result = result_of(func, first.dim(), first_alone)
         if result is Result.REFUSED:
             others = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor) and x is not first]
-            written = _written(func, args, kwargs)
-            if len(written) != 1 or written[0] is not first or not is_update(func, first.shape, others):
+            is_written = [x is first for x in _written(func, args, kwargs)] == [True]
+            if not is_written or not is_update(func, first.shape, others):
                 raise NotImplementedError(_refusal(func, masters))
             result = Result.PLAIN
         if result is not Result.WEIGHT:
             for master in masters:
                 note_read(master)
         if torch.Tag.inplace_view in func.tags and args[0] is first:
-            return _change_shape(first, func, plain_args[1:], plain_kwargs)
+            # As with plain tensors, aliases keep their shape and strides.
+            with _compat.counting_changes():
+                hp = func(first.hp.detach(), *plain_args[1:], **plain_kwargs)
+            _take_over(first, first._like(hp))
+            return first
         with _compat.counting_changes():
             out = func(*plain_args, **plain_kwargs)
         if _compat.schema_of(func).is_mutable:
             # Autograd checks the versions of saved tensors: eager layers save the weight, compiled ones its values.
             # Fused and foreach operations do not increment the version of a subclass.
-            for master in _written(func, args, kwargs):
-                for changed in (master, master.hp):
-                    if not changed.is_inference():
-                        torch.autograd.graph.increment_version(changed)
+            written = [x for master in _written(func, args, kwargs) for x in (master, master.hp)]
+            torch.autograd.graph.increment_version([x for x in written if not x.is_inference()])
             # In-place operations return their argument; their foreach forms return nothing.
             return kwargs.get("out", args[0]) if isinstance(out, torch.Tensor) else out
         if result is Result.PLAIN:
             return out
         if func in _compat.functional_gathers():
-            fsdp.warn_of_high_precision_gather()
+            _warn_of_high_precision_gather()
             out = _compat.waited(out)
         shapes = [master.shape for master in masters] if result is Result.DERIVED else None
         if shapes is not None and not _stays_weight(func, args, masters):
@@ -224,7 +224,7 @@ class MasterWeightTensor(WeightTensor):
 
         out = pytree.tree_map_only(torch.Tensor, rewrap, out)
         if func is aten.clone.default and isinstance(out, cls):
-            carry_key(first, out, copied=True)
+            out.inherit(first, copied=True)
         if func is aten._to_copy.default and isinstance(out, cls):
             fsdp.carry_shard(first, out)
             _link(first, out)
@@ -232,27 +232,28 @@ class MasterWeightTensor(WeightTensor):
 
     def _like(self, hp: torch.Tensor) -> MasterWeightTensor:
         """Return a weight of the same layer with other values."""
-        other = type(self)(hp, self.config)
-        if self.layer:
-            other.layer = self.layer
-        carry_key(self, other)
-        return other
+        return type(self)(hp, self.config).inherit(self)
 
 
-def _layers(masters: list[MasterWeightTensor]) -> str:
-    return ", ".join(sorted({master.layer for master in masters if master.layer})) or "a converted weight"
+@functools.cache
+def _warn_of_high_precision_gather() -> None:
+    warnings.warn(
+        "a sharded master weight is all-gathered in high precision by DTensor and quantized afterwards; use "
+        "torch.distributed.fsdp.fully_shard to gather it quantized",
+        stacklevel=2,
+    )
 
 
 def _refusal_of_dtype(func: Operation, masters: list[MasterWeightTensor], dtype: torch.dtype) -> str:
     return (
-        f"{func}: {_layers(masters)} can be bfloat16, float16 or float32, got {dtype}; use only one recipe for it, "
+        f"{func}: {layers_of(masters)} can be bfloat16, float16 or float32, got {dtype}; use only one recipe for it, "
         "without another that casts (torchao's float8, accelerate's mixed_precision='fp8'), or weight.hp for its values"
     )
 
 
 def _refusal(func: Operation, masters: list[MasterWeightTensor]) -> str:
     return (
-        f"{func}: {_layers(masters)} would silently be used in high precision; for low precision, call "
+        f"{func}: {layers_of(masters)} would silently be used in high precision; for low precision, call "
         "torch.nn.functional.linear (or nn.Linear; grouped_mm for experts, in transformers "
         'model.set_experts_implementation("grouped_mm")); for high precision, use weight.hp, or exclude the layer '
         "(filter_fn=skip_fqns(...)); for an optimizer that does this, convert with master_weights=False and use "
@@ -278,7 +279,7 @@ def _set_data(func: Function, types: Types, args: Args, kwargs: Kwargs) -> None:
     if not isinstance(weight, MasterWeightTensor):
         return func(weight, data.hp)
     if not isinstance(data, MasterWeightTensor):
-        torch_fsdp.check_not_flattened(data, _layers([weight]))
+        torch_fsdp.check_not_flattened(data, layers_of([weight]))
     new = data if isinstance(data, MasterWeightTensor) else MasterWeightTensor(data.detach(), weight.config)
     _take_over(weight, new)
 
@@ -295,20 +296,12 @@ def _link(weight: MasterWeightTensor, cast: MasterWeightTensor) -> None:
         cast.cast_of = weight.hp, _compat.version_of(cast.hp)
 
 
-def _change_shape(weight: MasterWeightTensor, func: Operation, args: Args, kwargs: Kwargs) -> MasterWeightTensor:
-    """Run `weight.t_()` and the like. As with plain tensors, aliases keep their shape and strides."""
-    with _compat.counting_changes():
-        hp = func(weight.hp.detach(), *args, **kwargs)
-    _take_over(weight, weight._like(hp))
-    return weight
-
-
 def _take_over(weight: MasterWeightTensor, new: MasterWeightTensor) -> None:
     """Give `weight` the content of `new`; it stays the same object."""
     with _compat.no_torch_function():
         weight.data = new
     weight.hp, weight.cast_of = new.hp, None
-    carry_key(new, weight)
+    weight.inherit(new)
     weight.shard = None
 
 

@@ -10,7 +10,7 @@ import torch
 from torchao_blockwise import _compat, ops
 from torchao_blockwise.formats import NVFP4_1X16, NVFP4_16X16, BlockFormat
 from torchao_blockwise.tensors.config import TrainingConfig
-from torchao_blockwise.tensors.quantized import QuantizedTensor, check_attributes, check_parts
+from torchao_blockwise.tensors.quantized import QuantizedTensor
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -54,16 +54,14 @@ class NVFP4Tensor(QuantizedTensor):
         rounding_key: torch.Tensor | None = None,
     ) -> Self:
         fmt = _format_of(cls.__name__, block_size)
-        check_attributes(cls.__name__, fmt, dtype, config)
         shape = (*qdata.shape[:-1], columns)
         # If rows are not adjacent, the strides must show it, because `contiguous()` checks nothing else.
         apart = None if qdata.is_contiguous() else (*(fmt.element.per_byte * s for s in qdata.stride()[:-1]), 1)
         x = _compat.make_wrapper(cls, shape, inner=qdata, strides=apart, dtype=dtype, device=qdata.device)
-        x.qdata, x.scale, x.global_scale = qdata, scale, global_scale
-        x.columns, x.block_size, x.config = columns, fmt.block, config
+        x.columns, x.block_size = columns, fmt.block
         if rounding_key is not None:
             x.rounding_key = rounding_key
-        x._check()
+        x._set_parts(qdata, scale, global_scale, dtype, config)
         return x
 
     @classmethod
@@ -92,9 +90,9 @@ class NVFP4Tensor(QuantizedTensor):
     def fmt(self) -> BlockFormat:
         return _FORMATS[self.block_size]
 
-    def _check(self) -> None:
-        shape = (*self.qdata.shape[:-1], self.columns)
-        check_parts(type(self).__name__, self.fmt, self.qdata, self.scale, self.global_scale, shape)
+    @property
+    def scaled_shape(self) -> Sequence[int]:
+        return (*self.qdata.shape[:-1], self.columns)
 
     def _requantize(self, hp: torch.Tensor) -> NVFP4Tensor:
         per_expert = self.global_scale.dim() > 0

@@ -32,7 +32,7 @@ class PendingMaster:
         self.hp = hp
         self.changed = False
         self.awaits_cast = False
-        self._master_of: weakref.WeakMethod[MasterOf] | None = None
+        self._master_of: Callable[[], MasterOf | None] = lambda: None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PendingMaster:
         """Copy the values, but not the optimizer: a copied weight belongs to none."""
@@ -40,7 +40,7 @@ class PendingMaster:
 
     @property
     def is_owned(self) -> bool:
-        return self._master_of is not None and self._master_of() is not None
+        return self._master_of() is not None
 
     def take(self, master_of: MasterOf) -> torch.Tensor | None:
         """Return the values to the optimizer, which then owns the weight's master while it is alive.
@@ -79,11 +79,11 @@ class PendingMaster:
 
     def moved(self, device: torch.device | None) -> PendingMaster:
         """Return the same pending values on another device."""
-        other = PendingMaster(None if self.hp is None else self.hp.to(device))
-        other.changed, other.awaits_cast, other._master_of = self.changed, self.awaits_cast, self._master_of
+        other = copy.copy(self)
+        other.hp = None if self.hp is None else self.hp.to(device)
         return other
 
     def master(self, weight: torch.Tensor) -> torch.Tensor | None:
         """Return the whole master of `weight` if an optimizer of this process has it, or None."""
-        master_of = None if self._master_of is None else self._master_of()
+        master_of = self._master_of()
         return None if master_of is None else master_of(weight)

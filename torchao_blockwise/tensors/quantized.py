@@ -17,24 +17,23 @@ from torchao.utils import TorchAOBaseTensor
 from torchao_blockwise import _compat, ops
 from torchao_blockwise._compat.torch_types import Args, Function, Kwargs, Operation, Types
 from torchao_blockwise.formats import HIGH_PRECISION_DTYPES, BlockFormat, Operand
-from torchao_blockwise.tensors.base import WeightTensor
+from torchao_blockwise.tensors.base import WeightTensor, layers_of
 from torchao_blockwise.tensors.config import TrainingConfig
 from torchao_blockwise.tensors.pending_master import PendingMaster
-from torchao_blockwise.tensors.rounding import carry_key
 from torchao_blockwise.tensors.state_values import plain_values, same_bits
 from torchao_blockwise.tensors.weight_uses import note_read
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-aten = torch.ops.aten
 _F = TypeVar("_F", bound=Callable[..., Any])
+_REMEDY = "take all parts from one tensor, or create it with from_hp"
 
 
 class QuantizedTensor(WeightTensor):
     """Base of tensors that are stored as rowwise payload and scales.
 
-    Subclasses list their tensors and attributes, and define `fmt`, `_check()`, `_requantize(hp)` and `from_hp`.
+    Subclasses list their tensors and attributes, and define `fmt`, `scaled_shape`, `_requantize(hp)` and `from_hp`.
     """
 
     # The names by which torchao flattens the tensor.
@@ -55,9 +54,79 @@ class QuantizedTensor(WeightTensor):
     def fmt(self) -> BlockFormat:
         raise NotImplementedError
 
-    def _check(self) -> None:
-        """Raise TypeError or ValueError if the parts do not match; the constructor calls it."""
-        raise NotImplementedError
+    @property
+    def scaled_shape(self) -> Sequence[int]:
+        """The shape [.., N, K] of the tensor that has these scales."""
+        return self.qdata.shape
+
+    def _set_parts(
+        self,
+        qdata: torch.Tensor,
+        scale: torch.Tensor,
+        global_scale: torch.Tensor | None,
+        dtype: torch.dtype,
+        config: TrainingConfig | None,
+    ) -> None:
+        """Set the parts in a constructor, after other attributes.
+
+        Raises TypeError or ValueError if they do not match, or cannot report `dtype` or train with `config`.
+        """
+        self.qdata, self.scale, self.config = qdata, scale, config
+        if global_scale is not None:
+            self.global_scale = global_scale
+        name = type(self).__name__
+        if dtype not in HIGH_PRECISION_DTYPES:
+            raise TypeError(f"{name}: dtype must be bfloat16, float16 or float32, got {dtype}; dequantize() for others")
+        if config is not None and not isinstance(config, TrainingConfig):
+            raise TypeError(f"{name}: config must be a TrainingConfig or None, got {type(config).__name__}")
+        if config is not None and config.weight_format.element is not self.fmt.element:
+            trains = config.weight_format.name
+            raise ValueError(
+                f"{name}: a {type(config).__name__} trains {trains}, not {self.fmt.name}; pass config=None"
+            )
+        self._check()
+
+    def _check(self, columns: int | None = None) -> None:
+        """Raise TypeError or ValueError unless the parts match.
+
+        Kernels read sizes only from the payload, and parts come from files, gathers and callers. So parts are checked
+        when a tensor is created, including views and copies, and again when they become an operand, because attributes
+        can be set later. Symbolic sizes are not checked: compilers trace tensors that were checked before.
+        columns: of the payload, if it has only some of those of `scaled_shape`.
+        """
+        qdata, scale, global_scale = self.qdata, self.scale, self.global_scale
+        name, fmt, shape = type(self).__name__, self.fmt, self.scaled_shape
+        for x in (qdata, scale) if global_scale is None else (qdata, scale, global_scale):
+            if isinstance(x, TorchAOBaseTensor) or x.layout is not torch.strided or x.device != qdata.device:
+                wanted = f"plain, strided and on {qdata.device}"
+                got = f"a {type(x).__name__} in {x.layout} on {x.device}"
+                raise TypeError(f"{name}: qdata and scales must be {wanted}, got {got}; {_REMEDY}")
+        if qdata.dtype is not fmt.element.storage_dtype or scale.dtype is not fmt.scale_dtype:
+            wanted, got = f"{fmt.element.storage_dtype} and {fmt.scale_dtype}", f"{qdata.dtype} and {scale.dtype}"
+            raise TypeError(f"{name}: qdata and scale in {fmt.name} must be {wanted}, got {got}; {_REMEDY}")
+        if global_scale is None:
+            fits = not fmt.has_global_scale
+        else:
+            fits = fmt.has_global_scale and global_scale.dtype is torch.float32
+            # One for all matrices, or one for each.
+            fits = fits and (global_scale.dim() == 0 or global_scale.shape == torch.Size(shape[:-2]))
+        if not fits:
+            each = f", or one for each matrix, {list(shape[:-2])}" if len(shape) > 2 else ""
+            wanted = f"a float32 scalar{each}" if fmt.has_global_scale else "None"
+            got = "None" if global_scale is None else f"{global_scale.dtype} of shape {list(global_scale.shape)}"
+            raise ValueError(f"{name}: global_scale in {fmt.name} must be {wanted}, got {got}; {_REMEDY}")
+        if len(shape) < 2:
+            raise ValueError(f"{name}: the tensor must be [.., N, K], got shape {list(shape)}; reshape it first")
+        if type(qdata.numel()) is not int or type(scale.numel()) is not int:
+            return
+        # Computed here, because every view and GEMM calls this method.
+        block_rows, block_columns = fmt.block
+        grid = (*shape[:-2], -(-shape[-2] // block_rows), -(-shape[-1] // block_columns))
+        columns = shape[-1] if columns is None else columns
+        if scale.shape != grid or qdata.shape[-1] != -(-columns // fmt.element.per_byte):
+            wanted = f"scale {list(grid)} and rows of {fmt.element.packed(columns)} in qdata"
+            got = f"{list(scale.shape)} and {list(qdata.shape)}"
+            raise ValueError(f"{name}: a tensor {list(shape)} in {fmt.name} has {wanted}, got {got}; {_REMEDY}")
 
     def parts(self) -> dict[str, torch.Tensor]:
         """Return the tensors that hold the values, by name."""
@@ -66,13 +135,10 @@ class QuantizedTensor(WeightTensor):
     def _make(self, **changed: Any) -> Self:
         """Return a tensor of the same layer and key, with parts and attributes replaced by those that are not None."""
         changed = {name: value for name, value in changed.items() if value is not None}
-        made = type(self).__tensor_unflatten__(
+        made: Self = type(self).__tensor_unflatten__(
             self.parts() | changed, self.__tensor_flatten__()[1] | changed, None, None
         )
-        carry_key(self, made)
-        if self.layer:
-            made.layer = self.layer
-        return made
+        return made.inherit(self)
 
     def _requantize(self, hp: torch.Tensor) -> QuantizedTensor:
         """Quantize `hp` like this tensor."""
@@ -88,20 +154,13 @@ class QuantizedTensor(WeightTensor):
         self._check()
         return self.qdata, self.scale, self.global_scale
 
-    def columnwise_operand(self, backend: ops.Backend | str | None = None) -> Operand:
-        """Return a new columnwise operand, transposed from the rowwise one.
+    def columnwise(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (qdata [.., K, N], scale [.., K blocks, N blocks]), the exact transpose.
 
         It is not stored: a field that appears later changes the flattened structure, which causes recompilation, and
-        nothing would free it.
+        nothing would free it. Raises ValueError for blocks that are not square.
         """
-        return ops.transpose(self.operand(), columns=self.shape[-1], backend=backend)
-
-    def columnwise(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (qdata [.., K, N], scale [.., K blocks, N blocks]), the exact transpose; it is not stored.
-
-        Raises ValueError for blocks that are not square.
-        """
-        copy = self.columnwise_operand()
+        copy = ops.transpose(self.operand(), columns=self.shape[-1])
         return copy.qdata, copy.scale
 
     def transposed_view(self) -> Self:
@@ -162,95 +221,19 @@ class QuantizedTensor(WeightTensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Operation, types: Types, args: Args, kwargs: Kwargs | None = None
     ) -> Any:
-        implementation = _OPS.get(func)
-        if implementation is None and (result := _compat.decomposed(func, args, kwargs or {})) is not NotImplemented:
+        kwargs = kwargs or {}
+        if (implementation := _OPS.get(func)) is not None:
+            return implementation(func, *args, **kwargs)
+        if (result := _compat.decomposed(func, args, kwargs)) is not NotImplemented:
             return result
-        if implementation is None:
-            raise NotImplementedError(
-                f"{func}: not exact on quantized data ({_names(types, args, kwargs)}), so it is not supported; for a "
-                "GEMM, call torch.nn.functional.linear (or nn.Linear; grouped_mm for experts, in transformers "
-                'model.set_experts_implementation("grouped_mm")), otherwise call .dequantize() first; to train the '
-                "weight, use torchao_blockwise.distributed.MasterWeightOptimizer(torch.optim.AdamW, model, lr=...), or "
-                "keep high-precision weights (master_weights=True)"
-            )
-        return implementation(func, *args, **(kwargs or {}))
-
-
-def _names(types: Types, args: Args, kwargs: Kwargs | None) -> str:
-    """Return the names of the layers whose weights are among the arguments, or the types of the arguments."""
-    leaves = _compat.pytree.tree_leaves((args, kwargs))
-    layers = {x.layer for x in leaves if isinstance(x, QuantizedTensor) and x.layer}
-    return ", ".join(sorted(layers) or [t.__name__ for t in types])
-
-
-# --- checks of parts --------------------------------------------------------------------------------------------------
-#
-# Kernels read sizes only from the payload, so all parts must match. They come from files, from gathers and from
-# callers. They are checked when a tensor is created, including views and copies, and again when they become an operand,
-# because attributes can be set after a tensor was created.
-
-_REMEDY = "take all parts from one tensor, or create it with from_hp"
-
-
-def check_parts(
-    name: str,
-    fmt: BlockFormat,
-    qdata: torch.Tensor,
-    scale: torch.Tensor,
-    global_scale: torch.Tensor | None,
-    shape: Sequence[int],
-    own_columns: int | None = None,
-) -> None:
-    """Raise TypeError or ValueError unless these are the parts, in `fmt`, of a tensor of the class `name`.
-
-    shape: [.., N, K] of the tensor that has these scales; qdata may be some of its rows, or `own_columns` of its
-        columns.
-    It calls no other function, because every view and GEMM calls it. Symbolic sizes are not checked: compilers trace
-    tensors that were checked when they were created.
-    """
-    for x in (qdata, scale) if global_scale is None else (qdata, scale, global_scale):
-        if isinstance(x, TorchAOBaseTensor) or x.layout is not torch.strided or x.device != qdata.device:
-            wanted, got = f"plain, strided and on {qdata.device}", f"a {type(x).__name__} in {x.layout} on {x.device}"
-            raise TypeError(f"{name}: qdata and scales must be {wanted}, got {got}; {_REMEDY}")
-    if qdata.dtype is not fmt.element.storage_dtype or scale.dtype is not fmt.scale_dtype:
-        wanted, got = f"{fmt.element.storage_dtype} and {fmt.scale_dtype}", f"{qdata.dtype} and {scale.dtype}"
-        raise TypeError(f"{name}: qdata and scale in {fmt.name} must be {wanted}, got {got}; {_REMEDY}")
-    if global_scale is None:
-        fits = not fmt.has_global_scale
-    else:
-        fits = fmt.has_global_scale and global_scale.dtype is torch.float32
-        # One for all matrices, or one for each.
-        fits = fits and (global_scale.dim() == 0 or global_scale.shape == torch.Size(shape[:-2]))
-    if not fits:
-        each = f", or one for each matrix, {list(shape[:-2])}" if len(shape) > 2 else ""
-        wanted = f"a float32 scalar{each}" if fmt.has_global_scale else "None"
-        got = "None" if global_scale is None else f"{global_scale.dtype} of shape {list(global_scale.shape)}"
-        raise ValueError(f"{name}: global_scale in {fmt.name} must be {wanted}, got {got}; {_REMEDY}")
-    if len(shape) < 2:
-        raise ValueError(f"{name}: the tensor must be [.., N, K], got shape {list(shape)}; reshape it first")
-    if type(qdata.numel()) is not int or type(scale.numel()) is not int:
-        return
-    *batch, rows, columns = shape
-    block_rows, block_columns = fmt.block
-    grid = (*batch, -(-rows // block_rows), -(-columns // block_columns))
-    columns = columns if own_columns is None else own_columns
-    if scale.shape != grid or qdata.shape[-1] != -(-columns // fmt.element.per_byte):
-        wanted = f"scale {list(grid)} and rows of {fmt.element.packed(columns)} in qdata"
-        got = f"{list(scale.shape)} and {list(qdata.shape)}"
-        raise ValueError(f"{name}: a tensor {list(shape)} in {fmt.name} has {wanted}, got {got}; {_REMEDY}")
-
-
-def check_attributes(name: str, fmt: BlockFormat, dtype: torch.dtype, config: TrainingConfig | None) -> None:
-    """Raise TypeError or ValueError unless a tensor in `fmt` can report `dtype` and train with `config`."""
-    if dtype not in HIGH_PRECISION_DTYPES:
-        raise TypeError(f"{name}: dtype must be bfloat16, float16 or float32, got {dtype}; dequantize() for others")
-    if config is None:
-        return
-    if not isinstance(config, TrainingConfig):
-        raise TypeError(f"{name}: config must be a TrainingConfig or None, got {type(config).__name__}")
-    if config.weight_format.element is not fmt.element:
-        trains = config.weight_format.name
-        raise ValueError(f"{name}: a {type(config).__name__} trains {trains}, not {fmt.name}; pass config=None")
+        layers = layers_of(_compat.pytree.tree_leaves((args, kwargs)), ", ".join(t.__name__ for t in types))
+        raise NotImplementedError(
+            f"{func}: not exact on quantized data ({layers}), so it is not supported; for a GEMM, call "
+            "torch.nn.functional.linear (or nn.Linear; grouped_mm for experts, in transformers "
+            'model.set_experts_implementation("grouped_mm")), otherwise call .dequantize() first; to train the '
+            "weight, use torchao_blockwise.distributed.MasterWeightOptimizer(torch.optim.AdamW, model, lr=...), or "
+            "keep high-precision weights (master_weights=True)"
+        )
 
 
 # --- files ------------------------------------------------------------------------------------------------------------

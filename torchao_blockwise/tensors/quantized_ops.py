@@ -19,7 +19,6 @@ from torchao_blockwise._compat.torch_types import Operation
 from torchao_blockwise.tensors.master_weight import MasterWeightTensor
 from torchao_blockwise.tensors.pending_master import PendingMaster
 from torchao_blockwise.tensors.quantized import QuantizedTensor, as_bits, implements, map_tensors, source_for
-from torchao_blockwise.tensors.rounding import carry_key
 from torchao_blockwise.tensors.transposed_weight import TransposedWeight, swaps_last_dims
 
 aten = torch.ops.aten
@@ -78,15 +77,8 @@ def _select(func: Operation, x: QuantizedTensor, dim: int, index: int) -> Quanti
 
 
 def _by_matrices(func: Operation, x: QuantizedTensor, *args: int) -> QuantizedTensor:
-    """Apply `func`, which changes only leading dims, to all parts."""
-    of_matrices = _scale_of_matrices(x)
-    of_matrices = None if of_matrices is None else func(of_matrices, *args)
-    return x._make(qdata=func(x.qdata, *args), scale=func(x.scale, *args), global_scale=of_matrices)
-
-
-def _scale_of_matrices(x: QuantizedTensor) -> torch.Tensor | None:
-    """Return the tensor scales [..] of the matrices [.., N, K] of `x`; None if it has one for all, or none."""
-    return x.global_scale if x.global_scale is not None and x.global_scale.dim() else None
+    """Apply `func`, which changes only leading dims, to all parts except a tensor scale of the whole tensor."""
+    return x._make(**{name: func(part, *args) for name, part in x.parts().items() if part.dim()})
 
 
 @implements(aten.view.default, aten._unsafe_view.default, aten.reshape.default)
@@ -105,18 +97,17 @@ def _view(func: Operation, x: QuantizedTensor, size: Sequence[int]) -> Quantized
             f"and rows in multiples of {block_rows}, or dequantize() first (DistributedDataParallel: init_sync=False; "
             "FullyShardedDataParallel: use torch.distributed.fsdp.fully_shard)"
         )
-    of_matrices = _scale_of_matrices(x)
-    if of_matrices is not None:
-        if math.prod(size[:-2]) != of_matrices.numel():
+    global_scale = x.global_scale
+    if global_scale is not None and global_scale.dim():
+        if math.prod(size[:-2]) != global_scale.numel():
             raise ValueError(
                 f"view: {list(x.shape)} as {size} would join matrices with separate tensor scales; keep the last two "
                 "dims, or dequantize() first"
             )
-        of_matrices = of_matrices.view(size[:-2])
-    scale_rows = x.fmt.grid(size[-2], columns)[0]
+        global_scale = global_scale.view(size[:-2])
     qdata = x.qdata.view(*size[:-1], x.qdata.shape[-1])
-    scale = x.scale.view(*size[:-2], scale_rows, x.scale.shape[-1])
-    return x._make(qdata=qdata, scale=scale, global_scale=of_matrices)
+    scale = x.scale.view(x.fmt.scale_shape(*size))
+    return x._make(qdata=qdata, scale=scale, global_scale=global_scale)
 
 
 @implements(aten.as_strided.default)
@@ -150,7 +141,7 @@ def _transpose(func: Operation, x: QuantizedTensor, *dims: Any) -> QuantizedTens
 def _map_op(func: Operation, x: QuantizedTensor, *args: Any, **kwargs: Any) -> QuantizedTensor:
     result = map_tensors(x, lambda t: func(t, *args, **kwargs))
     if func is aten.clone.default:
-        carry_key(x, result, copied=True)
+        result.inherit(x, copied=True)
     if func in (aten.detach.default, aten.alias.default):
         result.pending_master = x.pending_master
         # `weight.data` belongs to a weight that trains, although it does not require grad itself.
@@ -163,8 +154,7 @@ def _empty_like(
     func: Operation, x: QuantizedTensor, *, dtype: torch.dtype | None = None, **kwargs: Any
 ) -> QuantizedTensor:
     kwargs.pop("memory_format", None)
-    empty = map_tensors(x, lambda t: func(t, **kwargs))
-    empty = empty._make(dtype=dtype)
+    empty = map_tensors(x, lambda t: func(t, **kwargs))._make(dtype=dtype)
     empty.pending_master = x.pending_master and PendingMaster()
     return empty
 
@@ -180,8 +170,7 @@ def _to_copy(
     **kwargs: Any,
 ) -> QuantizedTensor:
     """Move to another device, or report another dtype; the payload does not change."""
-    moved = map_tensors(x, lambda t: t.to(device, non_blocking=non_blocking, copy=True))
-    moved = moved._make(dtype=dtype)
+    moved = map_tensors(x, lambda t: t.to(device, non_blocking=non_blocking, copy=True))._make(dtype=dtype)
     moved.pending_master = x.pending_master and x.pending_master.moved(device)
     return moved
 
@@ -282,10 +271,7 @@ def _add_adapter(
             f"{func}: an adapter b @ a can be added only to a converted weight; dequantize() it first"
         )
     hp = torch.baddbmm(weight.dequantize(), b, a, beta=beta, alpha=alpha)
-    total = MasterWeightTensor(hp, dataclasses.replace(weight.config, master_weights=True))
-    total.layer = weight.layer
-    carry_key(weight, total)
-    return total
+    return MasterWeightTensor(hp, dataclasses.replace(weight.config, master_weights=True)).inherit(weight)
 
 
 @implements(aten.add_.Tensor, aten.sub_.Tensor)

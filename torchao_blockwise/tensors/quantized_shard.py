@@ -12,25 +12,24 @@ each forward pass casts again.
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from torchao_blockwise import _compat, ops
+from torchao_blockwise import _compat
 from torchao_blockwise._compat.torch_types import Args, Function, Kwargs, Operation, Types
-from torchao_blockwise.formats import BlockFormat, Operand
+from torchao_blockwise.formats import BlockFormat
+from torchao_blockwise.ops.quantization.reference import expand_blocks
 from torchao_blockwise.tensors import fsdp
 from torchao_blockwise.tensors.blockwise_fp8 import BlockwiseFP8Tensor
-from torchao_blockwise.tensors.fsdp import Gather, ShardLayout
+from torchao_blockwise.tensors.fsdp import ShardLayout
 from torchao_blockwise.tensors.nvfp4 import NVFP4Tensor
 from torchao_blockwise.tensors.pending_master import PendingMaster
-from torchao_blockwise.tensors.quantized import OPS_OF_SHARDS, QuantizedTensor, check_attributes, check_parts
-from torchao_blockwise.tensors.rounding import carry_key
+from torchao_blockwise.tensors.quantized import OPS_OF_SHARDS, QuantizedTensor
 from torchao_blockwise.tensors.state_values import same_bits
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy
     from typing_extensions import Self
 
 aten = torch.ops.aten
@@ -44,7 +43,7 @@ class QuantizedShard(QuantizedTensor):
     qdata: of part.local_shape, in the format's storage. scale: grid of part.shape. global_scale: f32, or None.
     part: the layout of the shard; a Parameter is split by rows. dtype: that of the Parameter; values are rounded to
         part.dtype.
-    ready: event recorded on the stream that wrote the payload. version: version of the master it was computed from.
+    ready: event recorded on the stream that wrote the payload.
     """
 
     tensor_data_names = ["qdata", "scale"]  # noqa: RUF012  # torchao copies it as a list
@@ -54,9 +53,6 @@ class QuantizedShard(QuantizedTensor):
     part: ShardLayout
     pending_master: PendingMaster
     ready: torch.cuda.Event | None = None
-    version: int | None = None
-    # While `fully_shard` runs: the chunks of all ranks, or the one that it has selected.
-    chunks: list[QuantizedShard] | None = None
 
     @staticmethod
     def __new__(
@@ -69,20 +65,14 @@ class QuantizedShard(QuantizedTensor):
     ) -> Self:
         if not isinstance(part, ShardLayout):
             raise TypeError(f"{cls.__name__}: part must be a ShardLayout, got {part!r}; shard with fully_shard")
-        check_attributes(cls.__name__, part.config.weight_format, dtype, part.config)
         x = _compat.make_wrapper(cls, part.local_shape, dtype=dtype, device=qdata.device)
-        x.qdata, x.scale, x.global_scale = qdata, scale, global_scale
-        x.part, x.config, x.pending_master = part, part.config, PendingMaster()
-        x._check()
+        x.part, x.pending_master = part, PendingMaster()
+        x._set_parts(qdata, scale, global_scale, dtype, part.config)
         return x
 
     @property
     def fmt(self) -> BlockFormat:
         return self.part.config.weight_format
-
-    @property
-    def power_of_2_scales(self) -> bool:
-        return self.part.config.power_of_2_scales
 
     @property
     def awaits_cast(self) -> bool:
@@ -102,23 +92,16 @@ class QuantizedShard(QuantizedTensor):
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Return qdata · scale [· global_scale] of the rows."""
         self._check()
-        block = self.fmt.block[0] if self.dim() == 2 else 1
-        border, end = self.part.start % block, self.part.start + self.shape[0]
-        framed = self.qdata
-        if border:
-            # Prepend zeros up to a block boundary to align rows with their scales; as bytes, since autocast lacks FP8.
-            payload = self.qdata.view(torch.uint8)
-            framed = torch.cat([payload.new_zeros(border, *payload.shape[1:]), payload]).view(self.qdata.dtype)
-        scale = self.scale[self.part.start // block : -(-end // block)]
-        if not self.numel():
-            return torch.empty(self.shape, dtype=dtype or self.dtype, device=self.device)
+        fmt, start, end = self.fmt, self.part.start, self.part.start + self.shape[0]
+        block = fmt.block[0] if self.dim() == 2 else 1
+        # The shard may begin inside of a block.
+        border, (rows, columns) = start % block, self.shape[-2:]
+        scale = self.scale[start // block : -(-end // block)].float()
+        values = fmt.element.decode(self.qdata, columns) * expand_blocks(scale, fmt, border + rows, columns)[border:]
         global_scale = self.global_scale
-        if global_scale is not None and global_scale.dim():
-            global_scale = global_scale[self.part.start : end]
-        operand = Operand(framed, scale, global_scale, self.fmt.name)
-        values = ops.dequantize(operand, dtype=dtype or self.dtype, columns=self.shape[-1])
-        # Clone, because a DTensor that starts at a storage offset cannot be saved asynchronously.
-        return values[border:].clone() if border else values
+        if global_scale is not None:
+            values *= global_scale[start:end, None, None] if global_scale.dim() else global_scale
+        return values.to(dtype or self.dtype)
 
     def with_values(self, values: torch.Tensor) -> QuantizedShard:
         """Return a shard of the same rows with other values, which wait for a cast."""
@@ -128,56 +111,27 @@ class QuantizedShard(QuantizedTensor):
         other.take_values(values.to(other.device))
         return other
 
-    def _check(self) -> None:
-        name, part = type(self).__name__, self.part
-        got = self.qdata.shape
-        if got[:-1] != part.local_shape[:-1]:
-            wanted = f"{list(part.local_shape)} of {part.name}"
+    @property
+    def scaled_shape(self) -> Sequence[int]:
+        return self.part.shape
+
+    def _check(self, columns: int | None = None) -> None:
+        wanted, got = self.part.local_shape, self.qdata.shape
+        if got[:-1] != wanted[:-1]:
             raise ValueError(
-                f"{name}: qdata must be the rows {wanted}, got {list(got)}; shard it again with fully_shard"
+                f"{type(self).__name__}: qdata must be the rows {list(wanted)} of {self.part.name}, got {list(got)}; "
+                "shard it again with fully_shard"
             )
-        parts = self.qdata, self.scale, self.global_scale
-        check_parts(name, self.fmt, *parts, part.shape, part.local_shape[-1])
+        super()._check(wanted[-1])
 
     def _make(self, **changed: Any) -> Self:
         if (dtype := changed.get("dtype")) is not None and self.part.dtype == self.dtype:
             changed["part"] = dataclasses.replace(self.part, dtype=dtype)
         return super()._make(**changed)
 
-    def fsdp_pre_all_gather(
-        self,
-        mesh: DeviceMesh,
-        outer_size: torch.Size,
-        outer_stride: tuple[int, ...],
-        module: torch.nn.Module,
-        mp_policy: MixedPrecisionPolicy,
-    ) -> tuple[tuple[torch.Tensor], Gather]:
-        """Return the payload that this rank sends, and the scales, which are not sent; FSDP2 calls it."""
-        fsdp.check_supported(module)
-        if self.awaits_cast:
-            raise RuntimeError(
-                f"FSDP2 gathers a weight of {module}, but values were loaded or copied in after its last cast; after "
-                "changing weights by hand between the microbatches of a step, or before gathering by hand, call "
-                "torchao_blockwise.distributed.sync_weight_scales(model) on all ranks"
-            )
-        return self.sent()
-
-    # FSDP2 calls it to get the quantized tensor that layers use until it is resharded.
+    # FSDP2 calls them to get the tensor that this rank sends, and the weight that layers use until it is resharded.
+    fsdp_pre_all_gather = fsdp.pre_all_gather
     fsdp_post_all_gather = fsdp.post_all_gather
-
-    def sent(self) -> tuple[tuple[torch.Tensor], Gather]:
-        """Return the payload as bytes, padded to the largest shard, and the scales, which are not sent.
-
-        If rows split unevenly, each 4-bit code takes one byte.
-        """
-        if self.ready is not None:
-            # Gathers run on a separate stream.
-            torch.cuda.current_stream(self.device).wait_event(self.ready)
-        payload = self.qdata.view(torch.uint8)
-        if not self.part.travels_as_stored:
-            payload = self.fmt.element.unpack(payload, self.shape[-1]).contiguous()
-        payload = fsdp.padded(payload, self.part.payload_shape)
-        return (payload,), Gather(self.part, self.scale, self.global_scale)
 
     @classmethod
     @_compat.never_compiled
@@ -186,11 +140,11 @@ class QuantizedShard(QuantizedTensor):
     ) -> Any:
         if func is aten.copy_.default:
             return _copy_(*args, **(kwargs or {}))
-        if func is aten.view.default and list(args[1]) in ([-1], list(args[0].shape)):
-            # `DTensor.to_local` calls it. FSDP2 flattens the shard with it, but does not read the result.
+        flattens = func is aten.view.default and list(args[1]) in ([-1], list(args[0].shape))
+        if flattens or (func is aten.slice.Tensor and args[1:] == (0, 0, len(args[0]))):
+            # `DTensor.to_local` views a tensor in its shape. FSDP2 flattens a shard, but does not read the result, and
+            # takes its rows out of its padding, which it does not have.
             func, args = aten.alias.default, args[:1]
-        if func is aten.slice.Tensor and args[0].chunks is not None:
-            return _narrow(*args)
         if func not in OPS_OF_SHARDS:
             raise NotImplementedError(
                 f"{func}: not exact on the shard of a quantized weight, so it is not supported; copy values into the "
@@ -218,9 +172,6 @@ def _copy_(x: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) -> to
         else:
             x.take_values(src.to(x.device))
         return x
-    if x.chunks is not None and isinstance(src, QuantizedShard):
-        x.chunks[:] = [_with_own_memory(src)]
-        return x
     if x.pending_master is getattr(src, "pending_master", None):
         return x
     if not isinstance(src, QuantizedShard) or src.part != x.part:
@@ -238,7 +189,38 @@ def _copy_(x: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) -> to
 # --- `fully_shard` of a quantized Parameter ---------------------------------------------------------------------------
 #
 # FSDP2 takes chunks = torch.chunk(p, ranks), padded = p.new_zeros(chunks[0].size()), copies this rank's chunk into
-# padded.narrow(0, 0, rows), and holds padded.narrow(0, 0, rows). Shards need no padding: they pad what they send.
+# padded.narrow(0, 0, rows), and holds padded.narrow(0, 0, rows). Later it pads shards again. Shards need no padding:
+# gathers pad what they send.
+
+
+class _Padded:
+    """Stands for the padded shard: it holds the chunk that is copied into it, in new memory, so that the whole weight
+    can be freed."""
+
+    is_meta = False
+
+    def __init__(self, last: QuantizedShard):
+        # Without rows in any padded shard into which no chunk is copied.
+        self.rows, self.is_filled = last, False
+
+    def copy_(self, chunk: QuantizedShard) -> None:
+        copy: Any = chunk.clone()
+        self.rows, self.is_filled = copy.inherit(chunk), True
+
+    def narrow(self, dim: int, start: int, length: int) -> QuantizedShard | _Padded:
+        if not length:
+            self.copy_(self.rows)
+        return self.rows if self.is_filled else self
+
+    def view(self, size: int) -> _Padded:
+        return self
+
+    def cpu(self) -> NoReturn:
+        part = self.rows.part
+        raise ValueError(
+            f"fully_shard: {part.name} {list(part.shape)} is a quantized Parameter, which must stay on its device; do "
+            "not use CPUOffloadPolicy, or convert with master_weights=True"
+        )
 
 
 def _chunk(func: Function, types: Types, args: Args, kwargs: Kwargs) -> Any:
@@ -261,50 +243,27 @@ def _chunk(func: Function, types: Types, args: Args, kwargs: Kwargs) -> Any:
     for rank in range(ranks):
         part = ShardLayout(weight.layer, tuple(weight.shape), weight.dtype, 0, rank, ranks, config)
         rows = slice(part.start, part.start + part.local_shape[0])
-        shard = QuantizedShard(weight.qdata[rows], weight.scale, part, weight.dtype, weight.global_scale)
-        carry_key(weight, shard)
+        parts = weight.qdata[rows], weight.scale, part, weight.dtype, weight.global_scale
+        shard = QuantizedShard(*parts).inherit(weight)
         if pending is not None and pending.hp is not None:
             # The scales were computed from this rank's values; the first cast computes them from those of all ranks.
             shard.pending_master.hp, shard.pending_master.awaits_cast = pending.hp.detach()[rows], True
         chunks.append(shard)
-    weight.chunks = chunks
+    weight.padded = _Padded(chunks[-1])
     return tuple(chunks)
 
 
 def _new_zeros(func: Function, types: Types, args: Args, kwargs: Kwargs) -> Any:
-    """Return a placeholder for the padded shard after `torch.chunk`; otherwise run PyTorch's implementation."""
+    """Return the padded shard after `torch.chunk`, or a shard itself where FSDP2 pads it; otherwise plain zeros."""
     x: Any = args[0]
-    chunks = [x] if isinstance(x, QuantizedShard) else vars(x).pop("chunks", None)
-    shapes = [tuple(chunk.part.padded_shape) for chunk in (chunks or ())[:1]]
-    if [args[1:]] != [(shape,) for shape in shapes] or kwargs:
-        with _compat.no_torch_function():
-            return func(*args, **kwargs)
-    padded: Any = chunks[0].detach()
-    padded.chunks = chunks
-    return padded
-
-
-def _narrow(padded: Any, dim: int, start: int, end: int) -> Any:
-    """Return the rank's chunk once it is selected; before, a chunk of that size into which it will be copied."""
-    assert dim == start == 0, "what FSDP2 asks for"
-    if len(padded.chunks) == 1:
-        return padded.chunks[0].detach()
-    chunk = next(x for x in padded.chunks if x.shape[0] == end)
-    if not end:
-        return _with_own_memory(chunk)
-    rows = chunk.detach()
-    rows.chunks = padded.chunks
-    return rows
-
-
-def _with_own_memory(chunk: QuantizedShard) -> QuantizedShard:
-    """Copy a chunk, so that the whole weight can be freed."""
-    global_scale = None if chunk.global_scale is None else chunk.global_scale.clone()
-    shard = QuantizedShard(chunk.qdata.clone(), chunk.scale.clone(), chunk.part, chunk.dtype, global_scale)
-    carry_key(chunk, shard)
-    if chunk.awaits_cast:
-        shard.take_values(chunk.values())
-    return shard
+    shape = () if kwargs else args[1:]
+    if isinstance(x, QuantizedShard):
+        if shape == (x.part.padded_shape,) != (x.shape,):
+            return x.detach()
+    elif "padded" in vars(x) and shape == (x.padded.rows.part.padded_shape,):
+        return vars(x).pop("padded")
+    with _compat.no_torch_function():
+        return func(*args, **kwargs)
 
 
 for _cls in (BlockwiseFP8Tensor, NVFP4Tensor):

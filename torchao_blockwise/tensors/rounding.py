@@ -3,93 +3,64 @@
 A key is int64 [4], (seed, stream, use, first expert), on the weight's device. Each backward pass of a layer reads the
 key and increments `use` on the device, so the host is not involved and a CUDA graph can replay it. Aliases, casts and
 shards of a weight, and the weights that FSDP2 gathers, share its key. A clone gets a copy.
+
+A weight has a key on each device where it has been: FSDP2 offloads shards to one and gathers on another.
 """
 
 from __future__ import annotations
 
 import itertools
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
 from torchao_blockwise.formats import StochasticRounding, key_of
 
+Keys: TypeAlias = dict[torch.device, torch.Tensor]
+
 # A stream for each operand of a weight's gradients.
 STREAMS_A_WEIGHT = 4
-# The first stream after those of models.
-_FIRST_BY_HAND = 1 << 31
-_made_by_hand = itertools.cycle(range(_FIRST_BY_HAND // STREAMS_A_WEIGHT))
+# The streams of weights outside of converted models.
+streams_by_hand = itertools.cycle(range(1 << 31, 1 << 32, STREAMS_A_WEIGHT))
 
 
-class RoundingKeys:
-    """The key of one weight on each device where it has been: FSDP2 offloads shards to one and gathers on another.
+def start_key(weight: Any, start: StochasticRounding) -> None:
+    """Give `weight` a new key in this state; of its position in a larger tensor, only `expert` is used."""
+    device = _device_of(weight)
+    weight.rounding_keys = {device: key_of(start, device)}
+    weight.rounding_key = weight.rounding_keys[device]
 
-    start: the initial state; of its position in a larger tensor, only `expert` is used.
-    """
 
-    def __init__(self, start: StochasticRounding) -> None:
-        self._start = start
-        self._keys: dict[torch.device, torch.Tensor] = {}
+def keys_of(weight: Any) -> Keys:
+    """Return the keys of a weight that has one."""
+    if weight.rounding_keys is None:
+        # Loaded from a file.
+        weight.rounding_keys = {weight.rounding_key.device: weight.rounding_key}
+    return weight.rounding_keys
 
-    @classmethod
-    def of_weight(cls, seed: int, index: int) -> RoundingKeys:
-        """Create the keys of the Parameter with this index in its model."""
-        return cls(StochasticRounding(seed, STREAMS_A_WEIGHT * index))
 
-    @classmethod
-    def by_hand(cls, seed: int) -> RoundingKeys:
-        """Create the keys of a weight outside of converted models, with a stream that no other weight uses."""
-        return cls(StochasticRounding(seed, _FIRST_BY_HAND + STREAMS_A_WEIGHT * next(_made_by_hand)))
-
-    @classmethod
-    def of(cls, weight: Any) -> RoundingKeys:
-        """Return the keys of a weight that has a key; create them if the weight was loaded from a file."""
-        keys, key = weight.rounding_keys, weight.rounding_key
-        if keys is None:
-            seed, stream, use, expert = key.tolist()
-            keys = weight.rounding_keys = cls(StochasticRounding(seed % (1 << 64), stream, use, expert=expert))
-            keys._keys[key.device] = key
-        return keys
-
-    def on(self, device: torch.device) -> torch.Tensor:
-        """Return the key for `device`; for a meta device a key on the CPU, so that its values are not lost."""
-        device = torch.device("cpu") if device.type == "meta" else device
-        key = self._keys.get(device)
-        if key is None:
-            key = self._keys[device] = key_of(self.now(), device)
-        return key
-
-    def now(self) -> StochasticRounding:
-        """Return seed, stream and the number of uses; synchronizes with the devices."""
-        uses = (int(key[2]) for key in self._keys.values())
-        return self._start._replace(use=max(uses, default=self._start.use))
-
-    def set(self, start: StochasticRounding) -> None:
-        """Set the state on all devices, in place."""
-        self._start = start
-        for device, key in self._keys.items():
-            key.copy_(key_of(start, device))
-
-    def attach(self, weight: Any) -> None:
-        """Make this the key of `weight`."""
-        weight.rounding_keys, weight.rounding_key = self, self.on(weight.device)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> RoundingKeys:
-        # Copy on the devices, without synchronization.
-        copied = RoundingKeys(self._start)
-        copied._keys = {device: key.clone() for device, key in self._keys.items()}
-        return copied
+def state_of(keys: Keys) -> StochasticRounding:
+    """Return seed, stream, the number of uses and the first expert; synchronizes with the devices."""
+    seed, stream, use, expert = max((key.tolist() for key in keys.values()), key=lambda state: state[2])
+    return StochasticRounding(seed % (1 << 64), stream, use, expert=expert)
 
 
 def carry_key(weight: Any, other: Any, *, copied: bool = False) -> None:
     """Give `other`, which was derived from `weight`, the same key, or with `copied` a copy of its current state."""
-    key, keys = weight.rounding_key, weight.rounding_keys
+    key = weight.rounding_key
     if key is None:
         return
-    if keys is None and type(key) is torch.Tensor:
-        keys = RoundingKeys.of(weight)
-    if keys is not None:
-        (keys.__deepcopy__({}) if copied else keys).attach(other)
-    else:
+    if type(key) is not torch.Tensor:
         # Traced weights have only the tensor.
         other.rounding_key = key.clone() if copied else key
+        return
+    keys, device = keys_of(weight), _device_of(other)
+    keys = {device: key.clone() for device, key in keys.items()} if copied else keys
+    if device not in keys:
+        keys[device] = key_of(state_of(keys), device)
+    other.rounding_keys, other.rounding_key = keys, keys[device]
+
+
+def _device_of(weight: Any) -> torch.device:
+    """Return the device of the key: that of `weight`, or for a meta tensor the CPU, so that the state is not lost."""
+    return torch.device("cpu") if weight.is_meta else weight.device

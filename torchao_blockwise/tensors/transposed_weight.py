@@ -47,13 +47,12 @@ class TransposedWeight(WeightTensor):
 
     @staticmethod
     def __new__(cls, weight: torch.Tensor) -> Self:
-        experts, rows, columns = weight.shape
-        expert_stride, row_stride, column_stride = weight.stride()
+        shape, strides = ((t[0], t[2], t[1]) for t in (weight.shape, weight.stride()))
         x = _compat.make_wrapper(
             cls,
-            (experts, columns, rows),
+            shape,
             inner=weight,
-            strides=(expert_stride, column_stride, row_stride),
+            strides=strides,
             storage_offset=weight.storage_offset(),
             dtype=weight.dtype,
             device=weight.device,

@@ -23,8 +23,6 @@ from torchao_blockwise._compat import torch_fsdp
 from torchao_blockwise.tensors.master_weight import MasterWeightTensor
 from torchao_blockwise.tensors.weight_operands import KeptCopies, kept_copies, raise_unchanged
 
-_KEEPS = ("rowwise", "both")
-
 
 class Scope:
     """One `weights_unchanged` scope: the modules of its model, and the master weights that FSDP2 does not shard.
@@ -37,17 +35,13 @@ class Scope:
         self.modules = set(model.modules())
         self.places: list[tuple[nn.Module, str, Any, Any, KeptCopies]] = []
         sharded = torch_fsdp.places_of_shards(self.modules)
-        for prefix, module in model.named_modules():
-            for attribute, parameter in _compat.parameters_of(module).items():
-                if parameter is None:
-                    continue
-                local: Any = _compat.local_of(parameter)
-                if not isinstance(local, MasterWeightTensor) or (module, attribute) in sharded:
-                    continue
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            prefix, _, attribute = name.rpartition(".")
+            module, local = model.get_submodule(prefix), _compat.local_of(parameter)
+            if isinstance(local, MasterWeightTensor) and (module, attribute) not in sharded:
                 hp: Any = local.hp
-                kept = kept_copies(hp) or KeptCopies(f"{prefix}.{attribute}".lstrip("."), parameter, hp)
-                hp.kept_copies = kept
-                self.places.append((module, attribute, parameter, hp, kept))
+                hp.kept_copies = kept_copies(hp) or KeptCopies(name, parameter, hp)
+                self.places.append((module, attribute, parameter, hp, hp.kept_copies))
         # A weight that several modules share has one entry.
         self._weights = {kept: hp for *_, hp, kept in self.places}
         for kept in self._weights:
@@ -87,8 +81,8 @@ def weights_unchanged(model: nn.Module, keep: str = "rowwise") -> Iterator[None]
     Quantized Parameters (`master_weights=False`) need no scope.
     Raises ValueError for another `keep`.
     """
-    if keep not in _KEEPS:
-        raise ValueError(f"weights_unchanged: keep must be one of {_KEEPS}, got {keep!r}")
+    if keep not in (keeps := ("rowwise", "both")):
+        raise ValueError(f"weights_unchanged: keep must be one of {keeps}, got {keep!r}")
     with _lock:
         scope = Scope(model, keep)
         _scopes.append(scope)

@@ -64,19 +64,15 @@ def weight_operand(
         return quantized()
     # A copy belongs to the stream that created it, because other streams do not wait for it.
     stream = torch.cuda.current_stream(hp.device) if hp.is_cuda else None
+    others = amax_groups, rounded_to, stream
     with kept.lock:
         kept.check()
-        copies = kept.copies.setdefault(
-            (fmt.name, options.power_of_2_scales, options.scale_per_group, amax_groups, rounded_to, stream), {}
-        )
-        if columnwise in copies:
-            return copies[columnwise]
-        if columnwise and False in copies:
-            copy = ops.transpose(copies[False], columns=hp.shape[-1], backend=backend)
-        else:
-            copy = quantized()
+        if (copy := kept.copies.get((options, *others))) is not None:
+            return copy
+        rowwise = kept.copies.get((options._replace(rowwise=True, columnwise=False), *others))
+        copy = quantized() if rowwise is None else ops.transpose(rowwise, columns=hp.shape[-1], backend=backend)
         if not columnwise or "both" in kept.keeps:
-            copies[columnwise] = copy
+            kept.copies[(options, *others)] = copy
         return copy
 
 
@@ -85,13 +81,13 @@ class KeptCopies:
 
     Only `weight_operand` reads it, inside an operation in compiled graphs, so that no guard depends on it.
     name: the weight's name. keeps: the `keep` option of each open scope.
-    copies: {recipe and stream: {False: rowwise copy, True: columnwise copy}}.
+    copies: {(options, the rest of the recipe, stream): copy}.
     """
 
     def __init__(self, name: str, parameter: torch.Tensor, hp: torch.Tensor):
         self.name = name
         self.keeps: list[str] = []
-        self.copies: dict[tuple[Any, ...], dict[bool, Operand]] = {}
+        self.copies: dict[tuple[Any, ...], Operand] = {}
         self.lock = threading.RLock()
         # Compiled optimizers increment the counter of the first one, and writes to `hp` that of the second.
         self._counting = [x for x in (parameter, hp) if not x.is_inference()]
@@ -106,13 +102,11 @@ class KeptCopies:
         """Free the copies that no other open scope keeps."""
         self.keeps.remove(keep)
         if "both" not in self.keeps:
-            for copies in self.copies.values():
-                copies.pop(True, None)
+            self.copies = {key: copy for key, copy in self.copies.items() if not key[0].columnwise}
 
     @property
     def nbytes(self) -> int:
-        operands = [copy for copies in self.copies.values() for copy in copies.values()]
-        return sum(t.nbytes for operand in operands for t in operand.tensors if t is not None)
+        return sum(t.nbytes for copy in self.copies.values() for t in copy.tensors if t is not None)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies and files of the values store an empty dict instead, which `weights_only=True` can load."""
@@ -132,7 +126,7 @@ def kept_copies(hp: torch.Tensor) -> KeptCopies | None:
 
 
 def group_names(groups: Iterable[torch.distributed.ProcessGroup]) -> str:
-    """Return the names of process groups as one string, the format of `amax_over`.
+    """Return the names of process groups in a string, the format of `amax_over`.
 
     Compiled graphs and schemas of operations support strings, but not process groups.
     """
@@ -151,16 +145,14 @@ def amax_over(x: torch.Tensor, groups: str, per_matrix: bool = False) -> torch.T
     return _largest_over(tensor_amax_bits_op(x, None, per_matrix, ops.Backend.AUTO), groups)
 
 
-def amaxes_over(x: torch.Tensor, groups: str, hadamard: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+def amaxes_over(x: torch.Tensor, groups: str, hadamard: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return `amax_over` of the tensor and of its Hadamard transform, which starts with each rank's first token."""
-    if not groups:
-        return None
     plain, transformed = hadamard_amax_bits_op(x, hadamard, None, False, ops.Backend.AUTO)
     largest = _largest_over(torch.stack((plain, transformed)), groups)
     return largest[0], largest[1]
 
 
 def _largest_over(bits: torch.Tensor, groups: str) -> torch.Tensor:
-    for group in filter(None, groups.split(",")):
+    for group in groups.split(","):
         bits = _compat.max_over_ranks(bits, group)
     return bits.view(torch.float32)

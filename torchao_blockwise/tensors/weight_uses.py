@@ -22,7 +22,7 @@ class WeightUses:
 
     def has_gemm_with(self, weight: Any) -> bool:
         """Whether a GEMM ran with `weight` (or its cast, view or multiple), or with any weight in a compiled graph."""
-        return not self.multiplied.isdisjoint((*_keys(weight), None))
+        return not self.multiplied.isdisjoint((_key(weight), None))
 
     def has_read_of(self, weight: Any) -> bool:
         return _key(weight) in self.read
@@ -54,7 +54,7 @@ def note_gemm(weight: Any) -> None:
     """Record a low-precision GEMM with `weight`; None in a compiled graph, which does not know its weights."""
     _records.gemms += 1
     for uses in _records.stack:
-        uses.multiplied.update((None,) if weight is None else _keys(weight))
+        uses.multiplied.add(None if weight is None else _key(weight))
 
 
 def note_read(weight: Any) -> None:
@@ -80,9 +80,3 @@ def _key(weight: Any) -> int:
     It is the id of the layer's name, because they share the same string object. (Two layers may have equal names.)
     """
     return id(getattr(weight, "layer", "") or weight)
-
-
-def _keys(weight: Any) -> tuple[int, ...]:
-    """Return `_key` and the identity of the values, which casts share."""
-    hp = getattr(weight, "hp", None)
-    return (_key(weight),) if hp is None else (_key(weight), id(hp))
