@@ -13,6 +13,7 @@ SCRIPTS = {
     "adapter_memory": "adapter_memory",
     "builds": "build_report",
     "convergence": "convergence",
+    "fuse_memory": "fuse_memory",
     "host_time": "host_time",
     "grouped_matmul": "bench_grouped_matmul",
     "study": "convergence",

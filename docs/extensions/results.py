@@ -42,6 +42,7 @@ SUBJECTS = {
     "engine_kernels": "Kernels compared with inference engines",
     "engine_layers": "Layers compared with inference engines",
     "fsdp": "FSDP2",
+    "fuse_memory": "Memory with fuse",
     "fused": "Fused quantization kernels",
     "graphs": "Ways to launch a training step",
     "grouped_matmul": "Grouped GEMMs",

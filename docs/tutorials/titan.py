@@ -49,7 +49,7 @@ def build(converters):
     return model
 
 
-model = build([BlockwiseConverter.Config(format="fp8", options={"fuse": True})])
+model = build([BlockwiseConverter.Config(format="fp8")])
 print(conversion_report(model))
 
 # %%

@@ -38,7 +38,7 @@ print(conversion_report(model))
 
 # %%
 # The output projection, and modules that the model keeps in fp32, are not converted. ``modules_to_not_convert=[...]``
-# excludes more layers. ``fused=True`` lets q, k and v share one quantization of their input (:doc:`/fusion`).
+# excludes more layers. q, k and v share one quantization of their input (:doc:`/fusion`).
 #
 # Train
 # -----

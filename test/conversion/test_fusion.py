@@ -1,4 +1,4 @@
-"""fuse: attention and MLPs of known models, with the bits of before; what is not known is left alone and reported."""
+"""fuse: known attention and MLPs share inputs with bitwise identical results; others are reported and not changed."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_bits_are_those_of_before(family, config, dtype):
 
 
 def test_generation_and_attentions():
-    """A cache, and attention weights for who asks."""
+    """With a cache, and with returned attention weights."""
     outputs = []
     for fused in (False, True):
         model = convert(language_model()).eval()
@@ -127,7 +127,7 @@ def test_compiled_and_checkpointed(config, compiled, reentrant):
 
 
 class Titan(nn.Module):
-    """What reads activations in a layer of DeepSeek-V3, or of Llama and Qwen3, which have q, k and v in a module."""
+    """Attention and MLP of a block of DeepSeek-V3, or of Llama and Qwen3, which have q, k and v in a module."""
 
     def __init__(self, q_lora_rank: int | None):
         super().__init__()
@@ -183,7 +183,7 @@ def test_torchtitan(q_lora_rank, readers, config):
     assert report.modules[1].reason.startswith("SwiGLU in w2" if config is FP8 else "no SwiGLU: w2 trains in NVFP4")
 
 
-# --- what is left alone -----------------------------------------------------------------------------------------------
+# --- modules that are not changed -------------------------------------------------------------------------------------
 
 
 def test_the_report():
@@ -261,6 +261,22 @@ def test_what_is_not_known_is_left_alone(change, reason, request):
     changed = [cls for cls, module in zip(classes, model.modules()) if type(module) is not cls]
     assert len(changed) == len(reports) - 1
     assert_same(step(model), expected)
+
+
+def test_a_forward_pass_that_is_replaced_later(monkeypatch):
+    """It may change the input between layers, so they do not share it."""
+    fused, plain = (convert(language_model(num_hidden_layers=1)).eval() for _ in range(2))
+    fuse(fused)
+    changed = lambda self, x: self.down_proj(self.gate_proj(x) + self.up_proj(x.mul_(2)))  # noqa: E731
+    with torch.no_grad():
+        expected = plain(IDS).logits
+        with monkeypatch.context() as patch:
+            patch.setattr(type(plain.model.layers[0].mlp), "forward", changed)
+            assert_same([fused(IDS).logits], [plain(IDS).logits])
+            report = fusion_report(fused)
+        assert_same([fused(IDS).logits], [expected])
+    assert [module.reason for module in report.modules] == ["", "its forward pass was replaced after fuse"]
+    assert [module.status for module in fusion_report(fused).modules] == [FUSED] * 2
 
 
 # --- what comes before and after --------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What tests of callbacks share: a monitor whose reports are kept, and what they must have."""
+"""A monitor for tests of callbacks, which keeps its reports and checks them."""
 
 from __future__ import annotations
 

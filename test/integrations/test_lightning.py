@@ -8,9 +8,8 @@ from helpers import FP8, NVFP4, assert_same_tensors, mlp, replace
 from torch import nn
 from torchao.quantization import quantize_
 
-from torchao_blockwise import NVFP4TrainingConfig
+from torchao_blockwise import NVFP4TrainingConfig, conversion_report
 from torchao_blockwise.distributed import MasterWeightOptimizer
-from torchao_blockwise.integrations import recipes
 
 lightning = pytest.importorskip("lightning", "2.4")
 
@@ -62,6 +61,14 @@ def test_fit_is_the_steps_by_hand(recipe, config, precision, tmp_path):
     assert_same_tensors(module.model.state_dict(), by_hand(config, precision).state_dict())
 
 
+def test_the_microbatches_of_a_step_share_a_scope(tmp_path, monkeypatch):
+    scopes, enter = [], ours.weights_unchanged
+    monkeypatch.setattr(ours, "weights_unchanged", lambda *args, **how: scopes.append(args) or enter(*args, **how))
+    plugin = ours.BlockwisePrecision("fp8")
+    fit(lightning_checks.Module(), plugin, tmp_path, steps=4, callbacks=[ours.UnchangedWeights()])
+    assert len(scopes) == 4
+
+
 class Quantized(lightning_checks.Module):
     """Quantized Parameters by `quantize_`; their masters are saved as the optimizer's states."""
 
@@ -110,4 +117,4 @@ def test_modules_and_names_that_do_not_fit(tmp_path):
         fit(lightning_checks.Module(nn.Sequential(nn.Conv1d(1, 1, 1))), ours.BlockwisePrecision("fp8"), tmp_path)
     by_hand = lightning_checks.Module(mlp(NVFP4))
     assert ours.BlockwisePrecision("fp8").convert_module(by_hand) is by_hand
-    assert by_hand.model[0].weight.config == NVFP4 and recipes.is_converted(by_hand)
+    assert by_hand.model[0].weight.config == NVFP4 and conversion_report(by_hand).totals["converted"]

@@ -19,7 +19,6 @@ from torchao_blockwise import (
 )
 from torchao_blockwise.diagnostics import memory_report
 from torchao_blockwise.diagnostics.live_memory import LiveMemory
-from torchao_blockwise.integrations import recipes
 from torchao_blockwise.tensors import QuantizedTensor
 from torchao_blockwise.testing import assert_bitwise_equal
 
@@ -115,7 +114,7 @@ def test_the_memory_report_of_a_trainer_that_accumulates(cls, config, folder, tm
 @both
 @pytest.mark.parametrize("masters", (True, False), ids=("masters", "quantized"))
 def test_loads_converted_and_remembers_the_recipe(cls, config, masters, folder, tmp_path):
-    """As `quantize_` after loading; what is saved is plain, comes back converted, and a plain model loads it."""
+    """The model is that of `quantize_` after loading. It is saved plain, and loads converted, or in a plain model."""
     model = load(folder, quantization_config=cls(master_weights=masters, out_dtype="float32", backend="reference"))
     expected = converted(folder, replace(config, master_weights=masters, out_dtype=torch.float32, backend="reference"))
     assert conversion_report(model).totals == conversion_report(expected).totals
@@ -138,7 +137,7 @@ def test_loads_converted_and_remembers_the_recipe(cls, config, masters, folder, 
 @pytest.mark.parametrize("masters", (True, False), ids=("masters", "quantized"))
 @pytest.mark.parametrize("tied", (False, True), ids=("untied", "tied"))
 def test_a_model_that_quantize_converts_is_saved_plain(cls, config, masters, tied, tmp_path):
-    """It loads in a plain model, and converted again gives the same outputs."""
+    """A plain model loads it, and has the same outputs once it is converted."""
     config = replace(config, master_weights=masters)
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, tie_word_embeddings=tied))
@@ -151,7 +150,7 @@ def test_a_model_that_quantize_converts_is_saved_plain(cls, config, masters, tie
 
 
 def test_saves_the_state_dict_that_it_is_given(folder, tmp_path):
-    """As Trainer gives one that it has gathered from all ranks; the next save is of the model again."""
+    """Trainer passes one that it gathered from all ranks. The next save without one writes the model's values."""
     model = load(folder, quantization_config=ours.BlockwiseFP8Config())
     given = {name: x + 1 for name, x in model.state_dict().items()}
     for arguments, options in (((True, dict(given)), {}), ((), {"state_dict": dict(given)})):
@@ -163,7 +162,7 @@ def test_saves_the_state_dict_that_it_is_given(folder, tmp_path):
 
 @pytest.mark.parametrize("masters", (True, False), ids=("masters", "quantized"))
 def test_a_torchao_config_is_refused(masters, folder, caplog):
-    """transformers collects errors of layers in a report, and then raises one of its own."""
+    """transformers collects the errors of layers in a report, and then raises another one."""
     transformers.utils.logging.enable_propagation()
     try:
         with pytest.raises(RuntimeError, match="automatic conversion"):
@@ -176,22 +175,25 @@ def test_a_torchao_config_is_refused(masters, folder, caplog):
 def test_dequantize_gives_the_plain_model_back(folder):
     model, plain = load(folder, quantization_config=ours.BlockwiseFP8Config()), load(folder)
     model.dequantize()
-    assert not recipes.is_converted(model) and not hasattr(model.config, "quantization_config")
+    assert not conversion_report(model).totals["converted"] and not hasattr(model.config, "quantization_config")
     assert_bitwise_equal(model(TOKENS).logits.detach(), plain(TOKENS).logits.detach())
 
 
 def test_what_is_converted(folder):
-    """Named modules stay plain; by default the head alone does; `fused` fuses."""
-    report = conversion_report(load(folder, quantization_config=ours.BlockwiseFP8Config()))
-    assert [layer.fqn for layer in report.layers if layer.status != "converted"] == ["lm_head"]
-    some = load(folder, quantization_config=ours.BlockwiseFP8Config(["lm_head", r"model.layers.*.mlp"], fused=True))
+    """Named modules stay plain; by default only the head does. `fuse=False` leaves fusion out."""
+    model = load(folder, quantization_config=ours.BlockwiseFP8Config())
+    assert [layer.fqn for layer in conversion_report(model).layers if layer.status != "converted"] == ["lm_head"]
+    assert fusion_report(model).to_dict()["fused"] == 2
+    config = ours.BlockwiseFP8Config(["lm_head", r"model.layers.*.mlp"], fuse=False)
+    some = load(folder, quantization_config=config)
     left = [layer.fqn for layer in conversion_report(some).layers if layer.status != "converted"]
     assert left == [f"model.layers.0.mlp.{name}_proj" for name in ("gate", "up", "down")] + ["lm_head"]
-    assert str(fusion_report(some)) != str(fusion_report(load(folder)))
+    for unfused in (some, load(folder, quantization_config=ours.BlockwiseFP8Config.from_dict(config.to_dict()))):
+        assert fusion_report(unfused).to_dict()["fused"] == 0
 
 
 def test_nvfp4_keeps_the_last_blocks(tmp_path):
-    """15 % of three are one; what is asked for is remembered."""
+    """15 % of three blocks is one. A saved config keeps the option."""
     sizes = SIZES | {"num_hidden_layers": 3}
     transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)).save_pretrained(tmp_path)
     for given, wanted in {None: {"2"}, 2: {"1", "2"}, 0: set()}.items():
@@ -204,7 +206,7 @@ def test_nvfp4_keeps_the_last_blocks(tmp_path):
 
 @both
 def test_trainer_is_the_steps_by_hand(cls, config, folder, tmp_path):
-    """With gradient accumulation in `weights_unchanged` and a monitor; bit for bit, and again where it resumes."""
+    """With gradient accumulation in `weights_unchanged` and a monitor, bitwise identical, also after resuming."""
     monitored, model = Monitored(), load(folder, quantization_config=cls())
     callbacks = [ours.UnchangedWeights(), ours.Numerics(monitored.make), ours.RecipeState()]
     trainer(model, tmp_path, 4, callbacks).train()
@@ -226,7 +228,7 @@ def test_trainer_is_the_steps_by_hand(cls, config, folder, tmp_path):
 
 
 def test_a_training_that_failed_leaves_no_scope(folder, tmp_path):
-    """The next training with the same callback enters one of its own."""
+    """The next training with the same callback enters a new scope."""
 
     class Fails(transformers.TrainerCallback):
         def on_substep_end(self, *args, **kwargs):
@@ -243,7 +245,7 @@ def test_a_training_that_failed_leaves_no_scope(folder, tmp_path):
 @both
 @pytest.mark.parametrize("masters", (True, False), ids=("masters", "quantized"))
 def test_merged_adapters_are_converted_as_their_base(cls, config, masters, folder):
-    """PEFT gets the recipe from the config that the base was loaded with."""
+    """PEFT reads the recipe from the config of the loaded base."""
     peft = pytest.importorskip("peft")
     base = load(folder, quantization_config=cls(master_weights=masters))
     adapted = peft.get_peft_model(base, peft.LoraConfig(target_modules=["q_proj"], r=4, init_lora_weights=False))
@@ -256,7 +258,6 @@ def test_merged_adapters_are_converted_as_their_base(cls, config, masters, folde
     (
         ({"save_activation": "fp8"}, TypeError, "did you mean 'save_activations'"),
         ({"modules_to_not_convert": "lm_head"}, TypeError, "must be a list of names"),
-        ({"quant_method": "fp8"}, ValueError, "quant_method must be 'blockwise_fp8'"),
         ({"out_dtype": "bfloat61"}, ValueError, "out_dtype must be"),
         ({"backend": "tritonn"}, ValueError, "tritonn"),
     ),
@@ -279,7 +280,7 @@ def test_what_is_refused(folder, tmp_path):
 
 @both
 def test_files_in_fp8_are_refused_and_loaded_as_the_page_says(cls, config, tmp_path):
-    """transformers joins no two classes of configs; docs/saving.md says what to do, and quantize_ does."""
+    """transformers does not merge configs of two classes. docs/saving.md shows another way, with `quantize_`."""
     options = {"hidden_size": 256, "intermediate_size": 384, "num_hidden_layers": 2}
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**(SIZES | options)))

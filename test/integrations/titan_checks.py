@@ -11,17 +11,13 @@ import torch
 from every_layer import counting
 from torchao.quantization import quantize_
 
-from torchao_blockwise import (
-    BlockwiseFP8TrainingConfig,
-    NVFP4TrainingConfig,
-    recommended_layers,
-)
+from torchao_blockwise import BlockwiseFP8TrainingConfig, NVFP4TrainingConfig, fusion_report, recommended_layers
 
 RECIPES = {"fp8": BlockwiseFP8TrainingConfig(), "nvfp4": NVFP4TrainingConfig()}
 
 
 def trains_as_by_hand(rank, family, format, **how):
-    """The losses of `quantize_` by hand on the model that torchtitan builds, bit for bit; not those of bf16."""
+    """Losses are bitwise identical to those of `quantize_` without `fuse`, and differ from those of plain weights."""
 
     def by_hand(model):
         recipe = RECIPES[format]
@@ -41,6 +37,16 @@ def converter_gives_the_same(rank, family, format):
     assert titan.losses(converted) == titan.losses(titan.config_of(family, [(format, {})]))
 
 
+def shares_inputs(rank, family, options, fused):
+    """Layers share inputs by default. fused: (number of fused modules, of all that look alike), in two blocks."""
+    from torchao_blockwise.integrations.torchtitan import BlockwiseConverter
+
+    config = titan.config_of(family, converters=[BlockwiseConverter.Config(options=dict(options))])
+    with torch.device("meta"):
+        report = fusion_report(config.model_spec.model.build()).to_dict()
+    assert (report["fused"], len(report["modules"])) == fused
+
+
 def compiles(rank, family, format):
     overrides = [(format, {}), ("selective_ac", {})]
     eager = titan.losses(titan.config_of(family, overrides, layers=1, selective=True))
@@ -48,10 +54,10 @@ def compiles(rank, family, format):
     assert all(abs(a - b) < 0.01 * a for a, b in zip(eager, compiled)), (eager, compiled)
 
 
-def saves_products(rank, family, format, **how):
-    """With `selective_ac` no product of a converted layer runs again in backward, and the losses stay.
+def saves_gemms(rank, family, format, **how):
+    """With `selective_ac`, backward recomputes no GEMM of a converted layer, and losses do not change.
 
-    torchtitan's own policy runs them all again, which says that this counts what it should.
+    torchtitan's own policy recomputes all of them, which shows that the count includes them.
     """
 
     def counted(*more, selective=True):
@@ -65,12 +71,12 @@ def saves_products(rank, family, format, **how):
     expected, once = counted(selective=False)
     assert counted("selective_ac") == (expected, once)
     losses, again = counted()
-    # Of the three products of a layer one, `output`, and not that of the head, which is none of ours.
+    # One of the three GEMMs of each converted layer is recomputed, `output`. The head is not converted.
     assert losses == expected and 3 * again == 4 * once, (once, again)
 
 
 def saves_and_resumes(rank, family, format, **how):
-    """Losses go on bit for bit; an unconverted run loads the checkpoint."""
+    """A resumed run has bitwise identical losses; an unconverted run loads the checkpoint."""
     imports, how = [(format, {})], {**how, "steps": 4, "save": True}
     with ranks.shared_folder() as folder:
         first, resumed, plain = (str(folder / name) for name in ("first", "resumed", "plain"))
@@ -94,9 +100,17 @@ def refuses(rank, family, name, options, sentence, **how):
         raise AssertionError("trained")
 
 
-_CHECKS = (trains_as_by_hand, converter_gives_the_same, compiles, saves_products, saves_and_resumes, refuses)
+_CHECKS = (
+    trains_as_by_hand,
+    converter_gives_the_same,
+    shares_inputs,
+    compiles,
+    saves_gemms,
+    saves_and_resumes,
+    refuses,
+)
 _BACKEND = "use --parallelism.spmd_backend partial_dtensor"
-_CUT, _WHOLE = "2880 of 5760 rows, which cuts a block of 128", "scales by the amax of the whole weight"
+_CUT, _WHOLE = "2880 of 5760 rows, which cuts a block of 128", "lacks the amax of the whole weight"
 # (check, arguments.., keywords as a tuple); options are tested in test_recipes.py.
 CASES = {
     1: (
@@ -104,7 +118,11 @@ CASES = {
             ("trains_as_by_hand", "llama3", "fp8", ()),
             ("trains_as_by_hand", "deepseek_v3", "fp8", ()),
             ("converter_gives_the_same", "llama3", "fp8", ()),
-            ("saves_products", "llama3", "fp8", ()),
+            ("saves_gemms", "llama3", "fp8", ()),
+            ("shares_inputs", "llama3", (), (2, 2), ()),
+            ("shares_inputs", "deepseek_v3", (), (4, 4), ()),
+            ("shares_inputs", "deepseek_v3", (("fuse", False),), (0, 4), ()),
+            ("shares_inputs", "gpt_oss", (), (0, 0), ()),
             ("refuses", "llama3", "fp8", (("min_features", 9999),), "no layer was converted out of", ()),
         ],
         [
@@ -112,8 +130,9 @@ CASES = {
             ("trains_as_by_hand", "gpt_oss", "fp8", (("layers", 1),)),
             ("trains_as_by_hand", "llama3", "nvfp4", ()),
             ("compiles", "llama3", "fp8", ()),
-            ("saves_products", "deepseek_v3", "fp8", ()),
-            ("saves_products", "llama3", "nvfp4", ()),
+            ("compiles", "deepseek_v3", "fp8", ()),
+            ("saves_gemms", "deepseek_v3", "fp8", ()),
+            ("saves_gemms", "llama3", "nvfp4", ()),
         ],
     ),
     2: (
@@ -131,8 +150,8 @@ CASES = {
             ("trains_as_by_hand", "llama3", "nvfp4", (("tp", 2),)),
             ("trains_as_by_hand", "gpt_oss", "fp8", (("layers", 1),)),
             ("trains_as_by_hand", "gpt_oss", "fp8", (("ep", 2), ("layers", 1))),
-            ("saves_products", "llama3", "fp8", ()),
-            ("saves_products", "deepseek_v3", "fp8", (("ep", 2),)),
+            ("saves_gemms", "llama3", "fp8", ()),
+            ("saves_gemms", "deepseek_v3", "fp8", (("ep", 2),)),
             *(("saves_and_resumes", family, "fp8", ()) for family in ("qwen3", "deepseek_v3")),
             ("saves_and_resumes", "gpt_oss", "fp8", (("layers", 1),)),
             ("saves_and_resumes", "deepseek_v3", "fp8", (("ep", 2),)),

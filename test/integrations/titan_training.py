@@ -1,4 +1,4 @@
-"""torchtitan's own trainer on a CPU: its debug models, made short, on made-up tokens, over gloo."""
+"""torchtitan's trainer on a CPU, over gloo: its debug models with fewer layers, on random tokens."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SECTION = "torchao_blockwise.integrations.torchtitan"
 
 
 class _CPU(types.ModuleType):
-    """What torchtitan asks of a device, and torch.cpu lacks."""
+    """The functions of a device that torchtitan calls and that torch.cpu lacks."""
 
     def __init__(self):
         super().__init__("cpu_device")
@@ -28,7 +28,7 @@ class _CPU(types.ModuleType):
 
 
 def import_for_cpu(name: str) -> types.ModuleType:
-    """A module of torchtitan, which asks for its device when it is imported."""
+    """Import a module of torchtitan, which looks for its device at import."""
     cpu = _CPU()
     with (
         mock.patch("torch._utils._get_available_device_type", lambda: "cpu"),
@@ -38,10 +38,10 @@ def import_for_cpu(name: str) -> types.ModuleType:
 
 
 def load() -> types.ModuleType:
-    """torchtitan's trainer, imported for a CPU, gloo and the PyTorch that is here."""
+    """Import torchtitan's trainer for a CPU, gloo and the installed PyTorch."""
     trainer = import_for_cpu("torchtitan.trainer")
     fsdp = importlib.import_module("torchtitan.distributed.fsdp")
-    # PyTorch 2.13 lacks torch.distributed.set_timeout, and gloo sums that divide on the way.
+    # PyTorch 2.13 lacks torch.distributed.set_timeout, and gloo lacks reductions that also divide.
     importlib.import_module("torchtitan.distributed.utils").set_pg_timeouts = lambda **_: None
     fsdp.disable_fsdp_gradient_division = sum_gradients
     trainer.time = types.SimpleNamespace(
@@ -51,7 +51,7 @@ def load() -> types.ModuleType:
 
 
 def sum_gradients(model):
-    """torchtitan's `disable_fsdp_gradient_division` by operations that gloo has."""
+    """torchtitan's `disable_fsdp_gradient_division`, with operations that gloo supports."""
     from torch.distributed.fsdp import FSDPModule
 
     for module in model.modules():
@@ -76,7 +76,7 @@ def _parts():
         encode = decode = get_vocab_size = None
 
     class Tokens(BaseDataLoader):
-        """Those of a step depend on the step alone."""
+        """Tokens that depend only on the step."""
 
         @dataclass(kw_only=True, slots=True)
         class Config(BaseDataLoader.Config):
@@ -103,7 +103,7 @@ def _parts():
             self.step = state["step"]
 
     class Attention(Module):
-        """Causal attention as a CPU has it forward and backward, which FlexAttention is not."""
+        """Causal attention that runs forward and backward on a CPU, unlike FlexAttention."""
 
         @dataclass(kw_only=True, slots=True)
         class Config(Module.Config):
@@ -125,7 +125,7 @@ def _parts():
 
 def config_of(family: str, imports=(), *, layers=2, steps=2, tp=1, ep=1, compiled=False, selective=False,
               backend="partial_dtensor", folder="", save=False, converters=None):  # fmt: skip
-    """torchtitan's config of a debug model of `layers` layers; imports: (name in the integration, options)."""
+    """Return torchtitan's config of a debug model with `layers` layers. imports: (override, its options)."""
     trainer = load()
     from torchtitan.components.checkpoint import CheckpointManager
     from torchtitan.components.loss import CrossEntropyLoss
@@ -158,7 +158,7 @@ def config_of(family: str, imports=(), *, layers=2, steps=2, tp=1, ep=1, compile
 
 
 def losses(config, prepare=None) -> list[float]:
-    """Of every step that torchtitan's trainer makes; prepare: done to the model as it is built."""
+    """Return the loss of each step of torchtitan's trainer. prepare: called with the model when it is built."""
     kind = type(config.model_spec.model)
     build = kind.build
     made = (lambda self, **kwargs: prepare(build(self, **kwargs))) if prepare else build

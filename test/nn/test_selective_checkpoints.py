@@ -40,13 +40,6 @@ def checkpointed(model: nn.Module, saved: list | None = None):
     return lambda x: checkpoint(whole(model), x, use_reentrant=False, **options)
 
 
-@pytest.fixture
-def shares_in_checkpoints():
-    """What a program says that compiles checkpoints of fused modules, as docs/tools.md has it."""
-    with torch._dynamo.config.patch(skip_fwd_side_effects_in_bwd_under_checkpoint=True):
-        yield
-
-
 def test_what_is_in_the_list():
     names = {op.name() for op in sac_save_list()}
     amaxes = {"tensor_amax_bits", "hadamard_amax_bits"}
@@ -122,7 +115,6 @@ def graphs(model: nn.Module, call, x: torch.Tensor) -> tuple[list, list[collecti
     return held, counts, results
 
 
-@pytest.mark.usefixtures("shares_in_checkpoints")
 @every_model
 @both_formats
 def test_compiled(model, config):
@@ -143,7 +135,6 @@ def test_compiled(model, config):
     assert not any(t.dtype in (torch.uint8, torch.float8_e4m3fn) for t in held if isinstance(t, torch.Tensor))
 
 
-@pytest.mark.usefixtures("shares_in_checkpoints")
 @both_formats
 def test_inductor(config):
     module, x = make("fused_mlp", config), tokens("fused_mlp")

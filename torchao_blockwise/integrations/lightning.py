@@ -12,6 +12,7 @@ With `ModelParallelStrategy`, convert before sharding, in `configure_model`:
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -19,16 +20,9 @@ import torch
 from torch import nn
 
 from torchao_blockwise import _versions
-from torchao_blockwise.conversion import recipe_state
-from torchao_blockwise.integrations.recipes import (
-    OpenScope,
-    convert,
-    is_converted,
-    nearest,
-    resume_recipe,
-    training_config,
-)
-from torchao_blockwise.tensors import TrainingConfig
+from torchao_blockwise.conversion import conversion_report, recipe_state
+from torchao_blockwise.integrations.recipes import convert, nearest, resume_recipe, training_config
+from torchao_blockwise.tensors import TrainingConfig, weights_unchanged
 
 _versions.require("lightning", (2, 4))
 
@@ -41,7 +35,7 @@ _PRECISIONS: dict[str, Callable[[], Precision]] = {
     "bf16-mixed": lambda: MixedPrecision("bf16-mixed", "cuda" if torch.cuda.is_available() else "cpu"),
     "bf16-true": lambda: HalfPrecision("bf16-true"),
 }
-_OF_OTHERS = "forward_context", "tensor_init_context", "module_init_context", "convert_input", "convert_output"
+_DELEGATED = "forward_context", "tensor_init_context", "module_init_context", "convert_input", "convert_output"
 
 
 class BlockwisePrecision(Precision):
@@ -50,6 +44,7 @@ class BlockwisePrecision(Precision):
     recipe: "fp8", "nvfp4", or a training config.
     precision: for everything else, as in `Trainer(precision=...)`: "32-true", "bf16-mixed" or "bf16-true".
     filter_fn: the layers to convert; default `recommended_layers(module, config)`.
+    fuse: let layers that read the same input share its quantized copies; see `torchao_blockwise.fuse`.
     Raises ValueError for another name, and if no layer is converted.
     """
 
@@ -58,23 +53,24 @@ class BlockwisePrecision(Precision):
         recipe: str | TrainingConfig,
         precision: str = "32-true",
         filter_fn: Callable[[nn.Module, str], bool] | None = None,
+        fuse: bool = True,
     ) -> None:
         if precision not in _PRECISIONS:
             raise ValueError(nearest("BlockwisePrecision: precision", precision, _PRECISIONS))
         self.config = training_config(recipe)
         self.precision = precision  # type: ignore[assignment]  # one of the names that Lightning lists
-        self._filter_fn = filter_fn
+        self._filter_fn, self._fuse = filter_fn, fuse
         self._module: nn.Module | None = None
-        self._others = _PRECISIONS[precision]()
-        for method in _OF_OTHERS:
-            setattr(self, method, getattr(self._others, method))
+        self._inner = _PRECISIONS[precision]()
+        for method in _DELEGATED:
+            setattr(self, method, getattr(self._inner, method))
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Convert `module` in place, unless a layer of it is already converted; return it."""
         self._module = module
-        if is_converted(module):
+        if conversion_report(module).totals["converted"]:
             return module
-        return convert(self._others.convert_module(module), self.config, self._filter_fn)
+        return convert(self._inner.convert_module(module), self.config, self._filter_fn, self._fuse)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the `recipe_state` of the module, which Lightning saves in checkpoints."""
@@ -89,13 +85,16 @@ class UnchangedWeights(Callback):
     """Quantize each weight once for each optimizer step: microbatches run in `weights_unchanged(module, keep)`."""
 
     def __init__(self, keep: str = "rowwise") -> None:
-        self._scope = OpenScope(keep)
+        self._keep, self._scope, self._is_open = keep, contextlib.ExitStack(), False
 
     def on_train_batch_start(self, trainer: Any, pl_module: nn.Module, batch: Any, batch_idx: int) -> None:
-        self._scope.enter(pl_module)
+        if not self._is_open:
+            self._scope.enter_context(weights_unchanged(pl_module, keep=self._keep))
+            self._is_open = True
 
     def on_before_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-        self._scope.leave()
+        self._is_open = False
+        self._scope.close()
 
     on_train_end = on_exception = on_before_optimizer_step
 
@@ -107,12 +106,11 @@ class Numerics(Callback):
     """
 
     def __init__(self, make: Callable[[nn.Module], Any]) -> None:
-        self._make = make
-        self._steps = 0
-        self.monitor: Any = None
+        self._make, self._scope, self._steps = make, contextlib.ExitStack(), 0
 
     def on_train_start(self, trainer: Any, pl_module: nn.Module) -> None:
-        self.monitor, self._steps = self._make(pl_module), trainer.global_step
+        self._steps = trainer.global_step
+        self.monitor = self._scope.enter_context(contextlib.closing(self._make(pl_module)))
 
     def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
         # Only after an optimizer step, not after each microbatch.
@@ -121,8 +119,6 @@ class Numerics(Callback):
             self.monitor.step()
 
     def on_train_end(self, *args: Any, **kwargs: Any) -> None:
-        monitor, self.monitor = self.monitor, None
-        if monitor is not None:
-            monitor.close()
+        self._scope.close()
 
     on_exception = on_train_end

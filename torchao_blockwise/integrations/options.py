@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fnmatch
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -11,9 +10,9 @@ from typing import Any
 from torch import nn
 
 from torchao_blockwise._names import did_you_mean
-from torchao_blockwise.conversion import Filter, conversion_report, experts, is_linear, min_features, skip_fqns
+from torchao_blockwise.conversion import Filter, custom, experts, is_linear, min_features, skip_fqns
 from torchao_blockwise.conversion.filters import recommended
-from torchao_blockwise.integrations.recipes import RECIPES, config_of, convert, nearest
+from torchao_blockwise.integrations.recipes import RECIPES, config_of, nearest
 from torchao_blockwise.tensors import TrainingConfig
 from torchao_blockwise.tensors.config import without_removed
 
@@ -29,7 +28,7 @@ class Selection:
     min_features: leave out layers with fewer in_features or out_features.
     keep_last_blocks: the number of blocks at the end to leave in high precision, or their share, such as 0.15; None is
         the default of the recipe: 15 % in NVFP4, none in FP8.
-    fuse: let layers that read one activation share its quantized copies; see `fuse`.
+    fuse: let layers that read the same input share its quantized copies; see `torchao_blockwise.fuse`.
     """
 
     include: tuple[str, ...] = ("*",)
@@ -38,7 +37,7 @@ class Selection:
     lm_head: bool = False
     min_features: int = 0
     keep_last_blocks: int | float | None = None
-    fuse: bool = False
+    fuse: bool = True
 
     def __post_init__(self) -> None:
         for option in ("include", "exclude"):
@@ -57,11 +56,9 @@ class Selection:
                     f"{', '.join(map(repr, kinds.values()))}; fix the pattern or leave it out"
                 )
 
-        def why_not_included(module: nn.Module, fqn: str) -> str | None:
-            return None if any(fnmatch.fnmatchcase(fqn, p) for p in self.include) else "include: no pattern matches"
-
         chosen = recommended(model, config, heads=self.lm_head, last_blocks=self.keep_last_blocks)
-        chosen &= Filter(why_not_included, f"include{self.include!r}")
+        is_included = lambda module, fqn: any(fnmatch.fnmatchcase(fqn, p) for p in self.include)  # noqa: E731
+        chosen &= custom(is_included, "include: no pattern matches")
         chosen = chosen & skip_fqns(*self.exclude) & min_features(self.min_features)
         return chosen if self.experts else chosen & is_linear()
 
@@ -86,12 +83,3 @@ def parse(recipe: str, given: Mapping[str, Any]) -> tuple[TrainingConfig, Select
         name: tuple(x) if isinstance(x, list) else x for name, x in given.items() if name in selection
     }
     return config_of(RECIPES[recipe], of_config), Selection(**chosen)
-
-
-def convert_selected(model: nn.Module, config: TrainingConfig, selection: Selection) -> None:
-    """Convert the selected layers of `model`, in place, and log the report.
-
-    Raises ValueError if no layer is selected, and as `Selection.filter_for` and `quantize_` do.
-    """
-    convert(model, config, selection.filter_for(model, config), fused=selection.fuse)
-    logging.getLogger().info(f"Converted by torchao_blockwise:\n{conversion_report(model)}")

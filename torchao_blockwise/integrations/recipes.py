@@ -1,8 +1,8 @@
-"""Helpers that the integrations share: recipes by name, conversion, and a scope for callbacks."""
+"""Helpers that the integrations share: recipes by name, and conversion."""
 
 from __future__ import annotations
 
-import contextlib
+import logging
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -11,20 +11,10 @@ import torch
 from torch import nn
 from torchao.quantization import quantize_
 
+from torchao_blockwise import conversion
 from torchao_blockwise._names import did_you_mean
-from torchao_blockwise.conversion import (
-    conversion_report,
-    fuse,
-    load_recipe_state,
-    recipe_state,
-    recommended_layers,
-)
-from torchao_blockwise.tensors import (
-    BlockwiseFP8TrainingConfig,
-    NVFP4TrainingConfig,
-    TrainingConfig,
-    weights_unchanged,
-)
+from torchao_blockwise.conversion import conversion_report, load_recipe_state, recipe_state, recommended_layers
+from torchao_blockwise.tensors import BlockwiseFP8TrainingConfig, NVFP4TrainingConfig, TrainingConfig
 from torchao_blockwise.tensors.config import check_config
 
 RECIPES: dict[str, type[TrainingConfig]] = {"fp8": BlockwiseFP8TrainingConfig, "nvfp4": NVFP4TrainingConfig}
@@ -67,12 +57,11 @@ def convert(
     model: nn.Module,
     config: TrainingConfig,
     filter_fn: Callable[[nn.Module, str], bool] | None = None,
-    fused: bool = False,
+    fuse: bool = True,
 ) -> nn.Module:
-    """Call `quantize_(model, config, filter_fn)`, which works in place, and return `model`.
+    """Call `quantize_(model, config, filter_fn)` and `fuse(model)`, log the result, and return `model`.
 
-    filter_fn: default `recommended_layers(model, config)`.
-    fused: whether to call `fuse(model)` too.
+    filter_fn: default `recommended_layers(model, config)`. fuse: whether to call `fuse(model)`.
     Raises ValueError if no layer is converted.
     """
     with warnings.catch_warnings():
@@ -85,30 +74,6 @@ def convert(
             f"{type(model).__name__}: no layer was converted out of {report.totals['layers']} linear layers and "
             f"experts; widen the filter, or train the model without a recipe\n{report}"
         )
-    if fused:
-        fuse(model)
+    fusion = conversion.fuse(model) if fuse else conversion.fusion_report(model)
+    logging.getLogger(__name__).info("Converted by torchao_blockwise:\n%s\n%s", report, fusion)
     return model
-
-
-def is_converted(model: nn.Module) -> bool:
-    """Whether a layer of `model` is converted."""
-    return conversion_report(model).totals["converted"] > 0
-
-
-class OpenScope:
-    """A `weights_unchanged` scope for callbacks; repeated calls of `enter` or `leave` do nothing."""
-
-    def __init__(self, keep: str) -> None:
-        self._keep = keep
-        self._scope: contextlib.AbstractContextManager[object] | None = None
-
-    def enter(self, model: nn.Module) -> None:
-        if self._scope is None:
-            scope = weights_unchanged(model, keep=self._keep)
-            scope.__enter__()
-            self._scope = scope
-
-    def leave(self) -> None:
-        scope, self._scope = self._scope, None
-        if scope is not None:
-            scope.__exit__(None, None, None)

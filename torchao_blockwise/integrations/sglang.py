@@ -48,10 +48,9 @@ def update_weights(
                 answer = answer.get("success", True), answer.get("message", "")
             done, message = answer if isinstance(answer, tuple) else (True, "")
             if not done:
-                failures.append(RuntimeError(f"update_weights: the engine refused {what} ({message}); {now}"))
+                raise RuntimeError(message)
         except Exception as error:
-            message = f"{type(error).__name__}: {error}"
-            failures.append(RuntimeError(f"update_weights: the engine refused {what} ({message}); {now}"))
+            failures.append(RuntimeError(f"update_weights: the engine refused {what} ({error}); {now}"))
             failures[-1].__cause__ = error
 
     def send(last: bool) -> None:

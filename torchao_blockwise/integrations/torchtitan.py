@@ -10,7 +10,7 @@ and converted on the meta device, before it is parallelized and initialized.
 
 from __future__ import annotations
 
-import functools
+import types
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,7 +31,8 @@ except ImportError as e:
 
 from torchao_blockwise import _compat
 from torchao_blockwise.conversion.weights import held_parameters
-from torchao_blockwise.integrations.options import convert_selected, parse
+from torchao_blockwise.integrations.options import parse
+from torchao_blockwise.integrations.recipes import convert
 from torchao_blockwise.nn import sac_save_list
 from torchao_blockwise.nn.converted import KNOWN_FORWARDS, ConvertedLinear
 from torchao_blockwise.tensors import MasterWeightTensor
@@ -71,7 +72,7 @@ class BlockwiseConverter(QuantizationConverter):
         return _built_converted(model_config, self.config.format, self.config.options)
 
 
-class SelectiveACOfProducts(SelectiveAC):
+class SelectiveACWithGemms(SelectiveAC):
     """Selective activation checkpointing that also saves the results of GEMMs of converted layers."""
 
     @dataclass(kw_only=True, slots=True)
@@ -83,9 +84,9 @@ class SelectiveACOfProducts(SelectiveAC):
 
 
 @override(target=SelectiveAC.Config, exact=True, description="saves GEMMs of converted layers")
-def selective_ac(config: SelectiveAC.Config) -> SelectiveACOfProducts.Config:
+def selective_ac(config: SelectiveAC.Config) -> SelectiveACWithGemms.Config:
     """Make selective activation checkpointing save the results of GEMMs, so that backward does not recompute them."""
-    return derive(config, SelectiveACOfProducts.Config)
+    return derive(config, SelectiveACWithGemms.Config)
 
 
 def _built_converted(config: Any, format: str, options: Mapping[str, Any]) -> Any:
@@ -94,60 +95,42 @@ def _built_converted(config: Any, format: str, options: Mapping[str, Any]) -> An
     It works in place because torchtitan's trainer builds from the object that it had before overrides.
     """
     kind = type(config)
-    parsed = parse(format, options)
+    recipe, selection = parse(format, options)
 
     def build(self: Any, **kwargs: Any) -> nn.Module:
         model = kind.build(self, **kwargs)
-        convert_selected(model, *parsed)
-        kind_of_model: Any = type(model)
-        model.__class__ = _checking(kind_of_model)
+        convert(model, recipe, selection.filter_for(model, recipe), selection.fuse)
+        model.parallelize = types.MethodType(_parallelize, model)
         return model
 
-    config.__class__ = _derived(kind, __slots__=(), build=build)
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    config.__class__ = type(kind.__name__, (kind,), {"__slots__": (), "build": build, **names})
     return config
 
 
-def _derived(kind: Any, **members: Any) -> Any:
-    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
-    return type(kind.__name__, (kind,), {**names, **members})
-
-
-@functools.cache
-def _checking(kind: Any) -> Any:
-    """A class derived from the model class `kind`, under its name, that refuses shards which cut blocks."""
-
-    def parallelize(self: Any, parallel_dims: Any) -> None:
-        whole = {name: p.shape for name, p in self.named_parameters() if isinstance(p, MasterWeightTensor)}
-        if whole and parallel_dims.spmd_backend == "spmd_types" and (parallel_dims.tp > 1 or parallel_dims.ep > 1):
-            raise ValueError(
-                f"{next(iter(whole))}: converted weights must be sharded as DTensors, got the spmd_types backend with "
-                "tensor or expert parallelism; use --parallelism.spmd_backend partial_dtensor"
-            )
-        kind.parallelize(self, parallel_dims)
-        for p, holders in held_parameters(self).items():
-            name, module = holders[0]
-            if name in whole:
-                _check_shard(name, p, whole[name], own_products=isinstance(module, ConvertedLinear))
-
-    return _derived(kind, parallelize=parallelize)
-
-
-def _check_shard(name: str, p: Any, whole: Any, own_products: bool) -> None:
-    """Raise ValueError for a shard of a weight with shape `whole` if it cuts blocks, or lacks the tensor scale.
-
-    own_products: whether the layer passes the DTensor to `linear`, which computes the amax over all ranks.
-    """
-    local: Any = _compat.local_of(p)
-    fmt = local.config.weight_format
-    for dim, what in ((-2, "rows"), (-1, "columns")):
-        have, block = local.shape[dim], fmt.block[dim]
-        if have != whole[dim] and have % block:
-            raise ValueError(
-                f"{name}: tensor parallelism leaves a rank {have} of {whole[dim]} {what}, which cuts a block of "
-                f"{block}; use fewer ranks, or exclude the layer"
-            )
-        if have != whole[dim] and fmt.has_global_scale and not own_products:
-            raise ValueError(
-                f"{name}: {fmt.name} scales by the amax of the whole weight, got {have} of its {whole[dim]} {what} on "
-                "a rank in a layer that multiplies by its local part; exclude the layer, or use fp8"
-            )
+def _parallelize(model: Any, parallel_dims: Any) -> None:
+    """Call the method of the model's class, and raise ValueError for shards that cannot train."""
+    whole = {name: p.shape for name, p in model.named_parameters() if isinstance(p, MasterWeightTensor)}
+    if whole and parallel_dims.spmd_backend == "spmd_types" and (parallel_dims.tp > 1 or parallel_dims.ep > 1):
+        raise ValueError(
+            f"{next(iter(whole))}: converted weights must be sharded as DTensors, got the spmd_types backend with "
+            "tensor or expert parallelism; use --parallelism.spmd_backend partial_dtensor"
+        )
+    type(model).parallelize(model, parallel_dims)
+    for p, holders in held_parameters(model).items():
+        name, module = holders[0]
+        # Linear layers check their shards themselves, and their tensor scale covers all ranks.
+        if name not in whole or isinstance(module, ConvertedLinear):
+            continue
+        local: Any = _compat.local_of(p)
+        fmt = local.config.weight_format
+        for dim, what in ((-2, "rows"), (-1, "columns")):
+            have, every, block = local.shape[dim], whole[name][dim], fmt.block[dim]
+            why = f"cuts a block of {block}; use fewer ranks" if have % block else ""
+            if fmt.has_global_scale:
+                why = f"lacks the amax of the whole weight, by which {fmt.name} scales; use fp8"
+            if have != every and why:
+                raise ValueError(
+                    f"{name}: tensor parallelism leaves a rank {have} of {every} {what}, which {why}, or exclude the "
+                    "layer"
+                )

@@ -11,6 +11,7 @@ Loading it converts the model again if this module is imported; otherwise transf
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -27,9 +28,9 @@ from torchao_blockwise.checkpoint.files import config_and_settings
 from torchao_blockwise.conversion import custom, recipe_state, unconvert
 from torchao_blockwise.conversion.filters import recommended
 from torchao_blockwise.conversion.handlers import refuse_config
-from torchao_blockwise.integrations.recipes import OpenScope, config_of, convert, resume_recipe
+from torchao_blockwise.integrations.recipes import config_of, convert, resume_recipe
 from torchao_blockwise.ops import Backend
-from torchao_blockwise.tensors import BlockwiseFP8TrainingConfig, QuantizedTensor, TrainingConfig
+from torchao_blockwise.tensors import BlockwiseFP8TrainingConfig, QuantizedTensor, TrainingConfig, weights_unchanged
 from torchao_blockwise.tensors import NVFP4TrainingConfig as _NVFP4
 from torchao_blockwise.tensors.config import ConfigClass
 
@@ -58,7 +59,7 @@ class BlockwiseConfig(QuantizationConfigMixin, metaclass=ConfigClass):
         that the model keeps in fp32. `recommended_layers` leaves out further layers.
     keep_last_blocks: the number of blocks at the end that stay in high precision, or their share; default 15 % in
         NVFP4, none in FP8.
-    fused: whether to call `fuse(model)` too.
+    fuse: let layers that read the same input share its quantized copies; see `torchao_blockwise.fuse`.
     options: fields of the training config; backend and out_dtype may be names ("triton", "bfloat16").
     Raises TypeError for an unknown option, and the errors of the training config for values.
     """
@@ -69,30 +70,29 @@ class BlockwiseConfig(QuantizationConfigMixin, metaclass=ConfigClass):
     def __init__(
         self,
         modules_to_not_convert: Sequence[str] | None = None,
-        fused: bool = False,
+        fuse: bool = True,
         keep_last_blocks: int | float | None = None,
-        quant_method: str | None = None,
         **options: Any,
     ) -> None:
-        name = type(self).__name__
         if isinstance(modules_to_not_convert, str):
-            raise TypeError(f"{name}: modules_to_not_convert must be a list of names, got a string; write [...]")
-        method = self.method
-        if quant_method not in (None, method):
-            raise ValueError(f"{name}: quant_method must be {method!r}, got {quant_method!r}; use the class of that")
-        self.quant_method = method  # type: ignore[assignment]  # transformers lists only its own methods
+            raise TypeError(
+                f"{type(self).__name__}: modules_to_not_convert must be a list of names, got a string; write [...]"
+            )
+        self.quant_method = self.method  # type: ignore[assignment]  # transformers lists only its own methods
         self.modules_to_not_convert = None if modules_to_not_convert is None else list(modules_to_not_convert)
-        self.fused = fused
+        self.fuse = fuse
         self.keep_last_blocks = keep_last_blocks
+        # Files contain the method, and those of version 0.1 an option that was not the default.
+        for name in ("quant_method", "fused"):
+            options.pop(name, None)
         self.training_config = config_of(self.recipe, options)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, from which `from_dict` restores the config."""
         config = self.training_config
-        plain = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
         dtype = None if config.out_dtype is None else str(config.out_dtype).removeprefix("torch.")
-        plain |= {"backend": Backend(config.backend).value, "out_dtype": dtype}
-        mine = ("quant_method", "modules_to_not_convert", "fused", "keep_last_blocks")
+        mine = ("quant_method", "modules_to_not_convert", "fuse", "keep_last_blocks")
+        plain = dataclasses.asdict(config) | {"backend": Backend(config.backend).value, "out_dtype": dtype}
         return {name: getattr(self, name) for name in mine} | plain
 
     def get_apply_tensor_subclass(self) -> TrainingConfig:
@@ -166,7 +166,7 @@ class BlockwiseQuantizer(HfQuantizer):
         heads = config.modules_to_not_convert is not None
         chosen = recommended(model, config.training_config, heads=heads, last_blocks=config.keep_last_blocks)
         chosen &= custom(lambda module, fqn: should_convert_module(fqn, kept), "named in modules_to_not_convert")
-        return convert(model, config.training_config, chosen, fused=config.fused)
+        return convert(model, config.training_config, chosen, config.fuse)
 
     def _dequantize(self, model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
         return unconvert(model)
@@ -179,13 +179,13 @@ class UnchangedWeights(TrainerCallback):
     """Quantize each weight once for each optimizer step: microbatches run in `weights_unchanged(model, keep)`."""
 
     def __init__(self, keep: str = "rowwise") -> None:
-        self._scope = OpenScope(keep)
+        self._keep, self._scope = keep, contextlib.ExitStack()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._scope.enter(kwargs["model"])
+        self._scope.enter_context(weights_unchanged(kwargs["model"], keep=self._keep))
 
     def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-        self._scope.leave()
+        self._scope.close()
 
     # Also at the beginning, since an exception may have ended an earlier training.
     on_train_begin = on_train_end = on_pre_optimizer_step
@@ -210,9 +210,6 @@ class RecipeState(ExportableState, TrainerCallback):
         if state.global_step and saved is not None:
             resume_recipe(model, saved)
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._model = None
-
 
 class Numerics(TrainerCallback):
     """Make a monitor when training begins, call its `step()` after each optimizer step, and close it at the end.
@@ -221,17 +218,15 @@ class Numerics(TrainerCallback):
     """
 
     def __init__(self, make: Callable[[nn.Module], Any]) -> None:
-        self._make = make
-        self.monitor: Any = None
+        self._make, self._scope = make, contextlib.ExitStack()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.on_train_end(args, state, control)
-        self.monitor = self._make(kwargs["model"])
+        # An exception may have ended an earlier training.
+        self._scope.close()
+        self.monitor = self._scope.enter_context(contextlib.closing(self._make(kwargs["model"])))
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.monitor.step()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        monitor, self.monitor = self.monitor, None
-        if monitor is not None:
-            monitor.close()
+        self._scope.close()

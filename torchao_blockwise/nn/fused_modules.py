@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import inspect
 import types
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -72,10 +73,12 @@ class FusedModule(DerivedModule):
     """A module whose layers share the input of its forward pass; see `fuse_class`.
 
     An MLP, down(silu(gate(x)) · up(x)), can also quantize h = silu(gate) · up in the kernel that computes it.
+    known_forward: the forward pass of the original class when the module was fused.
     """
 
     attributes = ("fusion",)
     fusion: Fusion
+    known_forward: Callable[..., Any]
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         fusion = self.fusion
@@ -110,6 +113,9 @@ class FusedModule(DerivedModule):
 def why_not_shared(module: FusedModule) -> str | None:
     """Return why the layers of `module` currently do not share their input, or None if they do."""
     fusion, config = module.fusion, None
+    own: Any = module.derivation[1]
+    if own.forward is not module.known_forward:
+        return "its forward pass was replaced after fuse"
     for name in fusion.readers:
         layer = getattr(module, name)
         weight = getattr(layer, "weight", None)
@@ -159,4 +165,5 @@ def _class_of(base: Any) -> Any:
     forward: Any = types.FunctionType(shared.__code__.replace(), shared.__globals__, closure=shared.__closure__)
     # torchtitan's sharding plans read the names of arguments from the signature.
     forward.__signature__ = inspect.signature(base.forward)
-    return derived_class((FusedModule, base), _class_of, base, forward=forward)
+    known: Any = staticmethod(base.forward)
+    return derived_class((FusedModule, base), _class_of, base, forward=forward, known_forward=known)

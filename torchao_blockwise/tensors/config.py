@@ -199,7 +199,8 @@ class NVFP4TrainingConfig(TrainingConfig):
 
     hadamard: apply a random Hadamard transform along the tokens to both operands of `grad_weight`, x and dy, in chunks
         of 16 tokens. It spreads outliers over a chunk and cancels in the GEMM. True (default) uses the 16 signs
-        `formats.DEFAULT_SIGNS`; a tuple sets other signs; False disables it. Each rank and each expert starts a chunk.
+        `formats.DEFAULT_SIGNS`; a tuple sets other signs, which torchao's `config_to_dict` refuses; False disables it.
+        Each rank and each expert starts a chunk.
     stochastic_rounding: round gradients up or down at random, so that the expected value is exact (default). False
         rounds them to nearest, like all other tensors. Random bits depend on the position of the element, so they are
         the same on every device, compiled or not, and for any sharding. To resume a run, save `recipe_state(model)`.

@@ -256,7 +256,8 @@ def _refusal(func: Operation, masters: list[MasterWeightTensor]) -> str:
         f"{func}: {layers_of(masters)} would silently be used in high precision; for low precision, call "
         "torch.nn.functional.linear (or nn.Linear; grouped_mm for experts, in transformers "
         'model.set_experts_implementation("grouped_mm")); for high precision, use weight.hp, or exclude the layer '
-        "(filter_fn=skip_fqns(...))"
+        "(filter_fn=skip_fqns(...)); for an optimizer that does this, convert with master_weights=False and use "
+        "torchao_blockwise.distributed.MasterWeightOptimizer"
     )
 
 

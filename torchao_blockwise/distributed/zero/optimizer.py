@@ -63,7 +63,8 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         masters in the weight's shape. FSDP2's shards have masters of the same rows.
 
     `param_groups` holds the model's Parameters, so schedulers, `GradScaler`, `clip_grad_norm_` and `zero_grad` work as
-    usual. Values that are copied or loaded into a quantized Parameter go to its master before the next step.
+    usual. With "zero2", use this optimizer's `clip_grad_norm_` and no `GradScaler`, which would see only the gradients
+    of this rank. Values that are copied or loaded into a quantized Parameter go to its master before the next step.
     Raises TypeError if optimizer_class is not an optimizer class; ValueError for an unknown shard, for a weight whose
     blocks are not square, and if ranks differ in model or options; RuntimeError if a rank is missing.
     Source: DeepSeek-V3 report (arXiv 2412.19437), §3.3; ZeRO (arXiv 1910.02054), stages 1 and 2.
