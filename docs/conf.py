@@ -62,6 +62,7 @@ myst_heading_anchors = 4
 autosummary_generate = False
 autodoc_typehints_format = "short"
 autodoc_member_order = "bysource"
+autodoc_preserve_defaults = True
 python_maximum_signature_line_length = 88
 python_use_unqualified_type_names = True
 
@@ -84,7 +85,8 @@ html_theme_options = {
     "pygments_light_style": "tango",
     "pygments_dark_style": "monokai",
 }
-html_sidebars = {"index": []}
+# A sidebar lists the pages of a section, and these sections have one page.
+html_sidebars = {"index": [], "convergence": []}
 copybutton_prompt_text = r">>> |\$ "
 copybutton_prompt_is_regexp = True
 
