@@ -9,6 +9,7 @@ import json
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -120,6 +121,18 @@ def test_errors_are_found_by_their_text():
         text = raised_by(call)
         assert any(re.fullmatch(pattern, text) for pattern in patterns), text
     assert len(patterns) > 200
+
+
+def test_the_search_leads_to_each_error():
+    """`#error-12` on the page is the text at 12 of `ERRORS`, which the search matches."""
+    given = []
+    app = SimpleNamespace(add_js_file=lambda name, body: given.append(body))
+    error_index.give_texts(app, "index", "", {}, None)
+    error_index.give_texts(app, "search", "", {}, None)
+    (script,) = given
+    texts = json.loads(script.removeprefix("const ERRORS = ").removesuffix(";"))
+    anchors = dict(re.findall(r"^\.\. _error-(\d+):\n\n(.+)$", error_index.page(), re.MULTILINE))
+    assert anchors == {str(place): docstrings.escape(text) for place, text in enumerate(texts)}
 
 
 def test_every_error_that_is_raised_is_found():
