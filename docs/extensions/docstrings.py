@@ -92,7 +92,7 @@ def _process(app, what, name, obj, options, lines) -> None:
 
 
 def _signature(app, what, name, obj, options, signature, returns) -> tuple[str | None, str | None]:
-    """`<factory>`, the default of a dataclass, is not valid Python, and Sphinx would show the signature as plain text."""
+    """`<factory>`, a default of dataclasses, is not valid Python: Sphinx would show the signature as plain text."""
     return signature and signature.replace("<factory>", "..."), returns
 
 
