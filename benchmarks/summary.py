@@ -28,6 +28,7 @@ TABLES: dict[str, tuple[Callable[[Results], str], tuple[str, ...]]] = {
     "grad_weight": (kernels.grad_weight, (kernels.GROUPED,)),
     "gemms": (kernels.gemms, ()),
     "graphs": (runs.graphs, (runs.GRAPHS,)),
+    "headlines": (layers.headlines, ()),
     "kernels": (kernels.kernels, ()),
     "layers": (layers.layers, ()),
     "moe_memory": (layers.moe_memory, (layers.MOE, layers.MOE_PEERS)),

@@ -18,7 +18,8 @@ os.environ |= {
 os.environ["PYTHONPATH"] = os.pathsep.join([str(DOCS.parent), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
 warnings.filterwarnings("ignore", message=".*is deprecated.*", category=DeprecationWarning)
 
-import gallery  # noqa: E402  # a neighbor of this file
+import code_host  # noqa: E402  # a neighbor of this file
+import gallery  # noqa: E402
 import gpu_tutorials  # noqa: E402
 import reference  # noqa: E402
 import results  # noqa: E402
@@ -38,12 +39,11 @@ extensions = [
     "sphinx_design",
     "sphinx_gallery.gen_gallery",
     "built",
+    "code_host",
     "docstrings",
     "error_index",
     "gpu_tutorials",
     "llms",
-    "pictures",
-    "results",
 ]
 exclude_patterns = ["extensions", "tutorials", "examples", "learn/**/*.ipynb", "learn/**/*.py", "learn/**/*.md5"]
 suppress_warnings = [
@@ -94,4 +94,5 @@ sphinx_gallery_conf = gallery.CONFIGURATION
 
 reference.write(DOCS / "api")
 results.write(DOCS / "results")
+code_host.write(DOCS)
 gpu_tutorials.write(DOCS / "gpu")

@@ -21,6 +21,7 @@ import docstrings
 import error_index
 import gallery
 import gpu_tutorials
+import pictures
 import reference
 import test_public_names
 
@@ -222,19 +223,7 @@ def test_links_and_pictures_of_built_pages_are_looked_at(tmp_path):
     ]
 
 
-def test_a_part_of_a_table_is_shown():
-    results = pytest.importorskip("results", reason="needs the extra docs")
-    table = "| recipe | mode | ms |\n|---|---|--:|\n| a | eager | 3 |\n| b | compiled | 2 |"
-    some = results._those(table, "mode", "compiled")
-    assert some == "| recipe | mode | ms |\n| --- | --- | --: |\n| b | compiled | 2 |"
-    assert results._only(some, ["ms", "recipe"]) == "| ms | recipe |\n| --: | --- |\n| 2 | b |"
-
-
-def test_the_first_page_shows_figures_of_the_results():
-    results = pytest.importorskip("results", reason="needs the extra docs")
-    speed, memory, traffic = results.headlines()
-    rows = results.load("model_4_layers_fuse_nvidia_h200")["rows"]
-    assert speed["figure"].startswith(f"{max(row['x bf16'] or 0 for row in rows):.2f} ×")
-    assert all(
-        "benchmarks/bench_" in card["source"] and "torch 2" in card["source"] for card in (speed, memory, traffic)
-    )
+@pytest.mark.parametrize("name", [*pictures.DRAWINGS, "number_lines"])
+def test_drawings_are_those_of_the_script(name):
+    written = (pictures.STATIC / f"{name}.svg").read_text(encoding="utf-8")
+    assert written == pictures.draw(name), "run python docs/extensions/pictures.py"

@@ -44,7 +44,15 @@ def test_a_page_is_filled(tmp_path):
         assert filled(page, results) == shown.format(new)
 
 
-@pytest.mark.parametrize("name", MADE)
+def test_a_part_of_a_table_is_shown():
+    table = "| recipe | mode | ms |\n|---|---|--:|\n| a | eager | 3 |\n| b | compiled | 2 |\n\nNote."
+    assert sources.part(table, "ms | recipe") == "| ms | recipe |\n| --: | --- |\n| 3 | a |\n| 2 | b |"
+    assert sources.part(table, "ms", "mode compiled") == "| ms |\n| --: |\n| 2 |"
+    with pytest.raises(ValueError, match="us"):
+        sources.part(table, "us")
+
+
+@pytest.mark.parametrize("name", sorted(MADE.keys() - {"summary_headlines"}))
 def test_every_row_has_a_figure(name):
     """A recipe or a shape that the results call otherwise would leave nothing."""
     head, _, *rows = (line.strip("| ").split(" | ") for line in MADE[name].split("\n\n")[0].splitlines())
