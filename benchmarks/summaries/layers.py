@@ -201,7 +201,7 @@ def moe_memory(results: Results) -> str:
 
 def moe_peers(results: Results) -> str:
     """× torchao's: each at its best, both eager, and only the time of kernels."""
-    columns = (SHAPE, "FP8", "weights in FP8", "eager against eager", "kernels alone")
+    columns = (SHAPE, "FP8", "weights in FP8", "eager against eager", "only kernels")
     rows = [row | {"kernels us": sum(kernel["us"] for kernel in row["kernels"])} for row in results.rows(MOE_PEERS)]
 
     def cells(shape: str) -> list[str]:

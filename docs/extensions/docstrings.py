@@ -11,7 +11,7 @@ import re
 import reference
 
 ITEM = re.compile(r"([a-z_]\w*(?:, [a-z_]\w*)*): (.*)")
-# A line that begins so is a paragraph of its own.
+# A line that begins so is a separate paragraph.
 OPENING = re.compile(r"(Returns?|Raises|Source|Sources|Yields)\b")
 
 
