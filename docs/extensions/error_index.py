@@ -63,8 +63,8 @@ def says_something(text: str) -> bool:
 def unfound(package: Path = PACKAGE) -> list[str]:
     """Where an error is raised whose text `messages` does not have: "file.py:line".
 
-    A text that is too short to be listed contains the text of another error, or a reason: the result of a function called
-    why_.. or of the function that the error calls.
+    A text that is too short to be listed contains the text of another error, or a reason: the result of a function
+    called why_.. or of the function that the error calls.
     """
     trees = _trees(package)
     known = {message.text for message in messages(package)}
