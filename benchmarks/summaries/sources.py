@@ -65,11 +65,23 @@ def filled(page: Path, results: Path) -> str:
             text = f"{part(text, **chosen)}\n\n{footnote(Results(results), (name,))}"
         elif shown and "\n\n" not in shown:
             text = text.split("\n\n")[0]
+        text = listed(text)
         # Links lead to files beside the result.
         text = re.sub(r"\]\((\w+\.md)\)", rf"]({prefix}/\1)", text)
         return f"{begin}{text}\n{end}"
 
     return _SHOWN.sub(fill, page.read_text(encoding="utf-8"))
+
+
+def listed(text: str) -> str:
+    """The text with notes of several lines as lists; their lines would run together."""
+    blocks = (block.splitlines() for block in text.split("\n\n"))
+    return "\n\n".join("\n".join(_items(lines)) for lines in blocks)
+
+
+def _items(lines: list[str]) -> list[str]:
+    is_note = len(lines) > 1 and not lines[0].startswith(("|", "- ", "#"))
+    return [f"- {line}" for line in lines] if is_note else lines
 
 
 def part(text: str, columns: str, where: str = "") -> str:

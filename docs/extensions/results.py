@@ -71,7 +71,8 @@ def write(folder: Path) -> None:
     pages = {"index": f"{index}```{{toctree}}\n:maxdepth: 1\n\n" + "\n".join(names) + "\n```\n"}
     for name in names:
         # Headings of single recipes are below the page's own.
-        text = re.sub(r"^#+ ", "## ", (RESULTS / f"{name}.md").read_text(encoding="utf-8"), flags=re.MULTILINE)
+        text = sources.listed((RESULTS / f"{name}.md").read_text(encoding="utf-8"))
+        text = re.sub(r"^#+ ", "## ", text, flags=re.MULTILINE)
         picture = f"\n![The figures of {name} as a picture](../../benchmarks/results/{name}.png)\n"
         shown = picture if (RESULTS / f"{name}.png").exists() else ""
         data = f"All figures: [{name}.json](../../benchmarks/results/{name}.json)."

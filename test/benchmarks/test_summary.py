@@ -42,6 +42,9 @@ def test_a_page_is_filled(tmp_path):
     for old, new in (("", row + note), ("| [a](x.md) | 1 |\n", row), ("| 1 |\n\nOld.\n", row + note)):
         page.write_text(shown.format(old), encoding="utf-8")
         assert filled(page, results) == shown.format(new)
+    # Notes of several lines are a list.
+    (results / "x.md").write_text("| [a](x.md) | 2 |\n\nNote.\nNote 2.\n", encoding="utf-8")
+    assert filled(page, results) == shown.format(row + "\n- Note.\n- Note 2.\n")
 
 
 def test_a_part_of_a_table_is_shown():
