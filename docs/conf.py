@@ -2,7 +2,6 @@
 
 import os
 import sys
-import warnings
 from pathlib import Path
 
 DOCS = Path(__file__).resolve().parent
@@ -16,7 +15,6 @@ os.environ |= {
     "TOKENIZERS_PARALLELISM": "false",
 }
 os.environ["PYTHONPATH"] = os.pathsep.join([str(DOCS.parent), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
-warnings.filterwarnings("ignore", message=".*is deprecated.*", category=DeprecationWarning)
 
 import code_host  # noqa: E402  # a neighbor of this file
 import gallery  # noqa: E402
