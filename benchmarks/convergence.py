@@ -202,14 +202,15 @@ def report(study: Study, args: argparse.Namespace, failed: list[str]) -> int:
         f"{config.preset}: {config.parameters / 1e6:,.1f} M parameters; {config.bf16_steps:,} steps in bf16, then "
         f"{config.steps - config.bf16_steps:,} steps of {config.tokens_per_step:,} tokens ({tokens / 1e6:,.0f} M) in "
         f"each recipe. Starts: {len({r['start'] for r in records})}. {devices}.",
-        "above bf16: mean over starts ± half of the 95 % interval, from draws that differ in one bit of each weight.",
+        "Training loss: mean of the last third of the steps. ±: half of the 95 % interval, from draws that differ in "
+        "one bit of each weight.",
         *[f"One bit of the start moves bf16 by {' and '.join(spreads)} (standard deviation)."] * bool(spreads),
-        *[f"Up to {study.at_once} runs shared a GPU, so tokens/s do not compare recipes."] * (study.at_once > 1),
         *[f"Missing: {', '.join(missing)}."] * bool(missing),
         *[f"Failed: {', '.join(failed)}; see the logs in {args.out}."] * bool(failed),
         *[f"Diverged: {', '.join(diverged)}."] * bool(diverged),
     ]
-    text = "\n\n".join([table(study, records), "\n".join(notes), *error_tables(content["starts"])])
+    listed = "\n".join(f"- {note}" for note in notes)
+    text = "\n\n".join([table(study, records), listed, *error_tables(content["starts"])])
     print(f"\n{text}\n")
     for folder in (args.out, *[RESULTS] * args.results):
         save(folder, f"study_{study.name}", content | {"environment": made, "missing": missing}, text)

@@ -22,13 +22,14 @@ RESULTS = Path(__file__).resolve().parent / "results"
 
 # Name -> what makes the table, and the results that it is made of; none where its rows link to theirs.
 TABLES: dict[str, tuple[Callable[[Results], str], tuple[str, ...]]] = {
-    "convergence": (runs.convergence, (runs.CONVERGENCE,)),
-    "convergence_nvfp4": (runs.nvfp4_parts, (runs.NVFP4,)),
     "energy": (layers.energy, (layers.MODEL_H100,)),
+    "loss": (runs.loss, tuple(runs.MODELS)),
+    "loss_nvfp4": (runs.nvfp4_parts, (runs.NVFP4,)),
     "fsdp": (runs.fsdp, runs.FSDP),
     "grad_weight": (kernels.grad_weight, (kernels.GROUPED,)),
     "gemms": (kernels.gemms, ()),
     "graphs": (runs.graphs, (runs.GRAPHS,)),
+    "headlines": (layers.headlines, ()),
     "kernels": (kernels.kernels, ()),
     "layers": (layers.layers, ()),
     "moe_memory": (layers.moe_memory, (layers.MOE, layers.MOE_PEERS)),

@@ -2,7 +2,6 @@
 
 import os
 import sys
-import warnings
 from pathlib import Path
 
 DOCS = Path(__file__).resolve().parent
@@ -16,9 +15,9 @@ os.environ |= {
     "TOKENIZERS_PARALLELISM": "false",
 }
 os.environ["PYTHONPATH"] = os.pathsep.join([str(DOCS.parent), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
-warnings.filterwarnings("ignore", message=".*is deprecated.*", category=DeprecationWarning)
 
-import gallery  # noqa: E402  # a neighbor of this file
+import code_host  # noqa: E402  # a neighbor of this file
+import gallery  # noqa: E402
 import gpu_tutorials  # noqa: E402
 import reference  # noqa: E402
 import results  # noqa: E402
@@ -38,12 +37,11 @@ extensions = [
     "sphinx_design",
     "sphinx_gallery.gen_gallery",
     "built",
+    "code_host",
     "docstrings",
     "error_index",
     "gpu_tutorials",
     "llms",
-    "pictures",
-    "results",
 ]
 exclude_patterns = ["extensions", "tutorials", "examples", "learn/**/*.ipynb", "learn/**/*.py", "learn/**/*.md5"]
 suppress_warnings = [
@@ -62,6 +60,7 @@ myst_heading_anchors = 4
 autosummary_generate = False
 autodoc_typehints_format = "short"
 autodoc_member_order = "bysource"
+autodoc_preserve_defaults = True
 python_maximum_signature_line_length = 88
 python_use_unqualified_type_names = True
 
@@ -84,7 +83,8 @@ html_theme_options = {
     "pygments_light_style": "tango",
     "pygments_dark_style": "monokai",
 }
-html_sidebars = {"index": []}
+# A sidebar lists the pages of a section, and these sections have one page.
+html_sidebars = {"index": [], "convergence": []}
 copybutton_prompt_text = r">>> |\$ "
 copybutton_prompt_is_regexp = True
 
@@ -92,4 +92,5 @@ sphinx_gallery_conf = gallery.CONFIGURATION
 
 reference.write(DOCS / "api")
 results.write(DOCS / "results")
+code_host.write(DOCS)
 gpu_tutorials.write(DOCS / "gpu")

@@ -9,6 +9,7 @@ import json
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ import docstrings
 import error_index
 import gallery
 import gpu_tutorials
+import pictures
 import reference
 import test_public_names
 
@@ -122,6 +124,18 @@ def test_errors_are_found_by_their_text():
     assert len(patterns) > 200
 
 
+def test_the_search_leads_to_each_error():
+    """`#error-12` on the page is the text at 12 of `ERRORS`, which the search matches."""
+    given = []
+    app = SimpleNamespace(add_js_file=lambda name, body: given.append(body))
+    error_index.give_texts(app, "index", "", {}, None)
+    error_index.give_texts(app, "search", "", {}, None)
+    (script,) = given
+    texts = json.loads(script.removeprefix("const ERRORS = ").removesuffix(";"))
+    anchors = dict(re.findall(r"^\.\. _error-(\d+):\n\n(.+)$", error_index.page(), re.MULTILINE))
+    assert anchors == {str(place): docstrings.escape(text) for place, text in enumerate(texts)}
+
+
 def test_every_error_that_is_raised_is_found():
     """One whose text is made in another way needs a function for it that is called why_.., or more of `error_index`."""
     assert not error_index.unfound()
@@ -209,19 +223,7 @@ def test_links_and_pictures_of_built_pages_are_looked_at(tmp_path):
     ]
 
 
-def test_a_part_of_a_table_is_shown():
-    results = pytest.importorskip("results", reason="needs the extra docs")
-    table = "| recipe | mode | ms |\n|---|---|--:|\n| a | eager | 3 |\n| b | compiled | 2 |"
-    some = results._those(table, "mode", "compiled")
-    assert some == "| recipe | mode | ms |\n| --- | --- | --: |\n| b | compiled | 2 |"
-    assert results._only(some, ["ms", "recipe"]) == "| ms | recipe |\n| --: | --- |\n| 2 | b |"
-
-
-def test_the_first_page_shows_figures_of_the_results():
-    results = pytest.importorskip("results", reason="needs the extra docs")
-    speed, memory, traffic = results.headlines()
-    rows = results.load("model_4_layers_fuse_nvidia_h200")["rows"]
-    assert speed["figure"].startswith(f"{max(row['x bf16'] or 0 for row in rows):.2f} ×")
-    assert all(
-        "benchmarks/bench_" in card["source"] and "torch 2" in card["source"] for card in (speed, memory, traffic)
-    )
+@pytest.mark.parametrize("name", [*pictures.DRAWINGS, "number_lines"])
+def test_drawings_are_those_of_the_script(name):
+    written = (pictures.STATIC / f"{name}.svg").read_text(encoding="utf-8")
+    assert written == pictures.draw(name), "run python docs/extensions/pictures.py"

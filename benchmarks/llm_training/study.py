@@ -215,17 +215,27 @@ def chance(records: Sequence[Mapping[str, Any]], metric: str) -> float | None:
 
 
 def table(study: Study, records: Sequence[Mapping[str, Any]]) -> str:
-    """The present answer as a Markdown table, a row a recipe."""
-    head = ("recipe", "runs", *(f"{words}, above bf16" for words in METRICS.values()), "tokens/s", "peak memory")
+    """The present answer as a Markdown table, a row a recipe; recipes are compared over the same seeds only."""
+    seeds = sorted({record["seed"] for record in records})
+    columns = [(f"training loss above bf16, seed {seed}", "last_third", [seed]) for seed in seeds]
+    columns = columns * (len(seeds) > 1) + [
+        ("training loss above bf16", "last_third", seeds),
+        ("held-out loss above bf16", "held_out_loss", seeds),
+    ]
     rows = []
     for recipe in study.draws:
         own = [record for record in records if record["recipe"] == recipe]
         if not own:
             continue
-        gaps = [gap(records, recipe, metric) for metric in METRICS]
-        cells = [str(g) if g is not None and recipe != BASE else "-" for g in gaps]
-        speed = statistics.median(record["tokens_per_second"] for record in own)
+        cells = [_cell(records, recipe, metric, wanted) for _, metric, wanted in columns]
         peaks = [record["peak_bytes"] for record in own if record["peak_bytes"] is not None]
         peak = f"{max(peaks) / 2**30:.2f} GiB" if peaks else "-"
-        rows.append((recipe, str(len(own)), *cells, f"{speed:,.0f}", peak))
-    return markdown(head, rows)
+        rows.append((recipe, str(len(own)), *cells, peak))
+    return markdown(("recipe", "runs", *(title for title, *_ in columns), "peak memory"), rows)
+
+
+def _cell(records: Sequence[Mapping[str, Any]], recipe: str, metric: str, seeds: Sequence[int]) -> str:
+    """The gap over these seeds, where the recipe was run with each of them."""
+    ran = {record["seed"] for record in records if record["recipe"] == recipe}
+    found = gap([record for record in records if record["seed"] in seeds], recipe, metric)
+    return "-" if recipe == BASE or found is None or not ran.issuperset(seeds) else str(found)

@@ -9,9 +9,10 @@ from common.plot import STYLE, pyplot
 from llm_training.study import BASE, chance, gap
 
 from summaries.cells import Results
+from summaries.runs import MODELS, NVFP4, gaps
 
 SPEED, LOSS, MEMORY = "model_4_layers_nvidia_h100_80gb_hbm3", "study_25m", "memory_nvidia_h200"
-_OURS, _PEER, _BASE = "#0e7c86", "#9ca3af", "#4b5563"
+_OURS, _OTHER, _PEER, _BASE = "#0e7c86", "#b45309", "#9ca3af", "#4b5563"
 # Recipe in the results -> label.
 _SPEED = {
     "bf16": "bf16",
@@ -52,15 +53,40 @@ def speed(axes: Any, results: Results) -> tuple[str, str]:
 
 def loss(axes: Any, results: Results) -> tuple[str, str]:
     runs = results.load(LOSS)["runs"]
-    gaps = [gap(runs, recipe, "last_third") for recipe in _LOSS]
+    seeds = {run["seed"] for run in runs}
+    # Recipes are compared over the same seeds.
+    there = [recipe for recipe in _LOSS if {run["seed"] for run in runs if run["recipe"] == recipe} == seeds]
+    found = [gap(runs, recipe, "last_third") for recipe in there]
     noise = chance(runs, "last_third")
-    axes.axvspan(-noise, noise, color=_PEER, alpha=0.35, label=f"{BASE} after a change of one bit: ± 1 σ")
+    axes.axvspan(-noise, noise, color=_PEER, alpha=0.35, label=f"{BASE}, one bit changed: ± 1 σ")
     axes.axvline(0, color=_BASE)
-    means, widths = [g.mean for g in gaps], [g.half_width for g in gaps]
-    axes.errorbar(means, list(_LOSS.values()), xerr=widths, fmt="o", color=_OURS, capsize=4, label="95 % interval")
-    axes.set_ylim(-1.4, len(_LOSS) - 0.5)
-    axes.legend(loc="lower right", fontsize=9)
+    means, widths, names = [g.mean for g in found], [g.half_width for g in found], [_LOSS[recipe] for recipe in there]
+    axes.errorbar(means, names, xerr=widths, fmt="o", color=_OURS, capsize=4, label="95 % interval")
+    axes.set_ylim(-1.4, len(there) - 0.5)
+    axes.legend(loc="lower right", fontsize=8)
     return "Training loss above bf16, 26 M parameters", "% of bf16's loss in the last third of 7,200 steps"
+
+
+def loss_models(axes: Any, results: Results) -> tuple[str, str]:
+    found = {model: gaps(results, name) for name, model in MODELS.items()}
+    for place, label in enumerate(("bf16, one bit changed", "FP8", "NVFP4")):
+        at = [(x, row + 0.2 * (1 - place)) for row, of in enumerate(found.values()) for x in of.get(label, {}).values()]
+        axes.plot(*zip(*at), "o", color=(_PEER, _OURS, _OTHER)[place], label=label)
+    axes.axvline(0, color=_BASE)
+    axes.set_yticks(range(len(found)), [model.replace(", ", ",\n") for model in found])
+    axes.set_ylim(-1.6, len(found) - 0.5)
+    axes.legend(loc="lower right", fontsize=8, ncols=3, columnspacing=1, handletextpad=0.1, frameon=False)
+    return "Training loss above bf16, a dot a seed", "% of bf16's loss in the last third of the steps"
+
+
+def loss_nvfp4(axes: Any, results: Results) -> tuple[str, str]:
+    found = {label: list(of.values()) for label, of in gaps(results, NVFP4).items()}
+    for row, values in enumerate(found.values()):
+        axes.plot(values, [row] * len(values), "o", color=_OTHER if row > 1 else (_PEER, _OURS)[row])
+    axes.axvline(0, color=_BASE)
+    axes.set_yticks(range(len(found)), list(found))
+    axes.invert_yaxis()
+    return "Parts of the NVFP4 recipe, 85 M", "% above bf16's loss in the last third; a dot a seed"
 
 
 def memory(axes: Any, results: Results) -> tuple[str, str]:
@@ -71,12 +97,18 @@ def memory(axes: Any, results: Results) -> tuple[str, str]:
         axes.barh(list(_MEMORY.values()), values, left=left, color=color, label=label)
         left = [a + b for a, b in zip(left, values)]
     axes.invert_yaxis()
-    axes.margins(x=0.45)
-    axes.legend(loc="lower right", fontsize=9)
+    axes.margins(x=0.8)
+    axes.legend(loc="lower right", fontsize=8)
     return "Memory of four bf16 MLPs, 8,192 tokens", "MiB; not all parts are allocated at the same time"
 
 
-CHARTS = {"chart_speed": speed, "chart_loss": loss, "chart_memory": memory}
+CHARTS = {
+    "chart_speed": speed,
+    "chart_loss": loss,
+    "chart_loss_models": loss_models,
+    "chart_loss_nvfp4": loss_nvfp4,
+    "chart_memory": memory,
+}
 
 
 def draw(results: Results, folder: Path) -> list[Path]:
@@ -88,7 +120,7 @@ def draw(results: Results, folder: Path) -> list[Path]:
     for name, chart in CHARTS.items():
         # Narrow, so that text stays readable on a phone.
         with plt.rc_context(STYLE | {"font.size": 11, "axes.grid.axis": "x"}):
-            figure, axes = plt.subplots(figsize=(5.6, 3), layout="constrained")
+            figure, axes = plt.subplots(figsize=(4.2, 2.8), layout="constrained")
             title, what = chart(axes, results)
             figure.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold")
             figure.supxlabel(what, fontsize=10)

@@ -61,7 +61,7 @@ def _bytes(results: Results) -> Iterable[Sequence[str]]:
         ("LayerNorm + quantize", "layer", rows),
         ("SwiGLU + quantize", "swiglu", rows),
         ("SwiGLU's gradients + quantize", "swiglu_backward", whole_blocks),
-        ("the same, a width that is no multiple of 128", "swiglu_backward", ragged),
+        ("the same, a width that is not a multiple of 128", "swiglu_backward", ragged),
     ):
         for copies in ("rowwise", "both"):
             some_copies = select(some, case=f"{kind}_{copies}")
@@ -129,7 +129,7 @@ def _grouped(results: Results) -> Iterable[Sequence[str]]:
     yield f"grouped {link('`grad_weight`', GROUPED)}", "power", *_peers(alone)
     yield "the same, dy and x in bf16, quantized first", "bytes, then power", *_peers(quantized)
     shares = _quantizing(quantized, alone, results.load(GROUPED)["ceilings"]["copy"])
-    yield "quantizing alone, the difference of the two", "bytes", span(shares), *[MISSING] * len(PEERS)
+    yield "only quantizing, the difference of the two", "bytes", span(shares), *[MISSING] * len(PEERS)
 
 
 def _quantizing(with_it: Iterable[dict], without: Iterable[dict], copy: float) -> list[float]:

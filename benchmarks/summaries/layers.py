@@ -244,7 +244,7 @@ def moe_memory(results: Results) -> str:
 
 def moe_peers(results: Results) -> str:
     """× torchao's: each at its best, both eager, and only the time of kernels."""
-    columns = (SHAPE, "FP8", "weights in FP8", "eager against eager", "kernels alone")
+    columns = (SHAPE, "FP8", "weights in FP8", "eager against eager", "only kernels")
     rows = [row | {"kernels us": sum(kernel["us"] for kernel in row["kernels"])} for row in results.rows(MOE_PEERS)]
 
     def cells(shape: str) -> list[str]:
@@ -261,3 +261,28 @@ def _in_order(rows: Iterable[dict]) -> Sequence[str]:
     """The shapes of `rows`: those of `MODELS` first, in its order."""
     there = dict.fromkeys(row["shape"] for row in rows)
     return [*(shape for shape in MODELS if shape in there), *(shape for shape in there if shape not in MODELS)]
+
+
+HEADLINES = ("model_4_layers_fuse_nvidia_h200", "memory_nvidia_h200", "fsdp_compiled_nvidia_h200")
+
+
+def headlines(results: Results) -> str:
+    """The figures of the first page, a cell each."""
+    layers, memory, gather = HEADLINES
+    device = results.load(layers)["environment"]["device"].removeprefix("NVIDIA ")
+    (fast,) = results.rows(layers, recipe="fp8_fused_once", mode="compiled")
+    held = {name: row["held between forward and backward MiB"] for name, row in results.load(memory)["rows"].items()}
+    gathered = {row["recipe"]: row["gathered MiB"] for row in results.rows(gather)}
+
+    def of_bf16(amounts: dict[str, float], recipe: str) -> str:
+        return f"{amounts[recipe] / amounts['bf16']:.2f} ×"
+
+    cells = (
+        f"**{fast['x bf16']:.2f} × the speed** of bf16: four Llama-8B layers in FP8, fused, compiled, with DeepGEMM, "
+        f"on an {device} ({link('measured', layers)})",
+        f"**{of_bf16(held, 'fp8')} the memory** saved for backward in bf16, in MLPs; {of_bf16(held, 'nvfp4')} in NVFP4 "
+        f"({link('measured', memory)})",
+        f"**{of_bf16(gathered, 'fp8')} the traffic** of bf16 when FSDP2 all-gathers weights; "
+        f"{of_bf16(gathered, 'nvfp4')} in NVFP4 ({link('measured', gather)})",
+    )
+    return table(("", "", ""), [cells], left=3)

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable
-from itertools import pairwise
 
 from summaries.cells import MISSING, Results, ratio, select, table, tenths, whole
 
-CONVERGENCE, NVFP4 = "convergence_1b_nvidia_h200", "convergence_125m_after_500_nvidia_h200"
+# Result -> model, and the step to which its recipes share a run in bf16.
+MODELS = {
+    "convergence_125m_after_1000_nvidia_h200": "85 M, from step 1,000",
+    "convergence_125m_nvidia_h200": "85 M",
+    "convergence_moe_400m_after_300_nvidia_h200": "390 M MoE, from step 300",
+    "convergence_1b_nvidia_h200": "1.07 B",
+}
+NVFP4 = "convergence_125m_after_500_nvidia_h200"
 FSDP = ("fsdp_nvidia_h200", "fsdp_compiled_nvidia_h200")
 GRAPHS = "graphs_nvidia_h100_80gb_hbm3"
 RECIPES = {
@@ -26,52 +32,51 @@ WAYS = {
     "forward_backward": "forward and backward in a graph",
     "whole_step": "the whole step in a graph",
 }
-_PARTS = 6
+# Recipe in the results -> label.
+LABELS = {
+    "bf16_perturbed": "bf16, one bit changed",
+    "fp8": "FP8",
+    "fp8_parameters": "FP8 Parameters",
+    "nvfp4": "NVFP4, to nearest",
+    "nvfp4_hadamard": "+ Hadamard transform",
+    "nvfp4_stochastic": "+ stochastic rounding",
+    "nvfp4_full": "NVFP4",
+    "nvfp4_full_parameters": "NVFP4 Parameters",
+    "nvfp4_full_15_percent": "NVFP4, 15 % in bf16",
+}
 
 
-def convergence(results: Results) -> str:
-    """Percent of training loss above bf16 with the same seed, means of each sixth of the steps."""
-    curves = _curves(results, CONVERGENCE)
-    others = _compared(curves)
-    steps = min(map(len, curves.values()))
-    ends = [steps * part // _PARTS for part in range(_PARTS + 1)]
-    rows = ([f"{whole(a + 1)}–{whole(b)}", *(_gap(curves, name, a, b) for name in others)] for a, b in pairwise(ends))
-    return table(("steps", *others), rows)
+def loss(results: Results) -> str:
+    """Percent of training loss above bf16 in several models, a column a seed."""
+    found = {model: gaps(results, name) for name, model in MODELS.items()}
+    seeds = sorted({seed for recipes in found.values() for by_seed in recipes.values() for seed in by_seed})
+    rows = ([model, *cells] for model, recipes in found.items() for cells in _by_seed(recipes, seeds))
+    return table(("model", "recipe", *seeds), rows, left=2)
 
 
 def nvfp4_parts(results: Results) -> str:
-    """The same at the end, means of the last third of the steps, a column a seed."""
-    curves = _curves(results, NVFP4)
-    compared = [name.split(", ") for name in _compared(curves)]
-    steps = min(map(len, curves.values()))
-    begin = steps - steps // 3
-    seeds = sorted({seed for _, seed in compared})
-
-    def cell(name: str) -> str:
-        return _gap(curves, name, begin, steps) if name in curves else MISSING
-
-    head = (f"steps {whole(begin + 1)}–{whole(steps)}", *seeds)
-    recipes = dict.fromkeys(recipe for recipe, _ in compared)
-    return table(head, ([recipe, *(cell(f"{recipe}, {seed}") for seed in seeds)] for recipe in recipes))
+    """The same of the parts of the recipe of NVFP4."""
+    recipes = gaps(results, NVFP4)
+    seeds = sorted({seed for by_seed in recipes.values() for seed in by_seed})
+    return table(("recipe", *seeds), _by_seed(recipes, seeds))
 
 
-def _curves(results: Results, name: str) -> dict[str, list[float]]:
-    return {run: written["loss"] for run, written in results.load(name)["runs"].items()}
+def gaps(results: Results, name: str) -> dict[str, dict[str, float]]:
+    """{label: {seed: percent that its training loss is above that of bf16 with the same seed}}, of the last third."""
+    levels: dict[tuple[str, str], float] = {}
+    for run, written in results.load(name)["runs"].items():
+        recipe, seed = run.split(", ")
+        levels[recipe, seed] = statistics.fmean(written["loss"][-(len(written["loss"]) // 3) :])
+    out: dict[str, dict[str, float]] = {}
+    for (recipe, seed), level in levels.items():
+        if recipe in LABELS and ("bf16", seed) in levels:
+            out.setdefault(LABELS[recipe], {})[seed] = 100 * (level / levels["bf16", seed] - 1)
+    return out
 
 
-def _compared(curves: dict[str, list[float]]) -> list[str]:
-    """All but bf16 itself; without a run in bf16 of its seed a run has no gap."""
-    return [name for name in curves if not name.startswith("bf16,") and _base(name) in curves]
-
-
-def _gap(curves: dict[str, list[float]], name: str, begin: int, end: int) -> str:
-    ours, bf16 = (statistics.fmean(curves[run][begin:end]) for run in (name, _base(name)))
-    return f"{100 * (ours / bf16 - 1):+.2f} %"
-
-
-def _base(name: str) -> str:
-    """The run in bf16 with this one's seed."""
-    return f"bf16,{name.split(',')[1]}"
+def _by_seed(recipes: dict[str, dict[str, float]], seeds: list[str]) -> Iterable[list[str]]:
+    for label, found in recipes.items():
+        yield [label, *(f"{found[seed]:+.2f} %" if seed in found else MISSING for seed in seeds)]
 
 
 def fsdp(results: Results) -> str:

@@ -24,7 +24,8 @@ SCRIPTS = {
     "engine": "engine_kernels",
 }
 PACKAGES = ("torch", "torchao", "triton", "sgl-deep-gemm")
-_SHOWN = re.compile(r"(<!-- results: (\w+) -->\n)(.*?)(<!-- end of results -->)", re.DOTALL)
+# `<!-- results: name; columns: a | b; where: mode eager -->`: only these columns and rows, with their source.
+_SHOWN = re.compile(r"(<!-- results: (\w+)((?:; \w+: [^;>]+)*) -->\n)(.*?)(<!-- end of results -->)", re.DOTALL)
 
 
 def script(name: str) -> str:
@@ -58,12 +59,38 @@ def filled(page: Path, results: Path) -> str:
     prefix = Path(os.path.relpath(results, page.parent)).as_posix()
 
     def fill(found: re.Match) -> str:
-        begin, name, shown, end = found.groups()
+        begin, name, options, shown, end = found.groups()
         text = (results / f"{name}.md").read_text(encoding="utf-8").strip()
-        if shown and "\n\n" not in shown:
+        if options:
+            chosen = dict(option.split(": ") for option in options.split("; ")[1:])
+            text = f"{part(text, **chosen)}\n\n{footnote(Results(results), (name,))}"
+        elif shown and "\n\n" not in shown:
             text = text.split("\n\n")[0]
+        text = listed(text)
         # Links lead to files beside the result.
         text = re.sub(r"\]\((\w+\.md)\)", rf"]({prefix}/\1)", text)
         return f"{begin}{text}\n{end}"
 
     return _SHOWN.sub(fill, page.read_text(encoding="utf-8"))
+
+
+def listed(text: str) -> str:
+    """The text with notes of several lines as lists; their lines would run together."""
+    blocks = (block.splitlines() for block in text.split("\n\n"))
+    return "\n\n".join("\n".join(_items(lines)) for lines in blocks)
+
+
+def _items(lines: list[str]) -> list[str]:
+    is_note = len(lines) > 1 and not lines[0].startswith(("|", "- ", "#"))
+    return [f"- {line}" for line in lines] if is_note else lines
+
+
+def part(text: str, columns: str, where: str = "") -> str:
+    """The table of `text` with these columns, separated by |, and the rows that have a value: "mode eager"."""
+    lines = text.split("\n\n")[0].splitlines()
+    head, rule, *rows = ([cell.strip() for cell in line.strip().strip("|").split("|")] for line in lines)
+    if where:
+        column, value = where.rsplit(" ", 1)
+        rows = [row for row in rows if row[head.index(column)] == value]
+    places = [head.index(column) for column in columns.split(" | ")]
+    return "\n".join(f"| {' | '.join(line[place] for place in places)} |" for line in (head, rule, *rows))

@@ -1,4 +1,4 @@
-"""Looks at the pages that were built: links that lead nowhere in the site and pictures without a text are warnings."""
+"""Checks the built pages: broken links within the site, and pictures without a text, are warnings."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ logger = logging.getLogger(__name__)
 
 
 class Page(HTMLParser):
-    """What a page links to, what may be linked to in it, and its pictures."""
+    """The links, anchors and pictures of a page."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
         self.links: list[str] = []
         self.anchors: set[str] = set()
-        self.untold: list[str] = []
+        self.without_text: list[str] = []
         self.feed(text)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
@@ -28,18 +28,18 @@ class Page(HTMLParser):
             self.links.append(found.get("href", found.get("src", "")))
         # Thumbnails of the list of tutorials are hidden.
         if tag == "img" and not found.get("alt", "").strip() and not found.get("src", "").endswith("_thumb.png"):
-            self.untold.append(found.get("src", ""))
+            self.without_text.append(found.get("src", ""))
 
 
 def faults(folder: Path) -> list[str]:
     """A line for each fault of the pages in `folder`."""
-    # Files of the theme are no pages.
+    # Files of the theme are not pages.
     files = [path for path in sorted(folder.rglob("*.html")) if "_static" not in path.parts]
     pages = {path: Page(path.read_text(encoding="utf-8")) for path in files}
     found = []
     for path, page in pages.items():
         where = path.relative_to(folder)
-        found += [f"{where}: a picture without a text: {source}" for source in page.untold]
+        found += [f"{where}: a picture without a text: {source}" for source in page.without_text]
         for link in dict.fromkeys(page.links):
             parts = urlsplit(link)
             if parts.scheme or parts.netloc or link in ("", "#"):

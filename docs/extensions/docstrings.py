@@ -11,7 +11,7 @@ import re
 import reference
 
 ITEM = re.compile(r"([a-z_]\w*(?:, [a-z_]\w*)*): (.*)")
-# A line that begins so is a paragraph of its own.
+# A line that begins so is a separate paragraph.
 OPENING = re.compile(r"(Returns?|Raises|Source|Sources|Yields)\b")
 
 
@@ -91,6 +91,11 @@ def _process(app, what, name, obj, options, lines) -> None:
     lines[:] = to_rst(lines)
 
 
+def _signature(app, what, name, obj, options, signature, returns) -> tuple[str | None, str | None]:
+    """`<factory>`, a default of dataclasses, is not valid Python: Sphinx would show the signature as plain text."""
+    return signature and signature.replace("<factory>", "..."), returns
+
+
 def _skip(app, what, name, obj, skip, options) -> bool | None:
     """Fields of NamedTuples have docstrings that say nothing."""
     return True if str(getattr(obj, "__doc__", "")).startswith("Alias for field number") else None
@@ -98,5 +103,6 @@ def _skip(app, what, name, obj, skip, options) -> bool | None:
 
 def setup(app) -> dict:
     app.connect("autodoc-process-docstring", _process)
+    app.connect("autodoc-process-signature", _signature)
     app.connect("autodoc-skip-member", _skip)
     return {"parallel_read_safe": True}

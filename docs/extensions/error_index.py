@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -62,8 +63,8 @@ def says_something(text: str) -> bool:
 def unfound(package: Path = PACKAGE) -> list[str]:
     """Where an error is raised whose text `messages` does not have: "file.py:line".
 
-    Texts that are too short are made of a reason, so of what a function gives that is called why_.. or by the error
-    itself, or of another error.
+    A text that is too short to be listed contains the text of another error, or a reason: the result of a function
+    called why_.. or of the function that the error calls.
     """
     trees = _trees(package)
     known = {message.text for message in messages(package)}
@@ -163,14 +164,16 @@ def page() -> str:
         "A message states what was expected, what was given and what to do.",
         "",
     ]
-    by_area: dict[str, list[Message]] = {}
-    for message in messages():
+    by_area: dict[str, list[tuple[int, Message]]] = {}
+    for number, message in enumerate(messages()):
         area = message.place.split("/")[1].removesuffix(".py")
-        by_area.setdefault(AREAS.get(area, area), []).append(message)
+        by_area.setdefault(AREAS.get(area, area), []).append((number, message))
     for area, inside in sorted(by_area.items()):
         lines += [area, "-" * len(area), ""]
-        for message in inside:
+        for number, message in inside:
             lines += [
+                f".. _error-{number}:",
+                "",
                 docstrings.escape(" ".join(message.text.split())),
                 f"    {message.error}, ``{message.place}``",
                 "",
@@ -182,6 +185,14 @@ def write(app) -> None:
     site_pages.write(Path(app.srcdir), {"errors.rst": page()})
 
 
+def give_texts(app, page: str, template: str, context: dict, doctree: object) -> None:
+    """The texts for _static/search.js, on the page of the search."""
+    if page == "search":
+        texts = json.dumps([" ".join(message.text.split()) for message in messages()])
+        app.add_js_file(None, body=f"const ERRORS = {texts};".replace("</", "<\\/"))
+
+
 def setup(app) -> dict:
     app.connect("builder-inited", write, priority=100)
+    app.connect("html-page-context", give_texts)
     return {"parallel_read_safe": True}

@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 
 TEXT = Path(__file__).with_name("examples.txt")
-# What they begin with; besides they know `folder`, an empty path, and `mesh`, of all ranks.
+# Examples begin with these imports. They can also use `folder`, an empty path, and `mesh`, of all ranks.
 IMPORTS = """\
 import torch
 import torch.nn.functional as F
@@ -35,7 +35,7 @@ def sections() -> dict[str, str]:
 
 @contextlib.contextmanager
 def mesh_of_one():
-    """A mesh of this process alone."""
+    """A mesh with only this process."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -47,7 +47,7 @@ def mesh_of_one():
 
 
 def run(name: str, text: str) -> str:
-    """Run an example; what differs from what it says it prints, empty if nothing does."""
+    """Run an example; return the differences between its output and the output that is shown, or nothing."""
     test = _parsed(name, text)
     said = io.StringIO()
     runner = doctest.DocTestRunner(verbose=False)
@@ -75,7 +75,7 @@ def _known(text: str):
 
 
 def with_output(name: str, text: str) -> str:
-    """The example with what it prints now."""
+    """The example with its present output."""
     lines = []
     with _known(text) as known:
         for example in _parsed(name, text).examples:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 
 # In the order in which to read them.
@@ -55,11 +56,14 @@ CONFIGURATION = {
 
 
 def reset(configuration: dict, file: str, when: str = "before") -> None:
-    """Every tutorial begins with the same random numbers and default settings."""
+    """Every tutorial begins with the same random numbers and settings. Figures are small enough for a phone."""
     import matplotlib.pyplot as plt
     import torch
 
     torch.manual_seed(0)
     torch.set_num_threads(1)
     torch.compiler.reset()
-    plt.rcParams.update({"figure.figsize": (7, 3.2), "figure.constrained_layout.use": True, "savefig.dpi": 120})
+    plt.rcParams.update({"figure.figsize": (5, 2.8), "figure.constrained_layout.use": True, "savefig.dpi": 160})
+    # Other packages warn of each other's versions, and that there is no GPU, with paths of this machine.
+    for message in (".*is deprecated.*", ".*pin_memory.*"):
+        warnings.filterwarnings("ignore", message=message)

@@ -1,15 +1,25 @@
-"""Pictures that are drawn as the site is built: `{drawing} name`, SVG in the page's own colors, light or dark."""
+"""Drawings of the pages, as SVG files: `python docs/extensions/pictures.py` writes docs/_static/<name>.svg."""
 
 from __future__ import annotations
 
 from html import escape
+from pathlib import Path
 from typing import NamedTuple
 
-import torch
-from docutils import nodes
-from sphinx.util.docutils import SphinxDirective
-
+STATIC = Path(__file__).resolve().parents[1] / "_static"
 LINE = 18
+# A white ground, so that they can be read on dark pages.
+STYLE = """<style>
+svg { background: white; }
+text { font: 14px sans-serif; text-anchor: middle; fill: #222832; }
+.word { font-size: 12px; fill: #48566b; }
+.down { text-anchor: start; }
+rect { fill: #f3f4f5; stroke: #d1d5da; }
+rect.answer { stroke: #0e7c86; stroke-width: 2; }
+.arrow { fill: none; stroke: #48566b; }
+.tick { stroke: #0e7c86; }
+.tip { fill: #48566b; }
+</style>"""
 
 
 class Box(NamedTuple):
@@ -50,7 +60,7 @@ RECIPE = (
         Arrow("nvfp4", "watch", "then"),
     ),
 )
-PRODUCTS = (
+GEMMS = (
     {
         "x": Box(0, 0, ("x rowwise", "1×128, quantized from bf16")),
         "w": Box(1, 0, ("w rowwise", "128×128, from the master weight")),
@@ -71,60 +81,45 @@ PRODUCTS = (
         Arrow("xt", "grad_weight", "gives"),
     ),
 )
-# name: (what it shows, for who cannot see it; boxes; arrows)
-DRAWINGS = {
-    "choose_recipe": (
-        "How to choose a recipe. If only adapters train, use a frozen base with master_weights=False. Otherwise the "
-        "GPU decides. Before Ada, FP8 is emulated: it saves memory but no time. From Ada on, start with "
-        "BlockwiseFP8TrainingConfig. If half of bf16's bytes is not enough, use NVFP4TrainingConfig with the last 15 "
-        "percent of the blocks in bf16, and NumericsMonitor to find the layers that should stay in bf16.",
-        *RECIPE,
-    ),
-    "products": (
-        "The three GEMMs of a linear layer in FP8. output: x in blocks of 1 by 128, times the weight in blocks of 128 "
-        "by 128. grad_input: dy times the transposed weight. grad_weight: dy times x, both with blocks along the "
-        "tokens; x was saved in FP8 in the forward pass.",
-        *PRODUCTS,
-    ),
-}
+DRAWINGS = {"choose_recipe": RECIPE, "gemms": GEMMS}
 WIDTH, HEIGHT, GAP_X, GAP_Y = 280, 56, 130, 36
 
 
 def draw(name: str) -> str:
     """The drawing as SVG."""
-    alt, boxes, arrows = DRAWINGS[name]
+    if name == "number_lines":
+        return draw_number_lines()
+    boxes, arrows = DRAWINGS[name]
     width = max(box.x for box in boxes.values()) * (WIDTH + GAP_X) + WIDTH + 8
     height = max(box.y for box in boxes.values()) * (HEIGHT + GAP_Y) + HEIGHT + 8
-    parts = [
-        f'<svg class="drawing" viewBox="0 0 {width:g} {height:g}" role="img" aria-label="{escape(alt)}">',
-        f"<title>{escape(alt)}</title>",
+    marker = (
         '<defs><marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto">'
-        '<path class="tip" d="M0 0L8 4L0 8z"/></marker></defs>',
-    ]
-    parts += [_arrow(boxes[arrow.start], boxes[arrow.end], arrow.word) for arrow in arrows]
-    parts += [_box(box) for box in boxes.values()]
-    return "\n".join([*parts, "</svg>"])
-
-
-NUMBERS = "The eight magnitudes of e2m1, from 0 to 6, and those of e4m3 in the same range, which are dense near zero."
+        '<path class="tip" d="M0 0L8 4L0 8z"/></marker></defs>'
+    )
+    drawn = [_arrow(boxes[arrow.start], boxes[arrow.end], arrow.word) for arrow in arrows]
+    return _svg(width, height, [marker, *drawn, *(_box(box) for box in boxes.values())])
 
 
 def draw_number_lines() -> str:
     """Every value of both elements from 0 to 6, as ticks."""
+    import torch
+
     from torchao_blockwise.formats import E2M1_VALUES
 
     every = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float().tolist()
     largest, left, scale = max(E2M1_VALUES), 70, 110
-    parts = [
-        f'<svg class="drawing" viewBox="0 0 {left + largest * scale + 20:g} 118" role="img" aria-label="{NUMBERS}">',
-        f"<title>{NUMBERS}</title>",
-    ]
+    parts = []
     for y, name, values in ((22, "e2m1", E2M1_VALUES), (72, "e4m3", [v for v in every if v <= largest])):
         parts.append(f'<text x="30" y="{y + 14}">{name}</text>')
         parts.append(f'<path class="arrow" d="M{left} {y + 10}H{left + largest * scale:g}"/>')
         parts += [f'<path class="tick" d="M{left + v * scale:.1f} {y}V{y + 20}"/>' for v in values]
     parts += [f'<text class="word" x="{left + v * scale:g}" y="112">{v:g}</text>' for v in E2M1_VALUES]
-    return "\n".join([*parts, "</svg>"])
+    return _svg(left + largest * scale + 20, 118, parts)
+
+
+def _svg(width: float, height: float, parts: list[str]) -> str:
+    size = f'width="{width:g}" height="{height:g}" viewBox="0 0 {width:g} {height:g}"'
+    return "\n".join([f'<svg xmlns="http://www.w3.org/2000/svg" {size}>', STYLE, *parts, "</svg>\n"])
 
 
 def _corner(box: Box) -> tuple[float, float]:
@@ -154,15 +149,6 @@ def _arrow(start: Box, end: Box, word: str) -> str:
     return f'<path class="arrow" d="{line}" marker-end="url(#tip)"/><text {where}>{escape(word)}</text>'
 
 
-class Drawing(SphinxDirective):
-    required_arguments = 1
-
-    def run(self) -> list[nodes.Node]:
-        name = self.arguments[0]
-        drawn = draw_number_lines() if name == "number_lines" else draw(name)
-        return [nodes.raw("", f'<div class="drawing">{drawn}</div>', format="html")]
-
-
-def setup(app) -> dict:
-    app.add_directive("drawing", Drawing)
-    return {"parallel_read_safe": True}
+if __name__ == "__main__":
+    for name in (*DRAWINGS, "number_lines"):
+        (STATIC / f"{name}.svg").write_text(draw(name), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Pages that are made as the site is built."""
+"""Pages that are written as the site is built."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def write(folder: Path, pages: Mapping[str, str]) -> None:
-    """Write {file name: text}; a page that stays as it was is left alone, so that Sphinx does not read it again."""
+    """Write {file name: text}; unchanged pages are not written, so that Sphinx does not read them again."""
     folder.mkdir(exist_ok=True)
     for name, text in pages.items():
         path = folder / name

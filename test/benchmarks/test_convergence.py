@@ -195,6 +195,16 @@ def test_a_diverged_run_is_in_no_mean(study_file):
     assert "| fp8 | 2 | +1.000 % ± 0.000 |" in table(Study.read(study_file), runs)
 
 
+def test_recipes_are_compared_over_the_same_seeds(study_file):
+    """A recipe that lacks a seed has gaps with the other seeds only."""
+    second = [{**run, "seed": 1} for run in records("b", bf16=[1.0, 1.0], fp8=[1.02])]
+    lines = table(Study.read(study_file), [*records("a", bf16=[1.0, 1.0]), *second]).splitlines()
+    head, fp8 = ([cell.strip() for cell in line.strip("|").split("|")] for line in (lines[0], lines[-1]))
+    gaps = {title: cell for title, cell in zip(head, fp8) if "above" in title}
+    assert gaps.pop("training loss above bf16, seed 1").startswith("+2.000 %")
+    assert len(gaps) == 3 and set(gaps.values()) == {"-"}
+
+
 def test_a_record_has_the_mean_of_the_last_third_and_a_short_curve():
     losses = [float(i) for i in range(1000)]
     result = Result("fp8", 16, losses=losses, seconds=[0.5] * 1000, bf16_steps=100, held_out_loss=3.0)

@@ -42,9 +42,20 @@ def test_a_page_is_filled(tmp_path):
     for old, new in (("", row + note), ("| [a](x.md) | 1 |\n", row), ("| 1 |\n\nOld.\n", row + note)):
         page.write_text(shown.format(old), encoding="utf-8")
         assert filled(page, results) == shown.format(new)
+    # Notes of several lines are a list.
+    (results / "x.md").write_text("| [a](x.md) | 2 |\n\nNote.\nNote 2.\n", encoding="utf-8")
+    assert filled(page, results) == shown.format(row + "\n- Note.\n- Note 2.\n")
 
 
-@pytest.mark.parametrize("name", MADE)
+def test_a_part_of_a_table_is_shown():
+    table = "| recipe | mode | ms |\n|---|---|--:|\n| a | eager | 3 |\n| b | compiled | 2 |\n\nNote."
+    assert sources.part(table, "ms | recipe") == "| ms | recipe |\n| --: | --- |\n| 3 | a |\n| 2 | b |"
+    assert sources.part(table, "ms", "mode compiled") == "| ms |\n| --: |\n| 2 |"
+    with pytest.raises(ValueError, match="us"):
+        sources.part(table, "us")
+
+
+@pytest.mark.parametrize("name", sorted(MADE.keys() - {"summary_headlines"}))
 def test_every_row_has_a_figure(name):
     """A recipe or a shape that the results call otherwise would leave nothing."""
     head, _, *rows = (line.strip("| ").split(" | ") for line in MADE[name].split("\n\n")[0].splitlines())

@@ -37,7 +37,7 @@ assert bool((out == 128).all()), "its GEMM of ones is wrong"
 def why_absent() -> str | None:
     """Return why DeepGEMM is not available, as far as is known without importing it, or None."""
     if importlib.util.find_spec(_MODULE) is None:
-        return f"{_MODULE} is not installed (pip install torchao_blockwise[{_MODULE}])"
+        return f"{_MODULE} is not installed (pip install -e '.[{_MODULE}]' in a clone of this package)"
     try:
         version = metadata.version(_PACKAGE)
     except metadata.PackageNotFoundError:
