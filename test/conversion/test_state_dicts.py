@@ -219,6 +219,14 @@ def test_blocks_of_zeros_with_scales_of_other_tools(cls, mask, sign, scale):
     assert_bitwise_equal(values[:rows, :columns], decoded[:rows, :columns])
 
 
+def test_values_in_bf16_stay_where_no_step_gives_their_scales():
+    """A step of bf16 is larger than the error that it would correct."""
+    weight = BlockwiseFP8Tensor.from_hp(torch.randn(256, 256, generator=torch.Generator().manual_seed(0)))
+    weight = weight.to(torch.bfloat16)
+    assert not torch.equal(BlockwiseFP8Tensor.from_hp(weight.dequantize()).scale, weight.scale)
+    assert_bitwise_equal(plain_values(weight), weight.dequantize())
+
+
 @pytest.mark.parametrize("config", (FP8, *QUANTIZED.values()), ids=("fp8_masters", *QUANTIZED))
 def test_safetensors(config, tmp_path):
     safetensors = pytest.importorskip("safetensors.torch")

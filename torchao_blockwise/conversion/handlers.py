@@ -184,8 +184,11 @@ def convert_module(module: nn.Module, config: TrainingConfig, *, parameter_name:
     # A direct call has none, and neither has a name in an FqnToConfig. A filter has left out the model itself.
     chosen = lambda m, fqn: m is module or (filter_fn is not None and m is not model and filter_fn(m, fqn))  # noqa: E731
     reasons = planned_layers(model, config, chosen, held, parameter_name)
-    remedy = "; fix them, or exclude them with filter_fn=skip_fqns(...)"
-    _refuse("quantize_: {} of {} layers cannot be converted", reasons, remedy)
+    if failures := _failures(reasons):
+        raise ValueError(
+            f"quantize_: {len(failures)} of {len(reasons)} layers cannot be converted, so nothing was changed; fix "
+            "them, or exclude them with filter_fn=skip_fqns(...):\n" + "\n".join(failures)
+        )
     if filter_fn is _compat.default_filter():
         warn_of_plain(model, config, reasons)
     hugging_face.tell_lora_how_to_merge(TrainingConfig)
@@ -219,12 +222,9 @@ def planned_layers(
     return {fqn: why_not_convertible(m, config, held, parameter_name) for fqn, m in chosen.items()}
 
 
-def _refuse(what: str, reasons: Mapping[str, str | None], remedy: str = "") -> None:
-    """Raise ValueError if there are reasons not to change a layer. what: the error, with "{} of {}" for numbers."""
-    failures = [f"  {fqn or 'the model itself'}: {why}" for fqn, why in reasons.items() if why is not None]
-    if failures:
-        error = f"{what.format(len(failures), len(reasons))}, so nothing was changed{remedy}:"
-        raise ValueError("\n".join([error, *failures]))
+def _failures(reasons: Mapping[str, str | None]) -> list[str]:
+    """Return a line for each layer that has a reason not to be changed."""
+    return [f"  {fqn or 'the model itself'}: {why}" for fqn, why in reasons.items() if why is not None]
 
 
 @register_quantize_module_handler(ConfigClass)
@@ -294,7 +294,11 @@ def unconvert(model: nn.Module) -> nn.Module:
         fqn: _SHARDED if is_sharded or _compat.local_of(p) is not p else why_not_swappable(p)
         for p, fqn in weights.items()
     }
-    _refuse("unconvert: {} of {} weights cannot be restored", reasons)
+    if failures := _failures(reasons):
+        raise ValueError(
+            f"unconvert: {len(failures)} of {len(reasons)} weights cannot be restored, so nothing was changed:\n"
+            + "\n".join(failures)
+        )
     for p in weights:
         swap(p, _plain(p))
     for module in model.modules():

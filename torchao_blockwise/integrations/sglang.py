@@ -41,17 +41,18 @@ def update_weights(
     def call(method: str, what: str, now: str = _MIXED_STEPS, **options: Any) -> None:
         if not hasattr(engine, method):
             return
+        cause = None
         try:
             answer = getattr(engine, method)(**options)
             # `Engine` returns (success, message), its HTTP adapter a dict.
             if isinstance(answer, dict):
                 answer = answer.get("success", True), answer.get("message", "")
             done, message = answer if isinstance(answer, tuple) else (True, "")
-            if not done:
-                raise RuntimeError(message)
         except Exception as error:
-            failures.append(RuntimeError(f"update_weights: the engine refused {what} ({error}); {now}"))
-            failures[-1].__cause__ = error
+            done, message, cause = False, f"{type(error).__name__}: {error}", error
+        if not done:
+            failures.append(RuntimeError(f"update_weights: the engine refused {what} ({message}); {now}"))
+            failures[-1].__cause__ = cause
 
     def send(last: bool) -> None:
         if not failures:

@@ -23,18 +23,21 @@ def plain_values(x: QuantizedTensor, quantize: Callable[[torch.Tensor], Quantize
     largest value, which is rounded too, may lead to the next scale. Power-of-two scales may be halved, with a doubled
     payload, which decodes to the same values.
     """
-    decoded = x.dequantize()
-    again = (quantize or x._requantize)(decoded)
-    if not x.numel() or same_bits(again.dequantize(), decoded):
-        return decoded
-    # Adding one to the bits, viewed as an integer, increases the magnitude for either sign. One step is enough.
-    bits = decoded.view(torch.int32 if decoded.element_size() == 4 else torch.int16)
-    too_small, too_large = again.scale.float() < x.scale.float(), again.scale.float() > x.scale.float()
-    steps = too_small.to(bits.dtype) - too_large.to(bits.dtype)
-    steps, peaks = (expand_blocks(t, x.fmt, *x.shape[-2:]) for t in (steps, block_amax(decoded, x.fmt)))
-    # Blocks of zeros do not change, whatever their scales are.
-    is_peak = (decoded.float().abs() == peaks) & (decoded != 0)
-    return torch.where(is_peak, bits + steps, bits).view(decoded.dtype)
+    decoded = values = x.dequantize()
+    # One step is enough for all formats in float32. In bf16 it is too long, and the second iteration takes it back.
+    for _ in range(2):
+        again = (quantize or x._requantize)(values)
+        if not x.numel() or same_bits(again.dequantize(), decoded):
+            break
+        # Adding one to the bits, viewed as an integer, increases the magnitude for either sign.
+        bits = values.view(torch.int32 if values.element_size() == 4 else torch.int16)
+        too_small, too_large = again.scale.float() < x.scale.float(), again.scale.float() > x.scale.float()
+        steps = too_small.to(bits.dtype) - too_large.to(bits.dtype)
+        steps, peaks = (expand_blocks(t, x.fmt, *x.shape[-2:]) for t in (steps, block_amax(values, x.fmt)))
+        # Blocks of zeros do not change, whatever their scales are.
+        is_peak = (values.float().abs() == peaks) & (values != 0)
+        values = torch.where(is_peak, bits + steps, bits).view(values.dtype)
+    return values
 
 
 def same_bits(mine: torch.Tensor, theirs: torch.Tensor) -> bool:
