@@ -64,6 +64,6 @@ def reset(configuration: dict, file: str, when: str = "before") -> None:
     torch.set_num_threads(1)
     torch.compiler.reset()
     plt.rcParams.update({"figure.figsize": (5, 2.8), "figure.constrained_layout.use": True, "savefig.dpi": 160})
-    # Other packages warn of each other's versions, and that there is no GPU, with paths of this machine.
+    # Warnings of other packages about versions and missing GPUs contain paths of this machine.
     for message in (".*is deprecated.*", ".*pin_memory.*"):
         warnings.filterwarnings("ignore", message=message)
