@@ -227,7 +227,11 @@ def run_rank(rank: int, recipe: str, plan: Plan, device_type: str, port: int, fi
     dist.all_gather_object(seen, measure(recipe, plan, device))
     if rank == 0:
         environment.write_json(file, {"ranks": seen})
-    dist.destroy_process_group()
+    dist.barrier()
+    # A thread of gloo that outlives its group may abort the process while the interpreter ends.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 # --- all ranks --------------------------------------------------------------------------------------------------------
