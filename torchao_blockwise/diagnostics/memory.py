@@ -1,7 +1,7 @@
 """Memory of training a model, by kind of tensor, compared with the same model before its conversion.
 
 The prediction runs a training step with fake tensors, which have shapes but no memory. The measurement runs a real
-step, which is steps.undone. Both count the bytes of storages, each once, from the operation that allocates it.
+step, which is undone. Both count the bytes of storages, each once, from the operation that allocates it.
 """
 
 from __future__ import annotations
