@@ -70,10 +70,15 @@ def layers(results: Results) -> str:
 
 def _linear(results: Results) -> Iterable[Row]:
     name = "linear_nvidia_h200"
-    for recipe, key in PARAMETERS.items():
+    return _linear_rows(
+        results, name, f"{link('a linear layer', name)}, three shapes, forward and backward", PARAMETERS
+    )
+
+
+def _linear_rows(results: Results, name: str, what: str, recipes: Mapping[str, str]) -> Iterable[Row]:
+    for recipe, key in recipes.items():
         rows = results.rows(name, recipe=key)
         peers = {peer: span(column(rows, f"x {other}")) for peer, other in TORCHAO.items()}
-        what = f"{link('a linear layer', name)}, three shapes, forward and backward"
         yield Row(what, recipe, span(column(rows, "x bf16")), peers)
 
 
@@ -99,12 +104,16 @@ def _models(results: Results) -> Iterable[Row]:
         (fuse, f"{link('the same', fuse)}, q, k, v, gate and up separate, DeepGEMM installed", fused),
         (every, link("all 32 layers", every), fp8),
     ):
-        for mode in ("eager", "compiled"):
-            rows = results.rows(name, mode=mode)
-            for recipe, key in recipes.items():
-                peers = {peer: _over(rows, key, "tokens/s", other) for peer, other in TORCHAO.items()}
-                fast, memory = (_over(rows, key, column) for column in ("tokens/s", "peak GiB"))
-                yield Row(f"{what}, {mode}", recipe, fast, peers, memory)
+        yield from _model_rows(results, name, what, recipes)
+
+
+def _model_rows(results: Results, name: str, what: str, recipes: Mapping[str, str]) -> Iterable[Row]:
+    for mode in ("eager", "compiled"):
+        rows = results.rows(name, mode=mode)
+        for recipe, key in recipes.items():
+            peers = {peer: _over(rows, key, "tokens/s", other) for peer, other in TORCHAO.items()}
+            fast, memory = (_over(rows, key, column) for column in ("tokens/s", "peak GiB"))
+            yield Row(f"{what}, {mode}", recipe, fast, peers, memory)
 
 
 def _experts(results: Results) -> Iterable[Row]:
@@ -142,18 +151,10 @@ def _convergence(results: Results) -> Iterable[Row]:
 
 def _on_an_h100(results: Results) -> Iterable[Row]:
     """Three benchmarks on one card, with both blocks of `grad_weight`."""
-    for recipe, key in SQUARE.items():
-        rows = results.rows(LINEAR_H100, recipe=key)
-        peers = {peer: span(column(rows, f"x {other}")) for peer, other in TORCHAO.items()}
-        what = f"on an H100, {link('a linear layer', LINEAR_H100)}, three shapes, forward and backward"
-        yield Row(what, recipe, span(column(rows, "x bf16")), peers)
-    for mode in ("eager", "compiled"):
-        rows = results.rows(MODEL_H100, mode=mode)
-        for recipe, key in FUSED.items():
-            peers = {peer: _over(rows, key, "tokens/s", other) for peer, other in TORCHAO.items()}
-            fast, memory = (_over(rows, key, column) for column in ("tokens/s", "peak GiB"))
-            what = f"on an H100, {link('four Llama-8B layers', MODEL_H100)}, DeepGEMM installed, {mode}"
-            yield Row(what, recipe, fast, peers, memory)
+    linear = f"on an H100, {link('a linear layer', LINEAR_H100)}, three shapes, forward and backward"
+    yield from _linear_rows(results, LINEAR_H100, linear, SQUARE)
+    model = f"on an H100, {link('four Llama-8B layers', MODEL_H100)}, DeepGEMM installed"
+    yield from _model_rows(results, MODEL_H100, model, FUSED)
     for shape in dict.fromkeys(row["shape"] for row in results.rows(MOE_H100)):
         rows = results.rows(MOE_H100, shape=shape)
         what = f"on an H100, {link('an expert MLP', MOE_H100)} with {sizes(shape)[1]} experts, forward and backward"
@@ -169,7 +170,7 @@ def energy(results: Results) -> str:
     columns = ("recipe", "tokens/s", "× bf16", "MFU, %", "J for 1,000 tokens")
     rows = {row["recipe"]: row for row in results.rows(MODEL_H100, mode="compiled")}
     names = {"bf16": "bf16", **{key: name for name, key in FUSED.items()}}
-    names |= {key: f"torchao {name}".replace("torchao torchao", "torchao") for name, key in TORCHAO.items()}
+    names |= {key: f"torchao {name.removeprefix('torchao ')}" for name, key in TORCHAO.items()}
 
     def cells(recipe: str) -> list[str]:
         row = rows[recipe]
