@@ -29,7 +29,7 @@ from common.shapes import Shape
 from torch import nn
 
 DEFAULT_RECIPES = ("fp8", "fp8_128x128", "fp8_primary", "bf16", "torchao", "torchao_tensorwise", "torchao_rowwise")
-RECIPES = (*DEFAULT_RECIPES, "nvfp4", "nvfp4_full")
+RECIPES = (*DEFAULT_RECIPES, "fp8_saved", "fp8_128x128_saved", "nvfp4", "nvfp4_full")
 # ‖difference to bf16‖ / ‖bf16‖ that a recipe may have: three times what rounding to its elements gives.
 _BUDGETS = {recipe: 0.4 if recipe.startswith("nvfp4") else 0.1 for recipe in RECIPES}
 

@@ -3,7 +3,8 @@
 The whole MLP of all experts of one GPU, tokens sorted already, bf16 weights, quantized forward and backward. Recipes:
     fp8, nvfp4       SwiGLUExperts; nvfp4 without the random Hadamard transform and stochastic rounding
     nvfp4_full       with both; nvfp4_per_expert: with neither, each expert and its tokens have a separate tensor scale
-    fp8_128x128      the same with `grad_weight_blocks` of that name
+    fp8_128x128      the same as fp8 with `grad_weight_blocks` of that name
+    *_saved          the same with `save_weights="quantized"`: each weight is quantized once
     fp8_primary      the same as fp8 with Parameters in FP8, whose cast is the optimizer step's and in no step here
     bf16             torch's grouped GEMM, silu and multiply; bf16_compiled: the same by torch.compile
     torchao          the same with torchao's blockwise FP8 grouped GEMM, which runs DeepGEMM
@@ -35,7 +36,8 @@ from torchao.quantization import quantize_
 from torchao_blockwise.conversion import experts as experts_filter
 from torchao_blockwise.nn import SwiGLUExperts
 
-DEFAULT_RECIPES = ("fp8", "fp8_128x128", "fp8_primary", "bf16", "bf16_compiled", "torchao")
+OURS_BY_DEFAULT = ("fp8", "fp8_saved", "fp8_128x128", "fp8_128x128_saved", "fp8_primary")
+DEFAULT_RECIPES = (*OURS_BY_DEFAULT, "bf16", "bf16_compiled", "torchao")
 RECIPES = (*DEFAULT_RECIPES, "nvfp4", "nvfp4_full", "nvfp4_per_expert")
 COLUMNS = ("shape", "routing", *layers.COLUMNS, "quantize %")
 # Of two GEMMs, one on what the other gives.

@@ -75,6 +75,7 @@ CONFIGS = {
     "squares": FP8_SQUARES,
     "nvfp4": NVFP4,
     "high_precision": replace(FP8, save_activations="high_precision"),
+    "saved_weight": replace(FP8, save_weights="quantized"),
     "quantized_weight": replace(FP8, master_weights=False),
     "nvfp4_weight": replace(NVFP4, master_weights=False),
 }

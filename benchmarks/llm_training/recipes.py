@@ -34,11 +34,13 @@ def _nvfp4(hadamard: bool, stochastic_rounding: bool, keep: float = 1, fused: st
 
 _PARAMETERS = {"master_weights": False}
 _SQUARES = {"grad_weight_blocks": "128x128"}
+_SAVED = {"save_weights": "quantized"}
 RECIPES = {
     "bf16": Recipe("bf16"),
     "fp8": Recipe("fp8"),
     "fp8_power_of_2": Recipe("fp8", {"power_of_2_scales": True}),
     "fp8_128x128": Recipe("fp8", _SQUARES),
+    "fp8_128x128_saved": Recipe("fp8", _SQUARES | _SAVED),
     # The Parameters are the quantized weights, and only the optimizer has masters.
     "fp8_parameters": Recipe("fp8", _PARAMETERS),
     "fp8_keep_last": Recipe("fp8", keep=1),
@@ -46,6 +48,7 @@ RECIPES = {
     "fp8_fused": Recipe("fp8", fused="inputs"),
     "fp8_fused_once": Recipe("fp8", fused="once"),
     "fp8_128x128_fused_once": Recipe("fp8", _SQUARES, fused="once"),
+    "fp8_128x128_saved_fused_once": Recipe("fp8", _SQUARES | _SAVED, fused="once"),
     "nvfp4": _nvfp4(False, False),
     "nvfp4_hadamard": _nvfp4(True, False),
     "nvfp4_stochastic": _nvfp4(False, True),

@@ -46,6 +46,24 @@ def test_options_do_not_change_bits(model, config, variant):
 
 
 @every_model
+@pytest.mark.parametrize("config", (FP8, FP8_SQUARES), ids=("fp8", "squares"))
+def test_saved_weights_are_quantized_once_and_give_the_same_bits(model, config):
+    x = tokens(model, 130)
+    expected = results(make(model, config), x)
+    layer = make(model, replace(config, save_weights="quantized"))
+    with Counter() as counter:
+        assert_same(results(layer, x), expected)
+    assert counter.ran[OPS.master_matmul] == 0 < counter.ran[OPS.quantized_matmul]
+    backend, counts = counting_backend()
+    assert_same(results(layer, x, torch.compile(layer, backend=backend, fullgraph=True)), expected)
+    assert all(count["master_matmul"] == 0 < count["quantized_matmul"] for count in counts)
+    # Eager layers use the copies that a scope keeps.
+    with weights_unchanged(layer):
+        assert_same(results(layer, x), expected)
+        assert all(w.quantized_bytes for w in weights_of(layer).values())
+
+
+@every_model
 def test_blocks_of_grad_weight_change_no_other_gradient(model):
     x = tokens(model, 130)
     layer, (out, grad_x, *grads) = make(model, FP8_SQUARES), results(make(model, FP8), x)

@@ -25,7 +25,7 @@ both_classes = pytest.mark.parametrize("cls", CONFIGS, ids=("fp8", "nvfp4"))
 def test_defaults():
     assert_expected_inline(
         repr(BlockwiseFP8TrainingConfig()),
-        """BlockwiseFP8TrainingConfig(power_of_2_scales=False, save_activations='quantized', master_weights=True, backend=<Backend.AUTO: 'auto'>, out_dtype=None, grad_weight_blocks='1x128')""",  # noqa: E501
+        """BlockwiseFP8TrainingConfig(power_of_2_scales=False, save_activations='quantized', master_weights=True, backend=<Backend.AUTO: 'auto'>, out_dtype=None, grad_weight_blocks='1x128', save_weights='high_precision')""",  # noqa: E501
     )
     assert_expected_inline(
         repr(NVFP4TrainingConfig()),

@@ -5,7 +5,7 @@
 
 Every operand is quantized along the dimension that its GEMM contracts. The quantized copy of a master weight is freed
 after its GEMM. In a graph, quantization and GEMM are one operation, so that no compiler can keep the copy from forward
-to backward.
+to backward. With `save_weights="quantized"`, forward quantizes both copies in one read, and the layer saves one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,13 @@ from torchao_blockwise.ops.gemm.plain import matmul_op
 from torchao_blockwise.ops.quantization.operations import hadamard_amax_bits_op, tensor_amax_bits_op
 from torchao_blockwise.ops.registry import OPTIONS, Operation, groups, operand
 from torchao_blockwise.tensors import MasterWeightTensor, TrainingConfig
-from torchao_blockwise.tensors.weight_operands import amax_over, amaxes_over, weight_operand, weight_options
+from torchao_blockwise.tensors.weight_operands import (
+    amax_over,
+    amaxes_over,
+    kept_copies,
+    weight_operand,
+    weight_options,
+)
 from torchao_blockwise.tensors.weight_uses import note_gemm
 
 
@@ -106,22 +112,40 @@ def quantize(
     return ops.quantize_by(x, options, spec.groups, tensor_amax=amax, rounding_bits=rounding_bits, backend=backend)
 
 
+def weight_copies(weight: Any, spec: GemmSpec) -> Copies | None:
+    """Return both copies of a master weight, from one read, or None if no copy of it is saved for backward."""
+    if not isinstance(weight, MasterWeightTensor) or spec.rounded_to is not None:
+        return None
+    compiling = torch.compiler.is_compiling()
+    if not compiling and kept_copies(weight.hp) is not None:
+        return None
+    # As in `weight_gemm`, a graph reads the weight itself.
+    x, options = weight if compiling else weight.hp, weight_options(spec.config, columnwise=True, both=True)
+    return ops.quantize_by(x, options, backend=ops.casting_backend(spec.config.backend))
+
+
 def weight_gemm(
     a: Operand,
-    weight: torch.Tensor,
+    weight: torch.Tensor | Operand,
     spec: GemmSpec,
     columnwise: bool,
     out_dtype: torch.dtype,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return a · wᵀ (+ bias) in `out_dtype`, or a · w if the columnwise copy of the weight is used."""
+    """Return a · wᵀ (+ bias) in `out_dtype`, or a · w if the columnwise copy of the weight is used.
+
+    weight: the weight, or this copy of it.
+    """
     config = spec.config
     backend: Any = config.backend
     traced = modes.is_intercepted(a)
+    if isinstance(weight, Operand):
+        multiply: Callable[..., torch.Tensor] = quantized_matmul_op if traced else _quantized_matmul
+        return multiply(a, weight, a.qdata.shape[1], False, out_dtype, bias, spec.groups, backend)
     if isinstance(weight, MasterWeightTensor):
         # A graph reads the weight itself: its values would be a second input, whose changes the graph would not see.
         hp = weight if torch.compiler.is_compiling() else weight.hp
-        multiply: Callable[..., torch.Tensor] = master_matmul_op if traced else _master_matmul
+        multiply = master_matmul_op if traced else _master_matmul
         options, over = weight_options(config, columnwise), spec.amax_groups.weight
         return multiply(a, hp, options, over, spec.rounded_to, out_dtype, bias, spec.groups, backend)
     quantized: Any = weight

@@ -29,6 +29,7 @@ from torchao_blockwise.nn.gemms import (
     GemmSpec,
     grad_weight,
     weight_comes_first,
+    weight_copies,
     weight_gemm,
     with_groups,
 )
@@ -43,6 +44,7 @@ from torchao_blockwise.tensors import (
     TrainingConfig,
     TransposedWeight,
 )
+from torchao_blockwise.tensors.config import QUANTIZED
 
 if TYPE_CHECKING:
     from torchao_blockwise.nn.fused_modules import SharedInput
@@ -89,15 +91,20 @@ class Layer(torch.autograd.Function):
                 saves_copy = saves and needs[at] and spec.config.saves_quantized_activations
                 if copies is None:
                     copies = kind.quantize(prepared, spec, True, saves_copy)
-                out = weight_gemm(copies.rowwise, weight, spec, spec.transposed, spec.out_dtype, bias)
+                both = None
+                if saves and spec.config.save_weights == QUANTIZED and any(needs[:at]):
+                    both = weight_copies(weight, spec)
+                b = weight if both is None else both[spec.transposed]
+                out = weight_gemm(copies.rowwise, b, spec, spec.transposed, spec.out_dtype, bias)
                 observers.append(observe_gemm(weight, kind, prepared, spec, saves))
                 if saves:
                     saves_prepared = (needs[at] and not saves_copy) or (kind.reads_prepared and any(needs[:at]))
                     # For a cast, save the values themselves, because autograd counts their changes.
-                    saved.append([weight if spec.rounded_to is None else weight.hp, rounding_key])
+                    weight_copy = () if both is None else both[not spec.transposed][:3]
+                    saved.append([weight if spec.rounded_to is None else weight.hp, rounding_key, *weight_copy])
                     saved.append([*prepared] if saves_prepared else [])
                     saved.append([*copies.columnwise[:3]] if saves_copy else [])
-                copies = None
+                copies = both = b = None
                 if i + 1 < len(steps):
                     inputs = out.chunk(2, 1)
         if x.dim() != 2:
@@ -132,7 +139,8 @@ class Layer(torch.autograd.Function):
                     break
                 kind, spec = ctx.steps[i]
                 spec = spec if groups is None else with_groups(spec, groups)
-                weight, rounding_key = saved[3 * i]
+                weights = saved[3 * i]
+                rounding_key = weights.pop(1)
                 bits = ops.next_rounding_bits(rounding_key, grad_output, spec.places)
                 if ctx.observers[i] is not None:
                     parts: Any = behind.backward(grad, prepared, spec, (True, True))
@@ -144,7 +152,7 @@ class Layer(torch.autograd.Function):
                 # Before grad_input, it would exist together with a columnwise copy of the weight, too.
                 weight_first = kind.weight_first or (last == 0 and weight_comes_first(dy, spec))
                 activation = prepared, saved[3 * i + 2]
-                grad, grads[at] = gradients(quantized, kind, activation, dy.shape[0], weight, spec, weight_first)
+                grad, grads[at] = gradients(quantized, kind, activation, dy.shape[0], weights, spec, weight_first)
             if grad is not None:
                 for j, one in enumerate(behind.backward(grad, prepared, spec, needs)):
                     if one is not None and j < behind.leading:
@@ -165,7 +173,7 @@ def gradients(
     kind: type[Input],
     activation: tuple[list[Any], list[Any]],
     tokens: int,
-    weight: torch.Tensor,
+    weights: list[Any],
     spec: GemmSpec,
     weight_first: bool,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
@@ -176,10 +184,13 @@ def gradients(
         are emptied as early as possible, so that each operand is freed after its GEMM: together, they would be most of
         a step's memory.
     tokens: T, without the zeros that pad columnwise copies.
+    weights: the weight, and the tensors of its saved copy, if there is one.
     weight_first: whether grad_weight comes first; see `weight_comes_first`.
     """
     columnwise, rowwise = dy.pop(), dy.pop()
     grad = grad_w = None
+    weight, *weight_copy = weights
+    weights.clear()
     if spec.rounded_to is not None:
         weight = MasterWeightTensor(weight, spec.config)
     dtype, keeps = spec.rounded_to or weight.dtype, kind.reads_prepared and rowwise is not None
@@ -187,8 +198,14 @@ def gradients(
         grad_w = grad_weight(columnwise, columnwise_of(kind, activation, spec, keeps), tokens, weight, spec, dtype)
         columnwise = None
     if rowwise is not None:
-        grad = weight_gemm(rowwise, weight, spec, not spec.transposed, spec.dtype)
-        rowwise = None
+        b: Any = weight
+        if weight_copy:
+            qdata, scale, global_scale = weight_copy
+            b = Operand(qdata, scale, global_scale, spec.config.weight_format.name)
+            qdata = scale = global_scale = None
+            weight_copy.clear()
+        grad = weight_gemm(rowwise, b, spec, not spec.transposed, spec.dtype)
+        rowwise = b = None
     if columnwise is not None:
         grad_w = grad_weight(columnwise, columnwise_of(kind, activation, spec, keeps), tokens, weight, spec, dtype)
     return grad, grad_w

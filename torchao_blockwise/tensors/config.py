@@ -93,6 +93,8 @@ class TrainingConfig(AOBaseConfig, metaclass=ConfigClass):
     stochastic_rounding: ClassVar[bool] = False
     seed: ClassVar[int] = 0
     scale_per_expert: ClassVar[bool] = False
+    # Not annotated, which would make it an earlier field of the config that has it as an option.
+    save_weights = "high_precision"
 
     save_activations: Literal["quantized", "high_precision"] = "quantized"
     master_weights: bool = True
@@ -160,6 +162,11 @@ class BlockwiseFP8TrainingConfig(TrainingConfig):
     grad_weight_blocks: the blocks in which a layer's input is quantized for `grad_weight`. With "1x128" (default), a
         block is 128 tokens of one feature, as in the report. With "128x128", it is 128 tokens of 128 features, and
         `grad_weight` is the same kind of GEMM as `output`. `output` and `grad_input` do not depend on this option.
+    save_weights: "high_precision" (default) saves the weight itself for backward, which quantizes it again. "quantized"
+        quantizes both copies of a master weight in forward, in one read, and saves the columnwise one: 1 byte a
+        parameter more until backward, and faster if there are few tokens a parameter, as in experts. Gradients are
+        bitwise identical. It has no effect on weights that FSDP2 gathers (backward transposes the gathered bytes), on
+        casts of weights, and where `weights_unchanged` keeps copies.
     save_activations: "quantized" (default) saves the columnwise FP8 copy of the input for `grad_weight`, 1 byte an
         element. "high_precision" saves the input itself and quantizes it in backward. Gradients are bitwise identical.
     power_of_2_scales: round scales to powers of two.
@@ -181,12 +188,22 @@ class BlockwiseFP8TrainingConfig(TrainingConfig):
 
     power_of_2_scales: bool = False  # type: ignore[misc]  # a constant in the base class
     grad_weight_blocks: Literal["1x128", "128x128"] = "1x128"
+    save_weights: Literal["high_precision", "quantized"] = "high_precision"
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        name = type(self).__name__
+        if self.save_weights not in ("high_precision", QUANTIZED):
+            wanted = f"'high_precision' or {QUANTIZED!r}"
+            raise ValueError(f"{name}: save_weights must be {wanted}, got {self.save_weights!r}")
+        if self.save_weights == QUANTIZED and not self.master_weights:
+            raise ValueError(
+                f"{name}: save_weights='quantized' needs master_weights=True, because a quantized Parameter is never "
+                "quantized in a step; leave one of them out"
+            )
         if self.grad_weight_blocks not in _GRAD_WEIGHT_FORMATS:
             wanted, got = " or ".join(map(repr, _GRAD_WEIGHT_FORMATS)), self.grad_weight_blocks
-            raise ValueError(f"{type(self).__name__}: grad_weight_blocks must be {wanted}, got {got!r}")
+            raise ValueError(f"{name}: grad_weight_blocks must be {wanted}, got {got!r}")
 
     @property
     def grad_weight_format(self) -> BlockFormat:

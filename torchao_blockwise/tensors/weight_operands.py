@@ -23,10 +23,11 @@ from torchao_blockwise.ops.quantization.operations import hadamard_amax_bits_op,
 from torchao_blockwise.tensors.config import TrainingConfig
 
 
-def weight_options(config: TrainingConfig, columnwise: bool) -> CastOptions:
-    """Return how a weight of this config is quantized, rowwise or columnwise."""
+def weight_options(config: TrainingConfig, columnwise: bool, both: bool = False) -> CastOptions:
+    """Return how a weight of this config is quantized: rowwise or columnwise, or both."""
     fmt, scale_per_group = config.weight_format, config.scale_per_expert
-    return CastOptions(fmt, not columnwise, columnwise, config.power_of_2_scales, scale_per_group=scale_per_group)
+    rowwise, columnwise = both or not columnwise, both or columnwise
+    return CastOptions(fmt, rowwise, columnwise, config.power_of_2_scales, scale_per_group=scale_per_group)
 
 
 def weight_operand(
