@@ -45,6 +45,7 @@ TORCHAO = {"torchao blockwise": "torchao", "tensorwise": "torchao_tensorwise", "
 FORMATS = {"FP8": "fp8", "NVFP4": "nvfp4"}
 PARAMETERS = {"FP8": "fp8", "FP8 Parameters": "fp8_primary"}
 SQUARE = {"FP8": "fp8", "FP8, 128×128": "fp8_128x128"}
+SAVED = SQUARE | {"FP8, saved weights": "fp8_saved", "FP8, 128×128, saved weights": "fp8_128x128_saved"}
 # With `fuse` and `round_once`.
 FUSED = SQUARE | {"FP8, `fuse`": "fp8_fused_once", "FP8, 128×128, `fuse`": "fp8_128x128_fused_once"}
 
@@ -158,7 +159,7 @@ def _on_an_h100(results: Results) -> Iterable[Row]:
     for shape in dict.fromkeys(row["shape"] for row in results.rows(MOE_H100)):
         rows = results.rows(MOE_H100, shape=shape)
         what = f"on an H100, {link('an expert MLP', MOE_H100)} with {sizes(shape)[1]} experts, forward and backward"
-        for recipe, key in SQUARE.items():
+        for recipe, key in SAVED.items():
             own = select(rows, recipe=key)
             peers = {"torchao blockwise": span(column(own, "x torchao"))}
             memory = _over(rows, key, "memory MiB", same=("routing",))
@@ -181,17 +182,24 @@ def energy(results: Results) -> str:
 
 
 def _small(results: Results) -> Iterable[Row]:
-    """Steps that Python launches, one operation after the other."""
+    """Steps that Python launches, one operation after the other, and steps that one CUDA graph launches."""
+    recipes = FUSED | {"FP8, 128×128, saved weights, `fuse`": "fp8_128x128_saved_fused_once"}
     for stem, what in {
         "throughput_1b_compiled": "1.07 billion parameters, compiled",
         "throughput_125m_compiled": "125 million parameters, compiled",
         "throughput_125m": "125 million parameters, eager",
         "throughput_moe_400m_compiled": "400 million parameters, a mixture of experts, compiled",
         "throughput_moe_400m": "400 million parameters, a mixture of experts, eager",
+        "throughput_350m_compiled_graph": "350 million parameters, compiled, in a CUDA graph",
+        "throughput_125m_compiled_graph": "125 million parameters, compiled, in a CUDA graph",
+        "throughput_moe_400m_compiled_graph": "400 million parameters, a mixture, compiled, in a CUDA graph",
     }.items():
         name = f"{stem}_nvidia_h100_80gb_hbm3"
-        fast, memory = (_over(results.rows(name), "fp8", column, same=()) for column in ("tokens/s", "peak GiB"))
-        yield Row(f"on an H100, {link('a decoder', name)} of {what}", "FP8", fast, memory=memory)
+        rows = results.rows(name)
+        for recipe, key in recipes.items():
+            if select(rows, recipe=key):
+                fast, memory = (_over(rows, key, column, same=()) for column in ("tokens/s", "peak GiB"))
+                yield Row(f"on an H100, {link('a decoder', name)} of {what}", recipe, fast, memory=memory)
 
 
 def _over(
