@@ -112,8 +112,8 @@ def quantize(
     return ops.quantize_by(x, options, spec.groups, tensor_amax=amax, rounding_bits=rounding_bits, backend=backend)
 
 
-def weight_copies(weight: Any, spec: GemmSpec) -> Copies | None:
-    """Return both copies of a master weight, from one read, or None if no copy of it is saved for backward."""
+def weight_copies(weight: Any, spec: GemmSpec) -> tuple[Operand, Operand] | None:
+    """Return the copies of a master weight for output and grad_input, from one read; None if it saves no copy."""
     if not isinstance(weight, MasterWeightTensor) or spec.rounded_to is not None:
         return None
     compiling = torch.compiler.is_compiling()
@@ -121,7 +121,8 @@ def weight_copies(weight: Any, spec: GemmSpec) -> Copies | None:
         return None
     # As in `weight_gemm`, a graph reads the weight itself.
     x, options = weight if compiling else weight.hp, weight_options(spec.config, columnwise=True, both=True)
-    return ops.quantize_by(x, options, backend=ops.casting_backend(spec.config.backend))
+    rowwise, columnwise = ops.quantize_by(x, options, backend=ops.casting_backend(spec.config.backend))
+    return (columnwise, rowwise) if spec.transposed else (rowwise, columnwise)
 
 
 def weight_gemm(

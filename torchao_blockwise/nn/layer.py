@@ -94,13 +94,13 @@ class Layer(torch.autograd.Function):
                 both = None
                 if saves and spec.config.save_weights == QUANTIZED and any(needs[:at]):
                     both = weight_copies(weight, spec)
-                b = weight if both is None else both[spec.transposed]
+                b = weight if both is None else both[0]
                 out = weight_gemm(copies.rowwise, b, spec, spec.transposed, spec.out_dtype, bias)
                 observers.append(observe_gemm(weight, kind, prepared, spec, saves))
                 if saves:
                     saves_prepared = (needs[at] and not saves_copy) or (kind.reads_prepared and any(needs[:at]))
                     # For a cast, save the values themselves, because autograd counts their changes.
-                    weight_copy = () if both is None else both[not spec.transposed][:3]
+                    weight_copy = () if both is None else both[1][:3]
                     saved.append([weight if spec.rounded_to is None else weight.hp, rounding_key, *weight_copy])
                     saved.append([*prepared] if saves_prepared else [])
                     saved.append([*copies.columnwise[:3]] if saves_copy else [])
@@ -189,8 +189,7 @@ def gradients(
     """
     columnwise, rowwise = dy.pop(), dy.pop()
     grad = grad_w = None
-    weight, *weight_copy = weights
-    weights.clear()
+    weight = weights.pop(0)
     if spec.rounded_to is not None:
         weight = MasterWeightTensor(weight, spec.config)
     dtype, keeps = spec.rounded_to or weight.dtype, kind.reads_prepared and rowwise is not None
@@ -199,11 +198,11 @@ def gradients(
         columnwise = None
     if rowwise is not None:
         b: Any = weight
-        if weight_copy:
-            qdata, scale, global_scale = weight_copy
+        if weights:
+            qdata, scale, global_scale = weights
             b = Operand(qdata, scale, global_scale, spec.config.weight_format.name)
             qdata = scale = global_scale = None
-            weight_copy.clear()
+            weights.clear()
         grad = weight_gemm(rowwise, b, spec, not spec.transposed, spec.dtype)
         rowwise = b = None
     if columnwise is not None:
