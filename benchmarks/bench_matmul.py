@@ -4,8 +4,8 @@ Checks first: four corners of every result against the fp64 GEMM of what the ope
 replays with a cold cache. Floor: the greater of bytes that must move over copy bandwidth, and operations over the rate
 of cuBLASLt's tensorwise fp8, both measured here. A ratio to a peer is the peer's time over ours: above 1 we win.
 Operands are those that layers make: of grad_weight columnwise copies, padded; of fp8_128x128 with the input in square
-blocks. DeepGEMM compiles for long and runs where
---peers names it. Writes benchmarks/results/matmul_<device>.json and .md.
+blocks. DeepGEMM compiles for long and runs where --peers names it.
+Writes benchmarks/results/matmul_<device>.json and .md, with --recipes fp8_128x128 matmul_128x128_<device>.
 
     python benchmarks/bench_matmul.py [--shapes 4096x7168x2048 large] [--only grad_weight] [--backends gluon cublas]
                                       [--peers cublaslt deep_gemm] [--recipes fp8 fp8_128x128]
@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     driver.add_backends(parser)
     args, device = driver.parse(parser, argv)
     args.shapes, _ = shapes.chosen(args)
-    results = Report("matmul", device, COLUMNS, vars(args))
+    results = Report("matmul_128x128" if "fp8_128x128" in args.recipes else "matmul", device, COLUMNS, vars(args))
     jobs = [job(*of, device, args.backends) for of in itertools.product(args.only, args.shapes, args.recipes)]
     return driver.run_jobs(results, jobs, args.peers)
 

@@ -173,9 +173,14 @@ def starts_here(study: Study, args: argparse.Namespace) -> dict[int, str]:
     return found
 
 
+def results_name(study: Study) -> str:
+    """Of the files in benchmarks/results."""
+    return f"study_{study.name}".replace("-", "_")
+
+
 def read_all(study: Study, args: argparse.Namespace) -> dict:
     """The starts and runs that are done: of --out, and of the study's results."""
-    files = [args.out / f"study_{study.name}.json", RESULTS / f"study_{study.name}.json"]
+    files = [folder / f"{results_name(study)}.json" for folder in (args.out, RESULTS)]
     contents = [json.loads(file.read_text()) for file in files if file.exists()]
     of_study = {run.name for run in study.runs()}
     records = [json.loads(file.read_text()) for file in sorted(args.out.glob("*.json")) if file.stem in of_study]
@@ -213,7 +218,7 @@ def report(study: Study, args: argparse.Namespace, failed: list[str]) -> int:
     text = "\n\n".join([table(study, records), listed, *error_tables(content["starts"])])
     print(f"\n{text}\n")
     for folder in (args.out, *[RESULTS] * args.results):
-        save(folder, f"study_{study.name}", content | {"environment": made, "missing": missing}, text)
+        save(folder, results_name(study), content | {"environment": made, "missing": missing}, text)
     return int(bool(missing or failed or diverged))
 
 

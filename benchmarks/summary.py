@@ -28,6 +28,7 @@ TABLES: dict[str, tuple[Callable[[Results], str], tuple[str, ...]]] = {
     "fsdp": (runs.fsdp, runs.FSDP),
     "grad_weight": (kernels.grad_weight, (kernels.GROUPED,)),
     "gemms": (kernels.gemms, ()),
+    "grad_weight_blocks": (kernels.squares, (kernels.SQUARES, kernels.GROUPED_SQUARES)),
     "graphs": (runs.graphs, (runs.GRAPHS,)),
     "headlines": (layers.headlines, ()),
     "kernels": (kernels.kernels, ()),

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
-from summaries.cells import MISSING, Results, column, link, select, sizes, span, table, times, whole
+from summaries.cells import MISSING, Results, column, link, ratio, select, sizes, span, table, times, whole
 from summaries.layers import PUBLISHED, SHAPE
 
 COPIES = ("rowwise", "columnwise", "both", "weight", "transpose")
 PRODUCTS = ("output", "grad_input")
 QUANTIZE, FUSED, PERMUTE = "quantize_nvidia_h200", "fused_nvidia_h200", "permute_nvidia_h200"
 MATMUL, GROUPED = "matmul_nvidia_h200", "grouped_matmul_nvidia_h200"
+SQUARES, GROUPED_SQUARES = "matmul_128x128_nvidia_h100_80gb_hbm3", "grouped_matmul_nvidia_h100_80gb_hbm3"
 PEERS = {"cuBLASLt": "x cublaslt", "DeepGEMM": "x deep_gemm", "bf16": "x bf16"}
 # Their tiles of `grad_weight` leave an eighth of the programs' rounds empty, or more.
 UNFILLED = ("4096x2048x7168", "4096x7168x2048", "4096x10944x2048")
@@ -41,6 +42,33 @@ def grad_weight(results: Results) -> str:
     there = {row["shape"] for row in rows}
     columns = (f"grouped `grad_weight`, {SHAPE}", "TFLOP/s")
     return table(columns, (cells(shape) for shape in PUBLISHED if shape in there))
+
+
+def squares(results: Results) -> str:
+    """`grad_weight` with both blocks of the input, each by its fastest backend, and in brackets without DeepGEMM."""
+    columns = ("`grad_weight`", "1×128, TFLOP/s", "128×128, TFLOP/s", "× 1×128", "× bf16", "× tensorwise")
+
+    def cells(what: str, rows: Sequence[dict]) -> list[str]:
+        before = max(column(select(rows, recipe="fp8"), "TFLOP/s"))
+        after = select(rows, recipe="fp8_128x128")
+        best = max(after, key=lambda row: row["TFLOP/s"])
+        alone = max(column((row for row in after if row["by"] != "deep_gemm"), "TFLOP/s"))
+        rate = whole(alone) if best["TFLOP/s"] == alone else f"{whole(best['TFLOP/s'])} ({whole(alone)})"
+        peers = (ratio(best[key]) if key in best else MISSING for key in ("x bf16", "x tensorwise"))
+        return [what, whole(before), rate, ratio(best["TFLOP/s"] / before), *peers]
+
+    plain, grouped = (results.rows(name, product="grad_weight") for name in (SQUARES, GROUPED_SQUARES))
+    dense = [cells(times(shape), select(plain, shape=shape)) for shape in _values(plain, "shape")]
+    experts = [
+        cells(f"{times(shape)} experts, {weight}", select(grouped, shape=shape, weight=weight))
+        for shape in _values(grouped, "shape")
+        for weight in _values(grouped, "weight")
+    ]
+    return table(columns, dense + experts)
+
+
+def _values(rows: Iterable[dict], name: str) -> list[str]:
+    return [*dict.fromkeys(row[name] for row in rows)]
 
 
 def _bytes(results: Results) -> Iterable[Sequence[str]]:

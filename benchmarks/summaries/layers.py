@@ -192,7 +192,6 @@ def _small(results: Results) -> Iterable[Row]:
         "throughput_moe_400m": "400 million parameters, a mixture of experts, eager",
         "throughput_350m_compiled_graph": "350 million parameters, compiled, in a CUDA graph",
         "throughput_125m_compiled_graph": "125 million parameters, compiled, in a CUDA graph",
-        "throughput_moe_400m_compiled_graph": "400 million parameters, a mixture, compiled, in a CUDA graph",
     }.items():
         name = f"{stem}_nvidia_h100_80gb_hbm3"
         rows = results.rows(name)
