@@ -94,6 +94,7 @@ GROUPED = {
 }
 CONFIGS = RECIPES | {
     "quantized": replace(FP8, master_weights=False),
+    "saved": replace(FP8, save_weights="quantized"),
     "hadamard": HADAMARD,
     "other_signs": replace(HADAMARD, hadamard=(1, -1) * 8, save_activations="high_precision"),
     "stochastic": STOCHASTIC,
