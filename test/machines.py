@@ -66,7 +66,7 @@ class Machine:
     def runs_gluon(self, capability: tuple[int, int] = (9, 0), interprets: bool = False) -> None:
         """Each device, the CPU too, has this compute capability to Gluon's kernels, which are compiled there.
 
-        Triton's kernels run where they ran before. `launches_of_tiles` sees that nothing is really launched.
+        Triton's kernels run where they ran before.
         """
         self.patch.setattr(operands, "compute_capability", lambda device: capability)
         self.patch.setattr(operands, "interpreting", lambda: interprets)
@@ -92,14 +92,14 @@ class Machine:
         """Warnings that are given once are given again, and afterwards as if they never were."""
         self.patch.setattr(backend, "_warned", set())
 
-    def launches_of(self, kernels, happen: bool = True) -> list[Launched]:
-        """The launches of the kernels of a module from now on. happen: whether they really happen."""
+    def launches_of(self, kernels) -> list[Launched]:
+        """The launches of the kernels of a module from now on."""
         seen: list[Launched] = []
         launch = kernels.launch
 
         def record(kernel, grid, *args, **options):
             seen.append(Launched(kernel, grid, options, args))
-            return launch(kernel, grid, *args, **options) if happen else None
+            return launch(kernel, grid, *args, **options)
 
         self.patch.setattr(kernels, "launch", record)
         return seen
