@@ -23,7 +23,7 @@ from gluon_gemm import (
     tables,
 )
 from gpu_steps import capture
-from grouped_products import Case, assert_adds, assert_close_to_each_group, with_nan
+from grouped_products import Case, assert_adds, assert_close_to_each_group, assert_nan_stays_in_its_group
 from product_budgets import accumulation_unit, assert_within_budget
 
 from torchao_blockwise import ops
@@ -176,36 +176,7 @@ def test_malformed_ends_reach_no_other_memory(simulated, ends, kind):
 
 @kinds
 def test_nan_stays_in_its_group(simulated, kind):
-    """In payload of FP8, in block scales of NVFP4; without groups in its row of a and in b's columns."""
-    sizes = (16, 0, 30, 16)
-    along, pair = KINDS[kind]
-    of = Case(along, pair, (sizes, 5), "cpu")
-    right = product(of)
-    if along == "k":
-        block = of.a.format.block[1]
-        columns = slice(block // of.a.format.element.per_byte, 3 * block // of.a.format.element.per_byte)
-        if pair[0].has_global_scale:
-            of.a.scale[:, 1:3].view(torch.uint8).fill_(0x7F)
-        else:
-            of.a.qdata[:, columns].view(torch.uint8)[:, : 2 * block] = 0x7F
-        hit = slice(2, 3) if pair[0].has_global_scale else slice(2, 4)
-    else:
-        of.a, hit = with_nan(of.a, slice(16, 46)), slice(16, 46)
-    out = product(of)
-    assert out[hit].isnan().all()
-    rest = torch.ones(len(out), dtype=torch.bool)
-    rest[hit] = False
-    assert torch.equal(out[rest], right[rest])
-
-
-@pytest.mark.parametrize("kind", ("decoded_m", "decoded_k"))
-def test_a_tensor_scale_of_nan_is_that_of_every_group_and_of_no_others(simulated, kind):
-    of = Case(*KINDS[kind], ((16, 0, 30, 16), 5), "cpu")
-    of.a = of.a._replace(global_scale=torch.full_like(of.a.global_scale, float("nan")))
-    out = product(of)
-    of_none = slice(62, None) if of.along == "m" else slice(1, 2)
-    assert not out[of_none].view(torch.int32).any()
-    assert (out[:62] if of.along == "m" else out[[0, 2, 3]]).isnan().all()
+    assert_nan_stays_in_its_group(*KINDS[kind], "cpu", product)
 
 
 def tile(*sizes: int, **groups) -> int:
@@ -274,15 +245,8 @@ def test_product_and_sum_on_the_gpu(hopper, kind, routing, n, k, build):
         right = product(of, dtype, build)
         assert_right(of, right)
     if kind in ADDING:
-        start = 100 * torch.randn_like(right)
-        out = start.clone()
-        add_product(out, of, build)
-        full = [g for g, size in enumerate(of.sizes) if size] if of.along else slice(None)
-        empty = [g for g, size in enumerate(of.sizes) if not size] if of.along else []
-        assert torch.equal(out[empty], start[empty])
-        # Where the sum is small, by rounding of what it is the sum of: a unit in the last place of `start`.
-        rounding = 2.0**-23 * start.abs().max().item()
-        torch.testing.assert_close(out[full], start[full] + right[full], rtol=2.0**-20, atol=rounding)
+        # Where the sum is small, by rounding of its terms, which are below 500.
+        assert_adds(of, lambda out: add_product(out, of, build), right, 100, atol=500 * 2.0**-23)
 
 
 @pytest.mark.gpu
