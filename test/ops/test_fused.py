@@ -286,19 +286,6 @@ def test_other_formats_run_as_two_operations(fmt, activation, backend, device):
     assert_quantized(activation, inputs, CastOptions(fmt, columnwise=True), backend)
 
 
-@activations
-def test_inputs_that_require_grad_give_the_same_bits(activation):
-    inputs = activation.inputs(*tensors(33, 150, dtype=torch.float32))
-    expected = activation.quantized(*inputs, ROWWISE)
-    if isinstance(inputs[0], ops.Norm):
-        inputs = (inputs[0]._replace(x=inputs[0].x.clone().requires_grad_()),)
-    else:
-        inputs = tuple(t.clone().requires_grad_() for t in inputs)
-    got = activation.quantized(*inputs, ROWWISE)
-    assert_same(got, expected)
-    assert not got.rowwise.qdata.requires_grad and not activation.values(*inputs, backend=None).requires_grad
-
-
 # --- on a GPU ---------------------------------------------------------------------------------------------------------
 
 
