@@ -6,6 +6,7 @@ import importlib
 
 import pytest
 import torch
+from gpu_steps import capture
 from grouped_products import (
     PAIRS,
     ROUTINGS,
@@ -321,11 +322,7 @@ def test_weights_of_more_than_2_to_the_31_elements(pair):
 def test_a_cuda_graph_follows_the_routing(along, pair):
     """One capture, replayed with other ends: nothing of them is on the host."""
     case = Case(along, pair, ([300, 0, 60, 140], 12), "cuda")
-    case.run(backend="triton")
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = case.run(backend="triton")
+    graph, out = capture(lambda: case.run(backend="triton"))
     for sizes in ((0, 128, 256, 0), (512, 0, 0, 0), (0, 0, 0, 0), (1, 1, 1, 1)):
         case.ends.copy_(torch.tensor(sizes).cumsum(0))
         graph.replay()

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from gpu_steps import no_syncs
+from gpu_steps import capture, no_syncs
 from grouped_copies import (
     COPIES,
     GROUPS,
@@ -262,10 +262,7 @@ def test_a_graph_follows_the_routing(fmt):
     def step():
         return ops.quantize(x, fmt, groups=ends, columnwise=True, backend="triton")
 
-    step()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
+    graph, captured = capture(step)
     for sizes in ([10, 500, 700], [0, 0, 0], [333, 333, 1000]):
         ends.copy_(int32(sizes))
         graph.replay()
