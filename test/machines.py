@@ -23,22 +23,10 @@ def without_interpreter(patch: pytest.MonkeyPatch) -> None:
 
 
 class Launched(NamedTuple):
-    """A launch of a Triton kernel."""
+    """A launch of a Triton kernel, and its tensors: None where one is left out."""
 
     kernel: Any
-    grid: Any
-    options: dict
-    args: tuple
-
-    @property
-    def tensors(self) -> list:
-        """Those among its arguments, and None where one is left out. A pointer may be (tensor, dtype to see it as)."""
-        given = [arg[0] if type(arg) is tuple else arg for arg in self.args]
-        return [x for x in given if x is None or isinstance(x, torch.Tensor)]
-
-    @property
-    def numbers(self) -> list[int]:
-        return [arg for arg in self.args if type(arg) is int]
+    tensors: list
 
 
 class Machine:
@@ -98,7 +86,9 @@ class Machine:
         launch = kernels.launch
 
         def record(kernel, grid, *args, **options):
-            seen.append(Launched(kernel, grid, options, args))
+            # A pointer may be (tensor, dtype to see it as).
+            given = [arg[0] if type(arg) is tuple else arg for arg in args]
+            seen.append(Launched(kernel, [x for x in given if x is None or isinstance(x, torch.Tensor)]))
             return launch(kernel, grid, *args, **options)
 
         self.patch.setattr(kernels, "launch", record)
