@@ -319,11 +319,13 @@ def test_weights_of_more_than_2_to_the_31_elements(pair):
 
 @pytest.mark.gpu
 @grouped_kinds
-def test_a_cuda_graph_follows_the_routing(along, pair):
-    """One capture, replayed with other ends: nothing of them is on the host."""
+@pytest.mark.parametrize("backend", ("triton", None))
+@pytest.mark.filterwarnings("ignore:.*auto uses")
+def test_a_cuda_graph_follows_the_routing(along, pair, backend):
+    """One capture, replayed with other ends: nothing of them is on the host. On Hopper AUTO takes Gluon."""
     case = Case(along, pair, ([300, 0, 60, 140], 12), "cuda")
-    graph, out = capture(lambda: case.run(backend="triton"))
+    graph, out = capture(lambda: case.run(backend=backend))
     for sizes in ((0, 128, 256, 0), (512, 0, 0, 0), (0, 0, 0, 0), (1, 1, 1, 1)):
         case.ends.copy_(torch.tensor(sizes).cumsum(0))
         graph.replay()
-        assert_bitwise_equal(out, case.run(backend="triton"))
+        assert_bitwise_equal(out, case.run(backend=backend))
