@@ -18,7 +18,7 @@ import torch
 
 from torchao_blockwise import ops
 from torchao_blockwise._compat import deep_gemm_library as library
-from torchao_blockwise.formats import FP8_1X128, FP8_128X128, Operand
+from torchao_blockwise.formats import FP8_1X128, FP8_128X128
 from torchao_blockwise.ops.gemm import deepgemm
 from torchao_blockwise.testing import random_tensor, relative_error
 
@@ -88,23 +88,6 @@ def test_the_product(device, installed):
     assert torch.equal(multiply(a._replace(qdata=moved.view(a.qdata.dtype)), b), got)
     some = a._replace(qdata=a.qdata[:22], scale=a.scale[:, :22])
     assert relative_error(multiply(some, b), got[:22]) < 2**-8
-
-
-LARGE = {(8192, 8192, 4096), (32768, 2048, 4096)}
-SMALL = {(8191, 8192, 4096), (8192, 8192, 4080), (32768, 2040, 8192), (2047, 32768, 8192), (8192, 8196, 4096)}
-
-
-def test_auto_takes_it_where_products_are_large(installed, monkeypatch):
-    def pays(shape, out_dtype=torch.bfloat16):
-        m, n, k = shape
-        qdata = [torch.empty(rows, k, dtype=torch.float8_e4m3fn, device="meta") for rows in (m, n)]
-        a, b = (Operand(q, None, None, fmt.name) for q, fmt in zip(qdata, (FP8_1X128, FP8_128X128)))
-        return deepgemm.pays(a, b, out_dtype, None)
-
-    assert {shape for shape in LARGE | SMALL if pays(shape)} == LARGE
-    assert not any(pays(shape, dtype) for shape in LARGE for dtype in (torch.float32, None))
-    monkeypatch.setattr(library, "why_absent", lambda: "not installed")
-    assert not any(map(pays, LARGE))
 
 
 # --- the library ------------------------------------------------------------------------------------------------------
