@@ -11,7 +11,7 @@ import pytest
 import torch
 from grouped_products import Case, assert_close_to_each_group, with_nan
 
-from torchao_blockwise.formats import FP8_1X128, FP8_128X128, NVFP4_1X16, NVFP4_16X16, Operand
+from torchao_blockwise.formats import FP8_1X128, FP8_128X128, NVFP4_1X16, NVFP4_16X16
 from torchao_blockwise.ops.gemm import builds
 from torchao_blockwise.ops.groups.ends import as_groups
 
@@ -109,15 +109,5 @@ def by_triton(function):
     return run
 
 
-_decoded: dict = {}
-
-
-def decode_once(x: Operand) -> torch.Tensor:
-    """`decode` by Triton, in memory of its own: all builds, orders and faults of a kernel are tried on few operands."""
-    key = (
-        x.format_name,
-        *((part.shape, part.dtype, part.reshape(-1).view(torch.uint8).numpy().tobytes()) for part in x.tensors),
-    )
-    if key not in _decoded:
-        _decoded[key] = by_triton(decode)(x)
-    return _decoded[key].clone()
+# All builds, orders and faults of a kernel are tried on few operands.
+decode_once = functools.cache(by_triton(decode))

@@ -121,7 +121,7 @@ class Case:
         return ops.add_grouped_matmul_(out, self.a, self.b, self.ends, **options)
 
 
-def assert_adds(case: Case, add, right: torch.Tensor, start_scale: float = 1.0) -> None:
+def assert_adds(case: Case, add, right: torch.Tensor, start_scale: float = 1.0, atol: float = 1e-6) -> None:
     """`add(out)` adds `right` to a gradient, and leaves that of empty groups as it is: -0 would lose its sign."""
     empty = torch.zeros(len(right), dtype=torch.bool)
     empty[[g for g, size in enumerate(case.sizes) if case.along and not size]] = True
@@ -130,7 +130,7 @@ def assert_adds(case: Case, add, right: torch.Tensor, start_scale: float = 1.0) 
     out = start.clone()
     add(out)
     assert_bitwise_equal(out[empty], start[empty], "empty groups")
-    torch.testing.assert_close(out[~empty], (start + right)[~empty], rtol=2.0**-20, atol=1e-6)
+    torch.testing.assert_close(out[~empty], (start + right)[~empty], rtol=2.0**-20, atol=atol)
 
 
 def values(rows: int, columns: int, seed: int) -> torch.Tensor:
@@ -166,3 +166,36 @@ def assert_close_to_each_group(case: Case, out: torch.Tensor, backend: str) -> N
             assert_within_budget(out[index], a, b, contraction, accumulation_unit(backend, a.format, case.device))
             rest[index] = False
     assert (out[rest] == 0).all()
+
+
+def assert_nan_stays_in_its_group(along, pair, device: str, run) -> None:
+    """In payload of FP8, in block scales and tensor scales of NVFP4; without groups, in its rows of a."""
+    routing, number = ([16, 0, 30, 16], 5), 2
+    case = Case(along, pair, routing, device)
+    right, rows = run(case), slice(16, 46)
+
+    def check(case: Case, wanted, index) -> None:
+        out = run(case)
+        assert out[index].isnan().all()
+        out[index] = wanted[index]
+        assert_bitwise_equal(out, wanted)
+
+    if along != "k":
+        # In the rows of no group it reaches nothing.
+        case.a = with_nan(case.a, slice(62, None) if along else rows)
+        check(case, right, slice(0, 0) if along else rows)
+    for operand in (1, 2) if along else ():
+        case = Case(along, pair, routing, device)
+        index, *parts = list(case.groups())[number]
+        of = parts[operand - 1]
+        (of.scale if pair[0].has_global_scale else of.qdata).view(torch.uint8).fill_(0x7F)
+        check(case, right, index)
+    if along and pair[0].has_global_scale:
+        case = Case(along, pair, routing, device)
+        case.a.global_scale.fill_(float("nan"))
+        every = slice(62) if along == "m" else [0, 2, 3]
+        check(case, right, every)
+        case = Case(along, pair, (*routing, (True, True)), device)
+        right = run(case)
+        case.a.global_scale[number] = float("nan")
+        check(case, right, rows if along == "m" else number)

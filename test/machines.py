@@ -23,22 +23,10 @@ def without_interpreter(patch: pytest.MonkeyPatch) -> None:
 
 
 class Launched(NamedTuple):
-    """A launch of a Triton kernel."""
+    """A launch of a Triton kernel, and its tensors: None where one is left out."""
 
     kernel: Any
-    grid: Any
-    options: dict
-    args: tuple
-
-    @property
-    def tensors(self) -> list:
-        """Those among its arguments, and None where one is left out. A pointer may be (tensor, dtype to see it as)."""
-        given = [arg[0] if type(arg) is tuple else arg for arg in self.args]
-        return [x for x in given if x is None or isinstance(x, torch.Tensor)]
-
-    @property
-    def numbers(self) -> list[int]:
-        return [arg for arg in self.args if type(arg) is int]
+    tensors: list
 
 
 class Machine:
@@ -66,7 +54,7 @@ class Machine:
     def runs_gluon(self, capability: tuple[int, int] = (9, 0), interprets: bool = False) -> None:
         """Each device, the CPU too, has this compute capability to Gluon's kernels, which are compiled there.
 
-        Triton's kernels run where they ran before. `launches_of_tiles` sees that nothing is really launched.
+        Triton's kernels run where they ran before.
         """
         self.patch.setattr(operands, "compute_capability", lambda device: capability)
         self.patch.setattr(operands, "interpreting", lambda: interprets)
@@ -92,14 +80,16 @@ class Machine:
         """Warnings that are given once are given again, and afterwards as if they never were."""
         self.patch.setattr(backend, "_warned", set())
 
-    def launches_of(self, kernels, happen: bool = True) -> list[Launched]:
-        """The launches of the kernels of a module from now on. happen: whether they really happen."""
+    def launches_of(self, kernels) -> list[Launched]:
+        """The launches of the kernels of a module from now on."""
         seen: list[Launched] = []
         launch = kernels.launch
 
         def record(kernel, grid, *args, **options):
-            seen.append(Launched(kernel, grid, options, args))
-            return launch(kernel, grid, *args, **options) if happen else None
+            # A pointer may be (tensor, dtype to see it as).
+            given = [arg[0] if type(arg) is tuple else arg for arg in args]
+            seen.append(Launched(kernel, [x for x in given if x is None or isinstance(x, torch.Tensor)]))
+            return launch(kernel, grid, *args, **options)
 
         self.patch.setattr(kernels, "launch", record)
         return seen

@@ -7,6 +7,7 @@ from types import MappingProxyType
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from torchao_blockwise import ops
 from torchao_blockwise.formats import (
@@ -39,7 +40,18 @@ WAYS = {
     "rounded": (NVFP4_1X16, {"stochastic": ROUNDING}),
     "both": (NVFP4_1X16, BOTH),
 }
-SQUARE = (FP8_128X128, NVFP4_16X16)
+# Matrices in other memory and of other dtypes.
+INPUTS = {
+    "transposed": lambda x: x.mT.contiguous().mT,
+    "every second column": lambda x: x.repeat_interleave(2, dim=-1)[..., ::2],
+    "every second row": lambda x: x.repeat_interleave(2, dim=-2)[..., ::2, :],
+    "offset of one": lambda x: torch.cat((x.new_zeros(1), x.flatten()))[1:].view(x.shape),
+    "column slice": lambda x: torch.cat((x, x), dim=-1)[..., : x.shape[-1]],
+    "in memory of NaN": lambda x: F.pad(x, (7, 30, 3, 10), value=float("nan"))[3:-10, 7:-30],
+    "expanded rows": lambda x: x[..., :1, :].expand(x.shape),
+    "f16": lambda x: x.half(),
+    "f32": lambda x: x.float() * 1.0001,
+}
 formats = pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
 nvfp4_formats = pytest.mark.parametrize("fmt", (NVFP4_1X16, NVFP4_16X16), ids=lambda f: f.name)
 shapes = pytest.mark.parametrize("shape", (*SHAPES, (2, 3, 130), (2, 17, 33), (2, 0, 16)), ids=shape_id)

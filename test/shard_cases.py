@@ -31,6 +31,7 @@ SPLITS = {
     "low": ((2, 300), (299, 301)),
     "experts": ((3, 20, 33), (7, 661, 1319)),
     "two tiles": ((150, 290), (20001,)),
+    "on 16 bytes": ((3, 72, 352), (32, 32 * 700, 32 * 701)),
     "empty": ((0, 16), (0,)),
 }
 splits = pytest.mark.parametrize(("shape", "cuts"), SPLITS.values(), ids=SPLITS)

@@ -4,9 +4,6 @@ import itertools
 
 import kernel_builds
 
-# Of these all instructions are counted, as the GPU has them.
-DISASSEMBLED = "blackwell"
-
 
 def _launch(module, pair, along, m, n, k, groups=8, dtype="bfloat16", bias=False, scaled=False, **build):
     """A launcher's call for a [m, k] · b [n, k]ᵀ; along "m" m, along "k" k counts tokens. dtype "adding": to a sum."""
@@ -101,7 +98,7 @@ def cases(target: int):
     import torch
 
     from torchao_blockwise.formats import FP8_1X128, NVFP4_1X16, NVFP4_16X16
-    from torchao_blockwise.ops.gemm import kernels_blackwell, kernels_triton
+    from torchao_blockwise.ops.gemm import kernels_blackwell
     from torchao_blockwise.ops.groups.tables.kernels_triton import group_tables
 
     for fmt, groups, m in itertools.product((FP8_1X128, NVFP4_1X16), (1, 8, 300), (1, 4096, 4112, 4099)):
@@ -110,10 +107,7 @@ def cases(target: int):
     yield from _triton_cases(target)
     if target == 90:
         yield from _gluon_cases()
-    square, rows = (NVFP4_1X16, NVFP4_16X16), (NVFP4_1X16, NVFP4_1X16)
-    for pair, along, m in ((square, "", 16), (square, "", 512), (square, "m", 512), (rows, "k", 512)):
-        yield f"blackwell gemm {along or m}", _launch(kernels_triton, pair, along, m, 512, 1024)
-    for fmt, (m, k) in itertools.product(square, ((512, 1024), (531, 1024), (512, 1000))):
+    for fmt, (m, k) in itertools.product((NVFP4_1X16, NVFP4_16X16), ((512, 1024), (531, 1024), (512, 1000))):
         x = kernel_builds.operand(fmt, m, k)
         yield f"blackwell swizzle {fmt.name} {m}x{k}", lambda x=x: kernels_blackwell.swizzled_scales(x)
     x, out, ends = kernel_builds.operand(NVFP4_1X16, 512, 1024), torch.zeros(512, 1024).bfloat16(), torch.zeros(8).int()

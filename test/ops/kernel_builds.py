@@ -57,36 +57,23 @@ def operand(fmt, *shape: int):
     return Operand(qdata, scale, torch.ones(()) if fmt.has_global_scale else None, fmt.name)
 
 
-def _dumped(cubin: bytes, what: str) -> str:
-    """The output of cuobjdump, which Triton carries, for a kernel."""
+def _resources(cubin: bytes) -> dict[str, int]:
+    """The resources that ptxas gave a kernel: REG, STACK, .. ; a spilled register lies on the stack."""
     import triton
 
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        command = [triton.knobs.nvidia.cuobjdump.path, what, file.name]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
-
-
-def _resources(cubin: bytes) -> dict[str, int]:
-    """The resources that ptxas gave a kernel: REG, STACK, .. ; a spilled register lies on the stack."""
-    output = _dumped(cubin, "--dump-resource-usage")
+        # Triton carries this program.
+        command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+        output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     return {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", output)}
-
-
-# Of a line of SASS, behind its address and what it depends on.
-_SASS_NAME = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]+)")
-
-
-def _machine_instructions(cubin: bytes) -> dict[str, int]:
-    """How many there are of each, as the GPU has them: some seconds for a large kernel."""
-    return Counter(_SASS_NAME.findall(_dumped(cubin, "--dump-sass")))
 
 
 # Sums and products too: without ".rn" ptxas may contract two of them. And estimates, and copies to shared memory that
 # do not pass through registers: "cg" of 16 bytes, "ca" of 4 or 8.
 INSTRUCTIONS = re.compile(
-    r"(?:wgmma\.mma_async|tcgen05\.mma|mma\.sync|cvt\.rn\.satfinite|div(?=\.\w+\.f32)|fma|st\.global)\.[\w.:]*"
+    r"(?:wgmma\.mma_async|tcgen05\.mma|mma\.sync|cvt\.rn\.satfinite|div(?=\.\w+\.f32)|fma|[ls][dt]\.global)\.[\w.:]*"
     r"|\S*\.ftz\S*|(?:add|sub|mul)\.(?:[\w.]+\.)?f32(?:x2)?|\S*\.approx\S*|cp\.async\.c[ag]"
 )
 
@@ -126,14 +113,11 @@ def _rows(modules, target: int, once: bool) -> list[dict]:
     builds = _record_builds(target, once)
     rows, resources = [], {}
     for module in modules:
-        disassembled = getattr(module, "DISASSEMBLED", None)
         for label, launch in module.cases(target):
             launch()
             for kernel, compiled in builds:
                 if compiled.hash not in resources:
                     resources[compiled.hash] = _resources(compiled.asm["cubin"])
-                if label.split()[0] == disassembled and not once and "sass" not in resources[compiled.hash]:
-                    resources[compiled.hash]["sass"] = _machine_instructions(compiled.asm["cubin"])
                 # How many there are of each.
                 counts = Counter(INSTRUCTIONS.findall(compiled.asm["ptx"]))
                 row = {"label": label, "kernel": kernel, "build": compiled.hash, "instructions": counts}

@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from product_budgets import accumulation_unit, assert_within_budget
+from quantize_cases import assert_same
 from torch import nn
 from torchao.quantization import quantize_
 
@@ -23,7 +25,7 @@ from torchao_blockwise.ops import backend as backend_module
 from torchao_blockwise.ops.backend import Backend, get_backend, why_no_encoders
 from torchao_blockwise.ops.gemm.plain import add_matmul_op, matmul_op
 from torchao_blockwise.ops.quantization.operations import quantize_op
-from torchao_blockwise.testing import assert_operands_equal, random_tensor, shape_id
+from torchao_blockwise.testing import assert_operands_equal, random_tensor, shape_id, with_special_values
 
 PAGE = (Path(__file__).parents[2] / "docs" / "extending.md").read_text(encoding="utf-8")
 FILES, EXAMPLES, OUTPUTS = (
@@ -84,17 +86,13 @@ def by_definition(x: torch.Tensor) -> Operand:
     return Operand(codes.contiguous().view(torch.float8_e4m3fn), scale.view(torch.float8_e8m0fnu), None, "mxfp8_1x32")
 
 
-def hard(*shape: int, dtype=torch.float32, device="cpu") -> torch.Tensor:
-    """Values of many sizes; where there is room a block each of zeros, subnormals, the largest, Inf, NaN and ties."""
-    x = random_tensor(*shape, dtype=dtype)
-    if shape[1] >= 7 * BLOCK:
-        e4m3 = torch.arange(8, BLOCK + 9, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
-        ties = (e4m3[1:] + e4m3[:-1]) / 2
-        tiny = 1e-40 if dtype is torch.float32 else torch.finfo(dtype).smallest_normal / 4
-        for block, value in enumerate((0.0, tiny, torch.finfo(dtype).max, -0.0, ties)):
-            x[0, block * BLOCK : (block + 1) * BLOCK] = value
+def hard(*shape: int, dtype, device) -> torch.Tensor:
+    """Values of many sizes; where there is room special blocks, Inf and NaN too."""
+    x = random_tensor(*shape, dtype=dtype, device=device)
+    if shape[1] >= 5 * BLOCK:
+        x = with_special_values(x, FORMATS["mxfp8_1x32"])
         x[1, 3], x[1, BLOCK + 3] = float("inf"), float("nan")
-    return x.to(device)
+    return x
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d)[6:])
@@ -108,15 +106,12 @@ def test_quantize_has_the_bits_of_the_definition(shape, dtype, mxfp8, device):
 
 def test_dequantize_and_matmul_follow_the_definition(mxfp8, device):
     a, b = (ops.quantize(random_tensor(n, 500, seed=n, device=device), mxfp8).rowwise for n in (63, 40))
-    decoded = []
-    for operand in (a, b):
-        scale = torch.tensor(2.0).double() ** (operand.scale.view(torch.uint8).cpu().double() - 127)
-        decoded.append(operand.qdata.cpu().double() * scale.repeat_interleave(BLOCK, dim=1)[:, :500])
+    for x in (a, b):
         # An element and a power of two are exact in fp32.
-        assert torch.equal(ops.dequantize(operand).double().cpu(), decoded[-1])
-    got = ops.matmul(a, b, out_dtype=torch.float32, backend="reference").double().cpu()
-    bound = decoded[0].abs() @ decoded[1].abs().T
-    assert ((got - decoded[0] @ decoded[1].T).abs() <= bound * 500 * torch.finfo(torch.float32).eps).all()
+        scale = 2.0 ** (x.scale.view(torch.uint8).double() - 127).repeat_interleave(BLOCK, 1)[:, :500]
+        assert torch.equal(ops.dequantize(x).double(), x.qdata.double() * scale)
+    got = ops.matmul(a, b, out_dtype=torch.float32, backend="reference")
+    assert_within_budget(got, a, b, 500, accumulation_unit("reference", mxfp8, device))
 
 
 @pytest.mark.filterwarnings("ignore:.*auto uses reference")
@@ -142,20 +137,13 @@ def test_no_kernel_of_the_package_takes_it_for_a_format_of_its_own(mxfp8, device
         (ops.swiglu_quantize(gate, x, options), by_reference(ops.swiglu(gate, x))),
         (ops.swiglu_quantize(gate, x, options, groups=groups), by_reference(ops.swiglu(gate, x), groups)),
     ):
-        assert_operands_equal(got.rowwise, want.rowwise)
-        assert_operands_equal(got.columnwise, want.columnwise)
+        assert_same(got, want)
     a, b = by_reference(x, groups), by_reference(gate, groups)
-    for along, one, other in (("m", a.rowwise, operand_of_experts(b.rowwise)), ("k", a.columnwise, b.columnwise)):
-        products = [
-            ops.grouped_matmul(one, other, groups, along=along, out_dtype=torch.float32, backend=backend)
-            for backend in (None, "reference")
-        ]
-        assert torch.equal(*products)
-
-
-def operand_of_experts(x: Operand) -> Operand:
-    """The same matrix for two experts."""
-    return x._replace(qdata=torch.stack((x.qdata, x.qdata)), scale=torch.stack((x.scale, x.scale)))
+    experts = b.rowwise._replace(**{name: torch.stack([getattr(b.rowwise, name)] * 2) for name in ("qdata", "scale")})
+    for along, operands in (("m", (a.rowwise, experts)), ("k", (a.columnwise, b.columnwise))):
+        how = {"along": along, "out_dtype": torch.float32}
+        got = ops.grouped_matmul(*operands, groups, **how)
+        assert torch.equal(got, ops.grouped_matmul(*operands, groups, **how, backend="reference"))
 
 
 # --- the kernel -------------------------------------------------------------------------------------------------------
@@ -175,11 +163,8 @@ def kernel(page, device):
 def test_the_kernel_has_the_bits_of_the_reference(shape, dtype, kernel, device):
     x = hard(*shape, dtype=dtype, device=device)
     for options in ({}, {"columnwise": True}, {"rowwise": False, "columnwise": True, "padded": True}):
-        want = ops.quantize(x, kernel, **options, backend="reference")
-        for got, wanted in zip(ops.quantize(x, kernel, **options, backend="triton"), want):
-            assert (got is None) == (wanted is None)
-            if got is not None:
-                assert_operands_equal(got, wanted)
+        got, want = (ops.quantize(x, kernel, **options, backend=backend) for backend in ("triton", "reference"))
+        assert_same(got, want)
 
 
 def test_the_kernel_is_chosen_and_the_packages_own_stays(kernel, device, monkeypatch):

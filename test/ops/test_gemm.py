@@ -1,4 +1,4 @@
-"""ops.matmul and ops.grouped_matmul against the fp64 product of the decoded operands, within an error budget; noise."""
+"""ops.matmul and ops.grouped_matmul against the fp64 product of the decoded operands, within an error budget."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import importlib
 
 import pytest
 import torch
+from gpu_steps import capture
 from grouped_products import (
     PAIRS,
     ROUTINGS,
@@ -14,13 +15,12 @@ from grouped_products import (
     N,
     assert_adds,
     assert_close_to_each_group,
+    assert_nan_stays_in_its_group,
     backends,
     case_id,
     pair_id,
-    with_nan,
 )
 from product_budgets import OUT_DTYPES, accumulation_unit, assert_within_budget
-from rounding_noise import accumulation, assert_noise_is_expected, rounded
 from scaled_products import decoded
 
 from torchao_blockwise import ops
@@ -230,51 +230,10 @@ def test_what_is_not_finite_reaches_its_row_in_fp8_and_all_in_nvfp4(pair, value,
 @backends
 @grouped_kinds
 def test_nan_stays_in_its_group(along, pair, backend, device):
-    """In the rows of no group it reaches nothing. Of FP8 in the payload; a tensor scale is that of all groups."""
-    if along == "m":
-        case = Case(along, pair, ([130, 1, 0], 150), device)
-        expected = case.run(backend=backend)
-        case.a = with_nan(case.a, slice(131, None))
-        assert_bitwise_equal(case.run(backend=backend), expected)
-        assert (expected[131:] == 0).all() and expected[:131].isfinite().all()
-    if pair[0].has_global_scale:
-        case = Case(along, pair, ([0, 17, 0], 4), device)
-        case.a = case.a._replace(global_scale=torch.full_like(case.a.global_scale, float("nan")))
-        out = case.run(backend=backend)
-        hit, rest = (out[:17], out[17:]) if along == "m" else (out[1], out[::2])
-        assert hit.isnan().all() and (rest == 0).all()
-        case = Case(along, pair, ([30, 0, 9, 20], 2, (True, True)), device)
-        case.a.global_scale[[1, 2]] = float("nan")
-        out, bad = case.run(backend=backend), slice(30, 39) if along == "m" else 2
-        assert out[bad].isnan().all()
-        out[bad] = 0
-        assert out.isfinite().all()
-        return
-    case = Case(along, pair, ([20, 150, 30], 0), device)
-    expected = case.run(backend=backend)
-    if along == "m":
-        case.b.qdata[1].view(torch.uint8).fill_(0x7F)
-    else:
-        # The second group's 256 padded columns.
-        case.a.qdata.view(torch.uint8)[:, 128:384] = 0x7F
-    out, hit = case.run(backend=backend), slice(20, 170) if along == "m" else slice(1, 2)
-    assert out[hit].isnan().all()
-    for part in (slice(0, hit.start), slice(hit.stop, None)):
-        assert_bitwise_equal(out[part], expected[part])
+    assert_nan_stays_in_its_group(along, pair, device, lambda case: case.run(backend=backend))
 
 
-# --- noise, and adding to a gradient ----------------------------------------------------------------------------------
-
-
-@pairs
-def test_noise_is_that_of_the_formats(pair):
-    """Against the product of the operands before they were quantized."""
-    generator = torch.Generator().manual_seed(5)
-    a, b = (torch.randn(256, 1024, generator=generator) for _ in range(2))
-    quantized = (ops.quantize(x, fmt, backend="reference").rowwise for x, fmt in zip((a, b), pair))
-    out = ops.matmul(*quantized, out_dtype=torch.float32, backend="reference")
-    operands = rounded(a, pair[0]), rounded(b, pair[1])
-    assert_noise_is_expected("product", out, *operands, accumulation=accumulation("cpu", 1024))
+# --- adding to a gradient ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("backend", ("reference", "triton", None), ids=str)
@@ -360,15 +319,13 @@ def test_weights_of_more_than_2_to_the_31_elements(pair):
 
 @pytest.mark.gpu
 @grouped_kinds
-def test_a_cuda_graph_follows_the_routing(along, pair):
-    """One capture, replayed with other ends: nothing of them is on the host."""
+@pytest.mark.parametrize("backend", ("triton", None))
+@pytest.mark.filterwarnings("ignore:.*auto uses")
+def test_a_cuda_graph_follows_the_routing(along, pair, backend):
+    """One capture, replayed with other ends: nothing of them is on the host. On Hopper AUTO takes Gluon."""
     case = Case(along, pair, ([300, 0, 60, 140], 12), "cuda")
-    case.run(backend="triton")
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = case.run(backend="triton")
+    graph, out = capture(lambda: case.run(backend=backend))
     for sizes in ((0, 128, 256, 0), (512, 0, 0, 0), (0, 0, 0, 0), (1, 1, 1, 1)):
         case.ends.copy_(torch.tensor(sizes).cumsum(0))
         graph.replay()
-        assert_bitwise_equal(out, case.run(backend="triton"))
+        assert_bitwise_equal(out, case.run(backend=backend))

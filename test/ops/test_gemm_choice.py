@@ -114,14 +114,21 @@ def test_blackwell_takes_pytorchs_kernels_for_rows_where_they_are_built(kernels,
     assert grouped_choice(*ROWS, NVFP4) is (Backend.TRITON if kernels else Backend.CUTLASS)
 
 
+LARGE = ((8192, 8192, 4096), (32768, 2048, 4096), (16384, 4096, 7168))
+SMALL = ((8191, 8192, 4096), (8192, 8192, 4080), (32768, 2040, 8192), (2047, 32768, 8192), (8192, 8196, 4096))
+
+
 @pytest.mark.filterwarnings("error")
 def test_on_hopper_deep_gemm_takes_what_pays(gpu, monkeypatch):
+    def taken(by_library, **options) -> set:
+        monkeypatch.setattr(deep_gemm_library, "product_on", lambda device: by_library)
+        return {shape for shape in LARGE + SMALL if choice(*shape, **options) is Backend.DEEP_GEMM}
+
+    assert not taken(print)
     monkeypatch.setattr(deep_gemm_library, "why_absent", lambda: None)
-    monkeypatch.setattr(deep_gemm_library, "product_on", lambda device: print)
-    assert choice(16384, 4096, 7168) is Backend.DEEP_GEMM
-    assert choice(4096, 4096, 7168) is choice(16384, 4096, 7168, out_dtype=torch.float32) is Backend.GLUON
-    monkeypatch.setattr(deep_gemm_library, "product_on", lambda device: "it is broken")
-    assert choice(16384, 4096, 7168) is Backend.GLUON
+    assert taken(print) == set(LARGE)
+    assert not taken(print, out_dtype=torch.float32) | taken("it is broken")
+    assert not any(choice(*shape, adds=True) is Backend.DEEP_GEMM for shape in LARGE)
 
 
 @pytest.mark.parametrize("tokens", (256, 257))

@@ -1,10 +1,11 @@
-"""Gluon kernels that quantize a matrix, a norm, SwiGLU or its gradients: when they are taken, and their bits on a GPU.
+"""Gluon kernels that quantize a matrix, a norm, SwiGLU or its gradients: when they are taken, and their bits.
 
-Their bits without a GPU: test_compiled_kernels.py.
+Without a GPU they run in Triton's interpreter (interpreted_gluon.py).
 """
 
 from __future__ import annotations
 
+import itertools
 from types import MappingProxyType
 
 import pytest
@@ -15,21 +16,28 @@ from torchao_blockwise import ops
 from torchao_blockwise.formats import FP8_1X128, CastOptions
 from torchao_blockwise.ops.groups.ends import as_groups
 from torchao_blockwise.ops.operands import why_no_tiles
-from torchao_blockwise.testing import random_tensor, shape_id
+from torchao_blockwise.testing import random_tensor
 
 pytest.importorskip("triton")
 
+import triton.language as tl
+from interpreted_gluon import interpreted
+
 from torchao_blockwise.ops.device import gluon_tiles
-from torchao_blockwise.ops.fused import kernels_gluon
+from torchao_blockwise.ops.fused import kernels_gluon as fused
 from torchao_blockwise.ops.quantization import kernels_gluon as quantization
 
 EPS = 1e-5
 BOTH = CastOptions(FP8_1X128, columnwise=True)
 SQUARES = MappingProxyType({"columnwise_format_name": "fp8_128x128"})
-OPS = ("quantize", "norm_quantize", "swiglu_quantize", "swiglu_backward_quantize")
+KERNELS = {
+    "quantize": quantization._quantize_kernel,
+    "norm_quantize": fused._norm_quantize_kernel,
+    "swiglu_quantize": fused._swiglu_kernel,
+    "swiglu_backward_quantize": fused._swiglu_backward_kernel,
+}
+OPS = tuple(KERNELS)
 SWIGLU = OPS[2:]
-rowwise_too = pytest.mark.parametrize("rowwise", (True, False), ids=("both", "columnwise"))
-dtypes = pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=lambda dtype: str(dtype)[6:])
 
 
 def call(op, dh, gate, up, *, columnwise=True, groups=None, dtype=None, backend="auto", **options):
@@ -57,13 +65,18 @@ def inputs_of(rows, width, dtype=torch.bfloat16, device="cpu"):
 
 
 @pytest.fixture
-def taken(machine, monkeypatch, op):
-    """Launches of the operation's Gluon kernel, of which none happens; every machine will do."""
-    if op != "quantize":
-        # Where it runs as two operations, the second one is not of them.
-        monkeypatch.setattr("torchao_blockwise.ops.quantization.operations.why_no_tiles", lambda options, x: "left out")
-    machine.runs_gluon()
-    return machine.launches_of(gluon_tiles, happen=False)
+def launched(machine, device):
+    """Launches of Gluon kernels."""
+    if device == "cpu":
+        machine.runs_gluon()
+        launch = gluon_tiles.launch
+        machine.patch.setattr(tl.block_type, "layout", None, raising=False)
+        machine.patch.setattr(
+            gluon_tiles, "launch", lambda kernel, *args, **of: launch(interpreted(kernel), *args, **of)
+        )
+    elif reason := why_no_tiles(BOTH, torch.zeros(16, 16, dtype=torch.bfloat16, device=device)):
+        pytest.skip(reason)
+    return machine.launches_of(gluon_tiles)
 
 
 def set_off(x, first, columns=48):
@@ -105,29 +118,18 @@ TAKEN = {
 
 
 @pytest.mark.parametrize("op, change, options", cases_of(TAKEN))
-def test_is_taken(op, change, options, taken, device):
-    """By a launch that reads the inputs where they lie; what it writes is compared where the kernels run."""
+def test_is_taken(op, change, options, launched, device):
+    """By one launch that reads the inputs where they lie."""
     dh, gate, up = change(*inputs_of(33, 48, device=device))
     options = {"padded": True, **options}
     if "groups" in options:
         options["groups"] = torch.tensor(options["groups"], dtype=torch.int32, device=device)
     copies = call(op, dh, gate, up, **options)
-    (launch,) = taken
+    (launch,) = launched
     read = {"swiglu_quantize": (gate, up), "swiglu_backward_quantize": (dh, gate, up)}.get(op, (dh,))
+    assert launch.kernel is KERNELS[op]
     assert [t.data_ptr() for t in launch.tensors[: len(read)]] == [t.data_ptr() for t in read]
-    is_square, is_rowwise = "columnwise_format_name" in options, options.get("rowwise", True)
-    of_matrix = quantization.BOTH if is_rowwise or is_square else quantization.COLUMNWISE
-    build = dict(zip(OPS, (of_matrix, kernels_gluon.NORM, kernels_gluon.FORWARD, kernels_gluon.BACKWARD)))[op]
-    B = launch.options["B"]
-    assert (B.columns if op == "quantize" else B.parts, launch.options["num_warps"]) == (build[0], B.warps) == build
-    assert B.dtype is gluon_tiles.DTYPES[options.get("dtype", dh.dtype)]
-    assert (B.power_of_2, B.square) == (options.get("power_of_2_scales", False), is_square)
-    # Two roundings never become one; a matrix is only scaled.
-    assert launch.options.get("enable_fp_fusion", op == "quantize") is (op == "quantize")
-    others = [t for t in launch.tensors[len(read) :] if t is not None]
-    assert all(t.is_contiguous() for t in others)
-    written = {t.data_ptr() for copy in copies if copy is not None for t in copy.tensors[:2]}
-    assert written <= {t.data_ptr() for t in others} and (copies.rowwise is not None) == is_rowwise
+    assert_same(copies, call(op, dh, gate, up, **options | {"backend": "reference"}))
 
 
 # (operations, what is changed of (dh, gate, up), options)
@@ -148,10 +150,10 @@ NOT_TAKEN = {
 
 
 @pytest.mark.parametrize("op, change, options", cases_of(NOT_TAKEN))
-def test_is_not_taken_for_others(op, change, options, taken, device):
+def test_is_not_taken_for_others(op, change, options, launched, device):
     inputs = change(*inputs_of(33, 48, device=device))
     got, expected = call(op, *inputs, **options), call(op, *inputs, **{**options, "backend": "reference"})
-    assert taken == []
+    assert KERNELS[op] not in [launch.kernel for launch in launched]
     assert_same(got, expected)
 
 
@@ -186,43 +188,39 @@ def test_equal_constants_are_one_build():
     assert len(set(builds)) == 1
 
 
-# --- on a GPU ---------------------------------------------------------------------------------------------------------
+# --- bits -------------------------------------------------------------------------------------------------------------
 
-gpu_shapes = pytest.mark.parametrize(
-    "shape", ((1, 16), (127, 272), (1041, 2064), (4097, 1408), (300, 10944)), ids=shape_id
-)
-
-
-def special_inputs(rows, width, dtype):
-    """`inputs_of` with NaN, Inf, -0, zeros, subnormals and the largest number in each."""
-    from test_compiled_kernels import special_input
-
-    if rows == 1:
-        return inputs_of(rows, width, dtype, "cuda")
-    dh, gate, up = (special_input(rows, width, dtype).cuda() / scale for scale in (1, 8, 16))
-    # Rows that are special in each, and rows that are so in only one of them.
-    gate, up = gate.roll(1, 0), up.roll(2, 0)
-    return dh, *torch.cat([gate, up], 1).chunk(2, 1)
+# (shape, dtype, rowwise). The gradient of SwiGLU has blocks of one half, or of both.
+MATRICES = [((1, 16), torch.bfloat16, True), ((147, 128), torch.float16, False), ((147, 144), torch.bfloat16, True)]
+if torch.cuda.is_available():
+    LARGE = ((1041, 2064), (4097, 1408), (300, 10944))
+    MATRICES += itertools.product(LARGE, (torch.bfloat16, torch.float16), (True, False))
 
 
-@pytest.fixture
-def launched(machine):
-    """Launches of Gluon kernels, which do happen."""
-    reason = why_no_tiles(BOTH, torch.zeros(16, 16, dtype=torch.bfloat16, device="cuda"))
-    if reason is not None:
-        pytest.skip(reason)
-    return machine.launches_of(gluon_tiles)
+def special(rows: int, columns: int, dtype, device) -> torch.Tensor:
+    """Values of many sizes; blocks of zeros and of subnormals, -0, Inf, NaN, in separate blocks and in mixed ones."""
+    x = random_tensor(rows, columns, dtype=dtype, seed=rows, device=device)
+    if rows > 1:
+        x[3], x[:, 7] = -0.0, 0.0
+        x[4], x[:, 9] = torch.finfo(dtype).smallest_normal / 4, -torch.finfo(dtype).smallest_normal / 8
+        x[5, 11], x[21, 10], x[rows - 1, columns - 1] = float("nan"), float("inf"), -float("inf")
+        x[6, 12] = torch.finfo(dtype).max
+    return x
 
 
-@pytest.mark.gpu
-@rowwise_too
-@dtypes
-@gpu_shapes
-@pytest.mark.parametrize("op", ("quantize", *SWIGLU))
-def test_matrices_and_swiglu_have_the_bits_of_the_reference(op, shape, dtype, rowwise, launched):
-    inputs = special_inputs(*shape, dtype)
-    M = shape[0]
-    ends = torch.tensor([0, M // 3, M // 4, M - M // 8], dtype=torch.int32, device="cuda")
+def special_inputs(*shape: int, dtype, device):
+    """Like `inputs_of`; rows are special in each, or in only one of them."""
+    dh, gate, up = (special(*shape, dtype, device) / scale for scale in (1, 8, 16))
+    return dh, *torch.cat([gate.roll(1, 0), up.roll(2, 0)], 1).chunk(2, 1)
+
+
+# As one argument: the default tier takes all.
+@pytest.mark.parametrize("case", itertools.product(("quantize", *SWIGLU), MATRICES), ids=str)
+@pytest.mark.usefixtures("guarded")
+def test_matrices_and_swiglu_have_the_bits_of_the_reference(case, launched, device):
+    op, ((M, width), dtype, rowwise) = case
+    inputs = special_inputs(M, width, dtype=dtype, device=device)
+    ends = torch.tensor([0, M // 3, M // 3, M - M // 8], dtype=torch.int32, device=device)
     cases = {"padded": False}, {"padded": True}, {"padded": True, "power_of_2_scales": True}, {"groups": ends}
     cases += SQUARES, {"groups": ends, **SQUARES}
     for options in cases:
@@ -236,24 +234,21 @@ def test_matrices_and_swiglu_have_the_bits_of_the_reference(op, shape, dtype, ro
 VECTORS = {
     "rms bare": ("rms", None, None),
     "rms weight bf16": ("rms", torch.bfloat16, None),
-    "rms weight f32": ("rms", torch.float32, None),
     "layer bare": ("layer", None, None),
-    "layer bf16": ("layer", torch.bfloat16, torch.bfloat16),
     "layer weight f32 bias bf16": ("layer", torch.float32, torch.bfloat16),
     "layer bias f32": ("layer", None, torch.float32),
 }
 
 
-@pytest.mark.gpu
-@rowwise_too
 @pytest.mark.parametrize(("kind", "weight", "bias"), VECTORS.values(), ids=VECTORS)
-@dtypes
-@gpu_shapes
-def test_norms_have_the_bits_of_the_reference(shape, dtype, kind, weight, bias, rowwise, launched):
-    x, _, _ = special_inputs(*shape, dtype)
+@pytest.mark.parametrize("matrix", MATRICES, ids=str)
+@pytest.mark.usefixtures("guarded")
+def test_norms_have_the_bits_of_the_reference(matrix, kind, weight, bias, launched, device):
+    shape, dtype, rowwise = matrix
+    x = special(*shape, dtype, device)
     statistics = ops.norm_statistics(x, kind, EPS, backend="reference")
     weight, bias = (
-        None if d is None else random_tensor(1, shape[1], dtype=d, device="cuda", seed=seed)[0] / 16
+        None if d is None else random_tensor(1, shape[1], dtype=d, device=device, seed=seed)[0] / 16
         for seed, d in enumerate((weight, bias))
     )
     plain, padded = (CastOptions(FP8_1X128, rowwise, True, padded=padded) for padded in (False, True))

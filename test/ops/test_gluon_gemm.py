@@ -22,8 +22,7 @@ from gluon_gemm import (
     simulate,
     tables,
 )
-from gpu_steps import capture
-from grouped_products import Case, assert_adds, assert_close_to_each_group, with_nan
+from grouped_products import Case, assert_adds, assert_close_to_each_group, assert_nan_stays_in_its_group
 from product_budgets import accumulation_unit, assert_within_budget
 
 from torchao_blockwise import ops
@@ -154,58 +153,9 @@ def test_any_order_of_the_partitions_gives_the_same_bits(simulated, programs, se
     assert torch.equal(product(of, torch.bfloat16), wanted)
 
 
-MALFORMED = [(200, 100, 300), (-5, 130, 131), (60, 2**31 - 1, 0), (-(2**31), -1, -7)]
-
-
-def malformed(kind: str, ends: tuple[int, ...], device: str = "cpu"):
-    """(the ends, the case of the ends clamped)."""
-    ends, tokens = torch.tensor(ends, dtype=torch.int32), 300
-    sizes = clamped_ends(ends, tokens).diff(prepend=ends.new_zeros(1)).tolist()
-    return ends.to(device), case(kind, (tuple(sizes), tokens - sum(sizes)), 130, 257, device)
-
-
-@grouped_kinds
-@pytest.mark.parametrize("ends", MALFORMED, ids=str)
-def test_malformed_ends_reach_no_other_memory(simulated, ends, kind):
-    """As a GPU takes them, which does not look at their values; the simulator refuses what lies outside of tensors."""
-    ends, of = malformed(kind, ends)
-    out = product(of, build="64x64", ends=ends)
-    assert torch.equal(out, product(of, build="64x64"))
-    assert_close_to_each_group(of, out, "gluon")
-
-
 @kinds
 def test_nan_stays_in_its_group(simulated, kind):
-    """In payload of FP8, in block scales of NVFP4; without groups in its row of a and in b's columns."""
-    sizes = (16, 0, 30, 16)
-    along, pair = KINDS[kind]
-    of = Case(along, pair, (sizes, 5), "cpu")
-    right = product(of)
-    if along == "k":
-        block = of.a.format.block[1]
-        columns = slice(block // of.a.format.element.per_byte, 3 * block // of.a.format.element.per_byte)
-        if pair[0].has_global_scale:
-            of.a.scale[:, 1:3].view(torch.uint8).fill_(0x7F)
-        else:
-            of.a.qdata[:, columns].view(torch.uint8)[:, : 2 * block] = 0x7F
-        hit = slice(2, 3) if pair[0].has_global_scale else slice(2, 4)
-    else:
-        of.a, hit = with_nan(of.a, slice(16, 46)), slice(16, 46)
-    out = product(of)
-    assert out[hit].isnan().all()
-    rest = torch.ones(len(out), dtype=torch.bool)
-    rest[hit] = False
-    assert torch.equal(out[rest], right[rest])
-
-
-@pytest.mark.parametrize("kind", ("decoded_m", "decoded_k"))
-def test_a_tensor_scale_of_nan_is_that_of_every_group_and_of_no_others(simulated, kind):
-    of = Case(*KINDS[kind], ((16, 0, 30, 16), 5), "cpu")
-    of.a = of.a._replace(global_scale=torch.full_like(of.a.global_scale, float("nan")))
-    out = product(of)
-    of_none = slice(62, None) if of.along == "m" else slice(1, 2)
-    assert not out[of_none].view(torch.int32).any()
-    assert (out[:62] if of.along == "m" else out[[0, 2, 3]]).isnan().all()
+    assert_nan_stays_in_its_group(*KINDS[kind], "cpu", product)
 
 
 def tile(*sizes: int, **groups) -> int:
@@ -274,15 +224,8 @@ def test_product_and_sum_on_the_gpu(hopper, kind, routing, n, k, build):
         right = product(of, dtype, build)
         assert_right(of, right)
     if kind in ADDING:
-        start = 100 * torch.randn_like(right)
-        out = start.clone()
-        add_product(out, of, build)
-        full = [g for g, size in enumerate(of.sizes) if size] if of.along else slice(None)
-        empty = [g for g, size in enumerate(of.sizes) if not size] if of.along else []
-        assert torch.equal(out[empty], start[empty])
-        # Where the sum is small, by rounding of what it is the sum of: a unit in the last place of `start`.
-        rounding = 2.0**-23 * start.abs().max().item()
-        torch.testing.assert_close(out[full], start[full] + right[full], rtol=2.0**-20, atol=rounding)
+        # Where the sum is small, by rounding of its terms, which are below 500.
+        assert_adds(of, lambda out: add_product(out, of, build), right, 100, atol=500 * 2.0**-23)
 
 
 @pytest.mark.gpu
@@ -299,20 +242,10 @@ def test_backend_by_name_repeats_its_bits(hopper, kind, routing, n, k):
 
 @pytest.mark.gpu
 @grouped_kinds
-@pytest.mark.parametrize("ends", MALFORMED, ids=str)
+@pytest.mark.parametrize("ends", [(200, 100, 300), (-5, 130, 131), (60, 2**31 - 1, 0), (-(2**31), -1, -7)], ids=str)
 def test_malformed_ends_on_the_gpu(hopper, ends, kind):
-    """Run this one under compute-sanitizer too."""
-    ends, of = malformed(kind, ends, "cuda")
-    assert_right(of, product(of, build=None, ends=ends))
-
-
-@pytest.mark.gpu
-def test_a_captured_product_follows_the_ends(hopper):
-    """Another routing in the same memory: a replay reads the ends again, without a host sync."""
-    # Without NaN in the rows of no group, for they come into one.
-    of = Case("m", KINDS["m"][1], ((33, 0, 129), 100), "cuda", 136, 256)
-    graph, out = capture(lambda: product(of, build=None))
-    of.ends.copy_(torch.tensor([100, 120, 121]))
-    of.sizes = [100, 20, 1]
-    graph.replay()
-    assert_right(of, out)
+    """The kernel reads tables of ends that are clamped. Run this one under compute-sanitizer too."""
+    ends, tokens = torch.tensor(ends, dtype=torch.int32), 300
+    sizes = clamped_ends(ends, tokens).diff(prepend=ends.new_zeros(1)).tolist()
+    of = case(kind, (tuple(sizes), tokens - sum(sizes)), 130, 257, "cuda")
+    assert_right(of, product(of, build=None, ends=ends.cuda()))

@@ -390,33 +390,5 @@ def test_a_fallback_to_tritons_launcher_is_logged_once(monkeypatch, caplog):
             function.cache_clear()
 
 
-@pytest.mark.gpu
-def test_direct_launches_on_the_gpu():
-    """Captured in a CUDA graph, and on the current stream."""
-    import torch
-
-    from torchao_blockwise import ops
-    from torchao_blockwise.testing import assert_operands_equal
-
-    x = torch.randn(256, 512, device="cuda", dtype=torch.bfloat16)
-    for _ in range(2):
-        ops.quantize(x, "fp8_1x128")
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        q = ops.quantize(x, "fp8_1x128").rowwise
-    x.copy_(torch.randn_like(x))
-    graph.replay()
-    assert_operands_equal(q, ops.quantize(x, "fp8_1x128", backend="reference").rowwise)
-    stream = torch.cuda.Stream()
-    torch.cuda.synchronize()
-    with torch.cuda.stream(stream):
-        # Long enough that a launch on another stream would read what was there before.
-        torch.cuda._sleep(50_000_000)
-        x.fill_(3.0)
-        q = ops.quantize(x, "fp8_1x128").rowwise
-    torch.cuda.synchronize()
-    assert_operands_equal(q, ops.quantize(x, "fp8_1x128", backend="reference").rowwise)
-
-
 if __name__ == "__main__":
     _main()

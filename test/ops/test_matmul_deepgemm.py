@@ -15,11 +15,10 @@ from importlib import metadata
 
 import pytest
 import torch
-from torch import nn
 
-from torchao_blockwise import BlockwiseFP8TrainingConfig, MasterWeightTensor, ops
+from torchao_blockwise import ops
 from torchao_blockwise._compat import deep_gemm_library as library
-from torchao_blockwise.formats import FP8_1X128, FP8_128X128, Operand
+from torchao_blockwise.formats import FP8_1X128, FP8_128X128
 from torchao_blockwise.ops.gemm import deepgemm
 from torchao_blockwise.testing import random_tensor, relative_error
 
@@ -79,47 +78,16 @@ def test_the_product(device, installed):
         got = multiply(a, b)
         assert got.dtype == torch.bfloat16 and got.shape == shape[:2]
         assert relative_error(got, multiply(a, b, torch.float32, backend="reference")) < 2**-8
+    # As in grad_input.
+    dy, _ = operands(3, 8, shape[1], device)
+    transposed = dy, ops.transpose(b)
+    assert relative_error(multiply(*transposed), multiply(*transposed, torch.float32, backend="reference")) < 2**-8
     # Payload off 16 bytes, and scales of some rows.
     moved = torch.empty(a.qdata.numel() + 1, dtype=torch.uint8, device=device)[1:].view(a.qdata.shape)
     moved.copy_(a.qdata.view(torch.uint8))
     assert torch.equal(multiply(a._replace(qdata=moved.view(a.qdata.dtype)), b), got)
     some = a._replace(qdata=a.qdata[:22], scale=a.scale[:, :22])
     assert relative_error(multiply(some, b), got[:22]) < 2**-8
-
-
-def test_a_layer_trains_by_it_in_square_blocks(installed):
-    """Its three GEMMs are alike then; `grad_weight` of one-row blocks is not DeepGEMM's."""
-    weight, x = random_tensor(80, 144).bfloat16(), random_tensor(33, 144, seed=1).bfloat16()
-
-    def results(**options):
-        layer, given = nn.Linear(144, 80, bias=False), x.clone().requires_grad_()
-        layer.weight = nn.Parameter(MasterWeightTensor(weight, BlockwiseFP8TrainingConfig(**options)))
-        out = layer(given)
-        out.backward(torch.ones_like(out))
-        return out, given.grad, layer.weight.grad
-
-    expected = results(grad_weight_blocks="128x128", backend="reference")
-    for a, b in zip(results(grad_weight_blocks="128x128", backend="deep_gemm"), expected, strict=True):
-        assert relative_error(a, b) < 2**-8
-    with pytest.raises(ValueError, match="DeepGEMM supports fp8_1x128 · fp8_128x128, got fp8_1x128 · fp8_1x128"):
-        results(backend="deep_gemm")
-
-
-LARGE = {(8192, 8192, 4096), (32768, 2048, 4096)}
-SMALL = {(8191, 8192, 4096), (8192, 8192, 4080), (32768, 2040, 8192), (2047, 32768, 8192), (8192, 8196, 4096)}
-
-
-def test_auto_takes_it_where_products_are_large(installed, monkeypatch):
-    def pays(shape, out_dtype=torch.bfloat16):
-        m, n, k = shape
-        qdata = [torch.empty(rows, k, dtype=torch.float8_e4m3fn, device="meta") for rows in (m, n)]
-        a, b = (Operand(q, None, None, fmt.name) for q, fmt in zip(qdata, (FP8_1X128, FP8_128X128)))
-        return deepgemm.pays(a, b, out_dtype, None)
-
-    assert {shape for shape in LARGE | SMALL if pays(shape)} == LARGE
-    assert not any(pays(shape, dtype) for shape in LARGE for dtype in (torch.float32, None))
-    monkeypatch.setattr(library, "why_absent", lambda: "not installed")
-    assert not any(map(pays, LARGE))
 
 
 # --- the library ------------------------------------------------------------------------------------------------------

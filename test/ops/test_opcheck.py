@@ -1,26 +1,22 @@
-"""Each op through `torch.library.opcheck`, and under torch.compile: same bits, no graph break, no recompile."""
+"""Each op through `torch.library.opcheck`. Compiled layers: test/nn/test_every_layer.py."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from torch._dynamo.testing import CompileCounterWithBackend
 
 from torchao_blockwise import ops
 from torchao_blockwise._compat import pytree
 from torchao_blockwise.diagnostics import cases as recorded
 from torchao_blockwise.formats import FORMATS, FP8_1X128, FP8_128X128, NVFP4_1X16
-from torchao_blockwise.testing import assert_bitwise_equal, assert_operands_equal, random_tensor
+from torchao_blockwise.testing import assert_bitwise_equal, random_tensor
 
 library = torch.ops.torchao_blockwise
-formats = pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
 
 
 def quantize(x: torch.Tensor, fmt):
     return ops.quantize(x, fmt, backend="reference").rowwise
 
-
-# --- opcheck ----------------------------------------------------------------------------------------------------------
 
 # The layers whose calls are checked: (tokens, features in, features out, ends of groups).
 SIZES = {"ragged": (33, 144, 80, (3, 3, 20, 30)), "none": (0, 48, 32, (0, 0, 0, 0))}
@@ -95,32 +91,3 @@ def test_take_key_counts_and_autograd_does_not_see_it():
     assert set(torch.library.opcheck(library.take_key.default, (key, gradient), test_utils=tests).values()) == {
         "SUCCESS"
     }
-
-
-# --- torch.compile ----------------------------------------------------------------------------------------------------
-
-
-def tokens(count: int) -> torch.Tensor:
-    x = random_tensor(count, 160, seed=count)
-    torch._dynamo.mark_dynamic(x, 0)
-    return x
-
-
-@formats
-def test_compiled_quantize_follows_the_token_count(fmt, fresh_dynamo):
-    """By one graph, and for a single block by at most one more."""
-
-    def both(x):
-        return ops.quantize(x, fmt, columnwise=True, backend="reference")
-
-    counter = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(both, fullgraph=True, backend=counter)
-    # All of more than one block. That one block has a graph of its own is PyTorch's specialization of sizes that equal
-    # 1, here of the scale grid.
-    for count in (300, 129, 256, 517):
-        for got, expected in zip(compiled(tokens(count)), both(tokens(count))):
-            assert_operands_equal(got, expected)
-    assert counter.frame_count == 1
-    for count in (5, 16, 13, 517, 8):
-        compiled(tokens(count))
-    assert counter.frame_count <= 2

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from gpu_steps import no_syncs
+from gpu_steps import capture, no_syncs
 
 from torchao_blockwise import ops
 from torchao_blockwise.ops.groups.permutation import MAX_EXPERTS, reference
@@ -228,9 +228,7 @@ def test_the_host_does_not_look():
     step()
     with no_syncs():
         step()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
+    graph, captured = capture(step)
     ids.copy_(chosen(512, 4, 16, seed=1))
     graph.replay()
     for got, expected in zip(captured, step()):

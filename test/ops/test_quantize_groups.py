@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from gpu_steps import no_syncs
+from gpu_steps import capture, no_syncs
 from grouped_copies import (
     COPIES,
     GROUPS,
@@ -16,7 +16,7 @@ from grouped_copies import (
     int32,
     tokens_of,
 )
-from quantize_cases import BOTH, ROUNDING, assert_same
+from quantize_cases import BOTH, INPUTS, ROUNDING, assert_same
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchao_blockwise import ops
@@ -93,19 +93,12 @@ def test_a_tile_of_both_copies_writes_no_rows_of_the_next_group(device):
     assert (payload[5:] == 1).all() and (scales[:, 5:] == -1).all()
 
 
-INPUTS = {
-    "f16": lambda x: x.half(),
-    "f32": lambda x: x.float(),
-    "transposed": lambda x: x.mT.contiguous().mT,
-    "columns of wider rows": lambda x: torch.cat((x, x), 1)[:, : x.shape[1]],
-    "every second row": lambda x: x.repeat_interleave(2, 0)[::2],
-    "columns that are no whole blocks": lambda x: x[:, :75],
-}
+CHANGES = INPUTS | {"columns that are no whole blocks": lambda x: x[:, :75]}
 
 
 @backends
 @pytest.mark.parametrize("copies", COPIES)
-@pytest.mark.parametrize("change", INPUTS.values(), ids=INPUTS)
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 @pytest.mark.parametrize("way", SOME)
 def test_inputs_and_copies(way, change, copies, backend, guarded, device):
     (ends, tokens), (rowwise, columnwise), (fmt, options) = GROUPS["tail"], COPIES[copies], WAYS[way]
@@ -262,10 +255,7 @@ def test_a_graph_follows_the_routing(fmt):
     def step():
         return ops.quantize(x, fmt, groups=ends, columnwise=True, backend="triton")
 
-    step()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
+    graph, captured = capture(step)
     for sizes in ([10, 500, 700], [0, 0, 0], [333, 333, 1000]):
         ends.copy_(int32(sizes))
         graph.replay()

@@ -64,9 +64,6 @@ QUANTIZE = [
     (X, FP8_128X128, {"groups": ends(1, 4)}),
     (X[None], FP8_1X128, {"groups": ends(1, 4)}),
     (X, FP8_1X128, {"groups": ends(3, 2)}),
-    (X, NVFP4_1X16, {"groups": ends(3, 5)}),
-    (X, FP8_1X128, {"groups": torch.tensor([4])}),
-    (X, FP8_1X128, {"groups": ends(1, 4).to("meta")}),
     # Backends.
     (X, FP8_1X128, {"backend": "cuda"}),
     (X, FP8_1X128, {"backend": "cublas", "columnwise": True}),
@@ -104,9 +101,6 @@ ValueError stochastic: seed must be from 0 to 2^64 - 1, got -1
 ValueError quantize: tokens in groups need a format with one-row blocks, got fp8_128x128; use fp8_1x128 or nvfp4_1x16, the formats of activations
 ValueError quantize: x must be [M, K], got shape [1, 4, 32]; flatten its leading dims
 ValueError quantize: group_ends must not decrease and must lie in [0, 4], the number of tokens, got group_ends[1] = 2 after 3; pass the cumulative sum of the groups' sizes
-ValueError quantize: group_ends must not decrease and must lie in [0, 4], the number of tokens, got group_ends[1] = 5 after 3; pass the cumulative sum of the groups' sizes
-TypeError quantize: group_ends must be int32, got torch.int64; use group_ends.int()
-ValueError quantize: group_ends must be on the tokens' device cpu, got meta; move it
 ValueError unknown backend 'cuda'; the backends are auto, reference, triton, cublas, gluon, deep_gemm, cutlass; did you mean 'cublas'?
 ValueError quantize: backend cublas has no implementation; choose one of gluon, triton, reference, or auto
 ValueError quantize: backend triton cannot run: Triton kernels need a CUDA device, got cpu (TRITON_INTERPRET=1 interprets them on a CPU); choose another, or auto
@@ -127,7 +121,7 @@ AK, BK = quantized(8, 256), quantized(16, 256)
 ENDS = ends(1, 1, 4)
 NVFP4, NVFP4_SQUARE = quantized(4, 32, fmt=NVFP4_1X16), quantized(4, 32, fmt=NVFP4_16X16)
 SCALED = NVFP4._replace(global_scale=TWO)
-SUM, SUMS = torch.zeros(4, 8), torch.zeros(3, 8, 16)
+SUM = torch.zeros(4, 8)
 
 
 def test_dequantize_and_transpose():
@@ -198,8 +192,6 @@ def test_gemms():
         lambda: by_groups(AK, quantized(3, 16, 256), along="k"),
         lambda: by_groups(b=square(3, 8, 64)),
         lambda: by_groups(quantized(8, 200), quantized(16, 200), along="k"),
-        lambda: by_groups(group_ends=ENDS.long()),
-        lambda: by_groups(group_ends=ENDS.to("meta")),
         lambda: by_groups(group_ends=ENDS[:2]),
         lambda: by_groups(group_ends=ends(1, 0, 4)),
         lambda: by_groups(SCALED, experts_in_nvfp4),
@@ -208,10 +200,7 @@ def test_gemms():
             lambda out=out: ops.add_matmul_(out, A, B)
             for out in (SUM.bfloat16(), SUM.mT.contiguous(), SUM.mT.contiguous().mT, SUM[:3])
         ),
-        *(
-            lambda out=out: ops.add_grouped_matmul_(out, AK, BK, ENDS)
-            for out in (SUMS.bfloat16(), SUMS.mT.contiguous(), SUMS.mT.contiguous().mT, SUMS[:2])
-        ),
+        lambda: ops.add_grouped_matmul_(torch.zeros(3, 8, 16).bfloat16(), AK, BK, ENDS),
     ]
     assert_expected_inline(
         messages(calls),
@@ -238,8 +227,6 @@ ValueError grouped_matmul: along "m" b must be [E, N, K], got payload of shape [
 ValueError grouped_matmul: along "k" b must be [K, P], got payload of shape [3, 16, 256]
 ValueError grouped_matmul: a and b must agree in their last dim, the contraction, got payloads [4, 32] and [3, 8, 64]
 ValueError grouped_matmul: along "k" tokens are padded to whole blocks of 128, got payloads of 200 columns; quantize a and b with groups=..., columnwise=True
-TypeError grouped_matmul: group_ends must be int32, got torch.int64; use group_ends.int()
-ValueError grouped_matmul: group_ends must be on the tokens' device cpu, got meta; move it
 ValueError grouped_matmul: group_ends must have one end for each matrix of b [E, N, K], got 2 ends for payload of shape [3, 8, 32]
 ValueError grouped_matmul: group_ends must not decrease and must lie in [0, 4], the number of tokens, got group_ends[1] = 0 after 1; pass the cumulative sum of the groups' sizes
 ValueError grouped_matmul: global_scale of a must be a scalar or one for each group, got [2] for 3 ends
@@ -248,9 +235,6 @@ ValueError add_matmul_: out must be a contiguous float32 tensor of shape [4, 8] 
 ValueError add_matmul_: out must be a contiguous float32 tensor of shape [4, 8] on cpu, got torch.float32 of shape [4, 8] on cpu, not contiguous
 ValueError add_matmul_: out must be a contiguous float32 tensor of shape [4, 8] on cpu, got torch.float32 of shape [3, 8] on cpu
 ValueError add_grouped_matmul_: out must be a contiguous float32 tensor of shape [3, 8, 16] on cpu, got torch.bfloat16 of shape [3, 8, 16] on cpu
-ValueError add_grouped_matmul_: out must be a contiguous float32 tensor of shape [3, 8, 16] on cpu, got torch.float32 of shape [3, 16, 8] on cpu
-ValueError add_grouped_matmul_: out must be a contiguous float32 tensor of shape [3, 8, 16] on cpu, got torch.float32 of shape [3, 8, 16] on cpu, not contiguous
-ValueError add_grouped_matmul_: out must be a contiguous float32 tensor of shape [3, 8, 16] on cpu, got torch.float32 of shape [2, 8, 16] on cpu
 """,  # noqa: E501
     )
 
