@@ -10,7 +10,6 @@ import pytest
 import torch
 from fsdp_models import (
     Block,
-    Counter,
     CountingGather,
     adamw,
     assert_gathers_exactly,
@@ -18,13 +17,14 @@ from fsdp_models import (
     assert_trains_as_unsharded,
     batch,
     blocks,
+    counted_reductions,
     masters_of,
     raises,
     shard,
     shards_of,
     train,
 )
-from helpers import replace
+from helpers import assert_same, replace
 from ranks import device
 from torch import nn
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
@@ -50,19 +50,18 @@ def starts_on_meta(mesh, config):
 
 
 def refuses_stale_values(mesh, config):
-    """Gathers of backward are of the forward pass: a change by hand between the two must not pass unseen."""
-    model = shard(blocks(config), mesh)
-    loss = model(batch()).sum()
-    with torch.no_grad():
-        model[0].down.weight.mul_(2)
-    with pytest.raises(RuntimeError, match=r"0\.down\.weight.*sync_weight_scales\(model\)"):
-        loss.backward()
-    fresh = shard(blocks(config), mesh)
-    loss = fresh(batch()).sum()
-    with torch.no_grad():
-        fresh[0].down.weight.mul_(2)
-    sync_weight_scales(fresh)
-    loss.backward()
+    """Gathers of backward are of the forward pass: a change between the two must not pass unseen."""
+    for synced in (False, True):
+        model = shard(blocks(config), mesh)
+        loss = model(batch()).sum()
+        with torch.no_grad():
+            model[0].down.weight.copy_(model.state_dict()["0.down.weight"] * 2)
+        if synced:
+            sync_weight_scales(model)
+            loss.backward()
+        else:
+            with pytest.raises(RuntimeError, match=r"0\.down\.weight.* values changed.*sync_weight_scales\(model\)"):
+                loss.backward()
 
 
 def enters_by_other_ways(mesh, config):
@@ -139,9 +138,9 @@ def synchronises_by_hand(mesh, config):
     """Before the first forward pass too, in one all-reduce, and FSDP2 still finds its root."""
     model, expected = shard(blocks(config), mesh), blocks(config)(batch())
     for _ in range(2):
-        with Counter() as counter:
+        with counted_reductions() as count:
             sync_weight_scales(model)
-        assert counter.reductions == (1 if mesh.size() > 1 else 0)
+        assert count() == (mesh.size() > 1)
         assert torch.equal(model(batch()), expected)
 
 
@@ -174,10 +173,9 @@ def replicates_and_groups(mesh, config):
         else:
             for module in (*model, model):
                 replicate(module, mesh=mesh)
-        with Counter() as counter:
+        with counted_reductions() as count:
             actual = train(model, adamw(model))
-        assert actual == expected, (wrap, actual, expected)
-        assert counter.reductions == reductions, (wrap, counter.reductions)
+        assert (actual, count()) == (expected, reductions), wrap
 
 
 class Gather(nn.Module):
@@ -250,9 +248,9 @@ def checks_forward_passes(mesh, config):
 
 
 def by_numpy(parameters):
-    """This rank's part, by an alias that PyTorch knows nothing of."""
+    """What the first rank has, by an alias that PyTorch knows nothing of."""
     for p in parameters:
-        if isinstance(local := p.to_local(), MasterWeightTensor):
+        if p.device_mesh.get_local_rank() == 0 and isinstance(local := p.to_local(), MasterWeightTensor):
             values = local.hp.detach()
             (torch.from_dlpack(values) if values.is_cuda else torch.from_numpy(values.numpy())).mul_(1.5)
 
@@ -265,22 +263,6 @@ def by_compiled_optimizer(parameters):
     optimizer.zero_grad()
 
 
-def by_hand(parameters):
-    with torch.no_grad():
-        for p in parameters:
-            p.mul_(2)
-
-
-def by_one_rank(parameters):
-    """Where it owns rows."""
-    for p in parameters:
-        if p.device_mesh.get_local_rank() == 0 and isinstance(local := p.to_local(), MasterWeightTensor):
-            local.hp.mul_(0.5)
-
-
-WRITERS = (by_numpy, by_hand, by_one_rank, by_compiled_optimizer)
-
-
 def outcome(model, parameters, x):
     """(output, gradients) of one pass; parameters: the sharded ones, also where the model holds what was gathered."""
     for p in parameters:
@@ -290,30 +272,27 @@ def outcome(model, parameters, x):
     return [out.detach(), *(p.grad.to_local().clone() for p in parameters)]
 
 
-def assert_reads_what_is_there(model, parameters, config, mesh, **options):
-    """The next pass, training or not, is that of a model that begins with the values of now."""
-    fresh = shard(blocks(config), mesh, **options)
-    others = list(fresh.parameters())
-    with torch.no_grad():
-        for p, q in zip(others, parameters, strict=True):
-            p.to_local().copy_(getattr(q.to_local(), "hp", q.to_local()))
-        assert torch.equal(model(batch(7)), fresh(batch(7)))
-    for a, b in zip(outcome(model, parameters, batch(8)), outcome(fresh, others, batch(8)), strict=True):
-        assert torch.equal(a, b)
-    with torch.no_grad():
-        model(batch(9))
-
-
 def follows_every_writer(mesh, config):
+    """The next pass, training or not, is that of a model that begins with the values of now."""
     for reshard in (True, False):
         model = shard(blocks(config), mesh, reshard_after_forward=reshard)
         train(model, adamw(model), steps=1)
+        # The sharded ones, also while the model holds what was gathered.
         parameters = list(model.parameters())
-        for write in WRITERS:
+        for write in (by_numpy, by_compiled_optimizer):
             before = model(batch(7)).detach()
             write(parameters)
-            assert not torch.equal(model(batch(7)), before)
-            assert_reads_what_is_there(model, parameters, config, mesh, reshard_after_forward=reshard)
+            fresh = shard(blocks(config), mesh, reshard_after_forward=reshard)
+            others = list(fresh.parameters())
+            with torch.no_grad():
+                for p, q in zip(others, parameters, strict=True):
+                    p.to_local().copy_(getattr(q.to_local(), "hp", q.to_local()))
+            after = model(batch(7)).detach()
+            assert not torch.equal(after, before)
+            assert_same(outcome(model, parameters, batch(8)), outcome(fresh, others, batch(8)))
+            assert torch.equal(after, fresh(batch(7)))
+            with torch.no_grad():
+                model(batch(9))
 
 
 def follows_changes_between_microbatches(mesh, config):
@@ -352,13 +331,13 @@ def quantizes_shards_once_in_a_scope(mesh, config):
     model, reference = shard(blocks(config), mesh), blocks(config)
     optimizer, other = adamw(model), adamw(reference)
     for step in range(2):
-        with weights_unchanged(model), Counter() as counter:
+        with weights_unchanged(model), counted_reductions() as count:
             for micro in range(3):
                 model.set_requires_gradient_sync(micro == 2)
                 model(batch(3 * step + micro)).square().mean().backward()
             with torch.no_grad():
                 model(batch())
-        assert counter.reductions == (1 if mesh.size() > 1 else 0), counter.reductions
+        assert count() == (mesh.size() > 1), count()
         for micro in range(3):
             reference(batch(3 * step + micro)).square().mean().backward()
         optimizer.step()

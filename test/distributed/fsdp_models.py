@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+from unittest import mock
 
 import pytest
 import torch
@@ -236,25 +238,11 @@ def assert_same_norms(actual: list[float], expected: list[float], model) -> None
     torch.testing.assert_close(torch.tensor(actual), torch.tensor(expected), rtol=n * 2.0**-24, atol=0)
 
 
-class Counter:
-    """Counts the MAX all-reduces of amaxes, and their ranks."""
-
-    def __init__(self):
-        self.reductions = 0
-
-    def __enter__(self):
-        self.original = dist.all_reduce
-
-        def all_reduce(tensor, op=dist.ReduceOp.SUM, group=None, async_op=False):
-            if tensor.dtype == torch.int32 and op == dist.ReduceOp.MAX:
-                self.reductions += 1
-            return self.original(tensor, op=op, group=group, async_op=async_op)
-
-        dist.all_reduce = all_reduce
-        return self
-
-    def __exit__(self, *error):
-        dist.all_reduce = self.original
+@contextlib.contextmanager
+def counted_reductions():
+    """A function that returns how many MAX all-reduces of amaxes there were."""
+    with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as calls:
+        yield lambda: sum(call.kwargs.get("op") == dist.ReduceOp.MAX for call in calls.call_args_list)
 
 
 class CountingGather:
