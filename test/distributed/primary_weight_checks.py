@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import copy
 
-import fsdp_models
 import pytest
 import torch
 import torch.distributed as dist
-from fsdp_models import FOR_LOOP, raises
+from fsdp_models import FOR_LOOP, adamw, assert_same_norms, raises
 from primary_weight_models import (
-    adamw,
     assert_holds_masters,
     assert_masters,
     batch,
@@ -196,7 +194,7 @@ def accumulates_split_gradients(group, config: str) -> None:
     before = before.item()
     norms = [optimizer.clip_grad_norm_(max_norm).item() for max_norm in (before / 2, 1e9)]
     # PyTorch adds 1e-6 to the norm that it divides by.
-    fsdp_models.assert_same_norms(norms, [before, before * (before / 2) / (before + 1e-6)], whole)
+    assert_same_norms(norms, [before, before * (before / 2) / (before + 1e-6)], whole)
     held = [masters[p].master.grad for p in weights if masters[p].master.grad is not None]
     assert held
     optimizer.zero_grad()

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import torch
-from fsdp_models import FOR_LOOP, config_of
+from fsdp_models import config_of
 from helpers import replace
 from ranks import device
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torchao.quantization import FqnToConfig, quantize_
 
-from torchao_blockwise.distributed import MasterWeightOptimizer
 from torchao_blockwise.tensors import QuantizedTensor
 from torchao_blockwise.testing import assert_bitwise_equal
 
@@ -92,10 +91,6 @@ def with_exact_means(model, ranks: int):
         if p.requires_grad:
             p.register_hook(to_fixed_point)
     return model
-
-
-def adamw(model, **options):
-    return MasterWeightOptimizer(torch.optim.AdamW, model, **{"lr": 1e-2} | FOR_LOOP | options)
 
 
 def quantized(master: torch.Tensor, weight: QuantizedTensor) -> QuantizedTensor:

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, MixedPrecision
 from torchao.quantization import quantize_
-from wrong_ranks import come_late, fail_later, go_wrong
+from wrong_ranks import come_late, go_wrong
 
 from torchao_blockwise import BlockwiseFP8Tensor, MasterWeightTensor, NVFP4Tensor, recommended_layers
 from torchao_blockwise.distributed import sync_weight_scales, watch_collectives
@@ -163,37 +163,36 @@ TIMEOUT = 6.0
 _DIFFER = r"ValueError: sync_weight_scales: ranks differ; rank 0 has {}.*, rank 1 has {}.*; create the same model"
 _NO_WORD = rf"RuntimeError: sync_weight_scales: no answer from rank 1 in {TIMEOUT:.0f} s; it failed, or its model"
 _ZERO = r"ValueError: MasterWeightOptimizer: ranks differ; rank 0 has {}"
-# What each rank says.
+# What three ranks raise, and what rank 1 does if that is something else.
 WRONG = {
-    "other_config": [_DIFFER.format("0.up.weight", "0.up.weight.*power_of_2_scales=True")] * 2,
-    "other_shape": [_DIFFER.format(r"0.up.weight \[150, 48\]", r"0.up.weight \[151, 48\]")] * 2,
-    "fewer_weights": [_DIFFER.format("1.up.weight", "1.down.weight")] * 2,
+    "other_config": [_DIFFER.format("0.up.weight", "0.up.weight.*power_of_2_scales=True")],
+    "other_shape": [_DIFFER.format(r"0.up.weight \[150, 48\]", r"0.up.weight \[151, 48\]")],
+    "fewer_weights": [_DIFFER.format("1.up.weight", "1.down.weight")],
     "fails_early": [_NO_WORD + " has none of these: 0.up.weight", "FloatingPointError"],
+    # Not the neighbor that saw the connection close: the one that gives no word.
     "fails_later": [
-        "RuntimeError: sync_weight_scales: rank 0 could not reduce the amaxes of 4 weights, 0.up.weight the first, "
-        r"with ranks \[0, 1\]; no answer from rank 1 in 6 s: failed before, or busy with another collective",
+        "RuntimeError: sync_weight_scales: rank [02] could not reduce the amaxes of 4 weights, 0.up.weight the first, "
+        r"with ranks \[0, 1, 2\]; no answer from rank 1 in 6 s: failed before, or busy with another collective",
         "FloatingPointError",
     ],
     "no_weights": [_NO_WORD, "Error"],
-    "zero_other_shape": [_ZERO.format(r"up.weight \(fp8_128x128, ")] * 2,
-    "zero_other_format": [_ZERO.format(r"up.weight \(fp8_128x128, ")] * 2,
-    "zero_other_lr": [_ZERO.format("AdamW, shard zero1, .*lr=0.01, rank 1 has AdamW, shard zero1, .*lr=0.02")] * 2,
-    "zero_other_frozen": [_ZERO.format(r"mid.weight \(fp8_128x128, ")] * 2,
-    "zero_fails": [
-        "RuntimeError: MasterWeightOptimizer: no answer from rank 1 in 6 s",
-        "FloatingPointError: rank 1 gives up",
-    ],
+    "zero_other_shape": [_ZERO.format(r"up.weight \(fp8_128x128, ")],
+    "zero_other_format": [_ZERO.format(r"up.weight \(fp8_128x128, ")],
+    "zero_other_lr": [_ZERO.format("AdamW, shard zero1, .*lr=0.01, rank 1 has AdamW, shard zero1, .*lr=0.02")],
+    "zero_other_frozen": [_ZERO.format(r"mid.weight \(fp8_128x128, ")],
+    "zero_fails": ["RuntimeError: MasterWeightOptimizer: no answer from rank 1 in 6 s", "FloatingPointError"],
 }
 
 
 @pytest.fixture(scope="module")
 def left(tmp_path_factory):
-    return spawn(go_wrong, 2, tmp_path_factory.mktemp("wrong"), TIMEOUT)
+    return spawn(go_wrong, 3, tmp_path_factory.mktemp("wrong"), TIMEOUT)
 
 
 @pytest.mark.parametrize("what", WRONG)
 def test_errors_name_the_rank_and_the_weight_in_time(what, left):
-    for of_rank, pattern in zip(left, WRONG[what]):
+    others, *one = WRONG[what]
+    for of_rank, pattern in zip(left, (others, *(one or [others]), others)):
         message, seconds = of_rank[what]
         assert re.search(pattern, message, re.DOTALL), message
         assert seconds < 3 * TIMEOUT
@@ -213,14 +212,3 @@ def test_a_rank_that_comes_late_is_named_while_others_wait(tmp_path):
 def test_collectives_are_watched_only_in_a_process_group():
     with pytest.raises(ValueError, match="call it after init_process_group"):
         watch_collectives()
-
-
-def test_a_rank_that_ends_is_named_by_all_others(tmp_path):
-    """Not the neighbor that saw the connection close: the one that gives no word."""
-    *others, last = spawn(fail_later, 3, tmp_path, TIMEOUT)
-    assert last == "gave up"
-    for rank, message in enumerate(others):
-        assert message == (
-            f"sync_weight_scales: rank {rank} could not reduce the amaxes of 4 weights, 0.up.weight the first, with "
-            f"ranks [0, 1, 2]; no answer from rank 2 in {TIMEOUT:.0f} s: failed before, or busy with another collective"
-        )
