@@ -149,10 +149,6 @@ def gives_full_state_dicts(mesh, config):
     expected = whole(model.state_dict())
     if mesh.get_rank() == 0:
         assert_plain_and_equal(state, expected)
-        moments = optimizer_state["state"]["0.up.weight"]
-        assert type(moments["exp_avg"]) is torch.Tensor and moments["exp_avg"].shape == expected["0.up.weight"].shape
-        plain = blocks(None)
-        plain.load_state_dict(state)
     else:
         assert state == {} and optimizer_state == {}
     losses = train(model, optimizer, steps=2, offset=2)

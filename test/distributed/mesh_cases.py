@@ -97,7 +97,6 @@ TENSOR_PARALLEL_CHECKS = (
     (tensor_parallel.colwise, (2, 4), tuple(CONFIGS)),
     (tensor_parallel.rowwise, (2, 4), tuple(CONFIGS)),
     (tensor_parallel.sequence_parallel, (2, 4), (*BOTH, "fp8_128x128", FULL)),
-    (tensor_parallel.loss_in_parallel, (2, 4), BOTH),
     (tensor_parallel.splits_tokens_alone, (2, 4), (*BOTH, "fp8_128x128", FULL)),
     (tensor_parallel.redistributes_what_lies_otherwise, (2,), BOTH),
     (tensor_parallel.takes_any_tokens, (1, 2), BOTH),
