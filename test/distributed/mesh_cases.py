@@ -57,7 +57,6 @@ FSDP_CHECKS = (
 )
 CHECKPOINT_CHECKS = (
     (checkpoints.holds_plain_shards, (1, 4, (2, 2)), BOTH),
-    (checkpoints.resumes, (4, (2, 2)), BOTH),
     (checkpoints.reshards, (4,), BOTH),
     (checkpoints.exchanges_with_unconverted, (4,), ("fp8",)),
     (checkpoints.gives_full_state_dicts, (4,), ("fp8",)),
@@ -79,7 +78,6 @@ QUANTIZED_CHECKS = (
     (life.starts_on_meta, (4,), QUANTIZED),
     (life.frees_what_it_gathers, (2,), QUANTIZED),
     (life.gathers_few_bytes, (3, 4), QUANTIZED),
-    (checkpoints.resumes, (4,), QUANTIZED),
     (checkpoints.reshards, (4,), QUANTIZED),
 )
 EXPERT_CHECKS = (
