@@ -194,17 +194,13 @@ def write_states(folder: Path) -> dict:
     torch.save(weights(), folder / "weights.pt")
     found["weights"] = digests(weights())
     for recipe in CONFIGS:
-        layers = model(recipe, {})
-        state = {"model": layers.state_dict(), "recipe": drawn(layers)}
-        torch.save(state, folder / f"state-{recipe}.pt")
-        found[f"state-{recipe}"] = digests(state_of(layers))
-        layers = model(recipe, {}, master_weights=False)
-        state = {"model": layers.state_dict(), "recipe": drawn(layers)}
-        torch.save(state, folder / f"state-{recipe}-quantized.pt")
-        again = model(recipe, {}, master_weights=False)
-        again.load_state_dict(state["model"])
-        load_recipe_state(again, state["recipe"])
-        found[f"state-{recipe}-quantized"] = digests(state_of(again))
+        for suffix, more in (("", {}), ("-quantized", {"master_weights": False})):
+            layers, again = (model(recipe, {}, **more) for _ in range(2))
+            state = {"model": layers.state_dict(), "recipe": drawn(layers)}
+            torch.save(state, folder / f"state-{recipe}{suffix}.pt")
+            again.load_state_dict(state["model"])
+            load_recipe_state(again, state["recipe"])
+            found[f"state-{recipe}{suffix}"] = digests(state_of(again))
         layers, optimizer = trained(recipe)
         state = {"model": layers.state_dict(), "optimizer": optimizer.state_dict()}
         torch.save(state, folder / f"optimizer-{recipe}.pt")
