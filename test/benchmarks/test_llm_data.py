@@ -66,7 +66,6 @@ STEPS = {
 
 @pytest.mark.parametrize(("step", "shapes"), STEPS.values(), ids=STEPS)
 def test_products_in_fp32_are_those_of_bf16(step, shapes):
-    """The result and the gradients."""
     generator = torch.Generator().manual_seed(0)
     operands = [torch.randn(shape, generator=generator).bfloat16() for shape in shapes]
     results = []

@@ -195,7 +195,6 @@ def test_what_is_quantized_is_decoded(kind, tmp_path):
 
 
 def test_differences_are_named(tmp_path, capsys):
-    """Names, shapes, and values; and a weight that is not whole."""
     plain("Llama", tmp_path / "a")
     found = tensors_in(tmp_path / "a")
     found["more"] = found.pop("lm_head.weight")

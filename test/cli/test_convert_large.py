@@ -110,7 +110,6 @@ def test_work_and_memory_stay_in_bounds(experts, tmp_path, counts):
 
 
 def test_export_asks_and_holds_as_little(tmp_path, counts):
-    """Of as many layers: transformers is asked for names as often, and a file's share is held."""
     model = transformers.AutoModelForCausalLM.from_config(config_of(4, moe_intermediate_size=128)).bfloat16()
     quantize_(model, FP8, filter_fn=linears_and_experts() & skip_lm_head())
     checkpoint.export(model, tmp_path / "out", shard_bytes=SHARD)

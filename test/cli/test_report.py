@@ -43,7 +43,6 @@ def test_text(report):
 
 
 def test_memory(report):
-    """At rest, and with tokens of a step; of a fused model, which saves less."""
     at_rest = report("dense")["memory"]
     parameters = sum(p.numel() for p in transformers.Qwen3ForCausalLM(CONFIGS["dense"]()).parameters())
     assert at_rest["predicted"]["weights"] == at_rest["unconverted"]["weights"] == 2 * parameters

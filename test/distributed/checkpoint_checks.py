@@ -194,7 +194,6 @@ def saves_two_dims(mesh, config):
 
 
 def saves_shared_weights(mesh, config):
-    """A shared weight is saved under both names, as it is unconverted."""
     torch.manual_seed(0)
     model, target = TiedSequence().to(device()), TiedSequence().to(device())
     for m in (model, target):

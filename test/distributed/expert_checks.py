@@ -127,7 +127,6 @@ def computes_as_one_device(mesh, config):
 
 
 def exchanges_no_amaxes(mesh, config):
-    """Ranks reduce nothing for experts with tensor scales of their own; for others they do."""
     for recipe, reduces in ((config, False), (replace(config, scale_per_expert=False), True)):
         spread = parallelize_module(layer(recipe), mesh, ExpertParallel())
         with mock.patch.object(_compat, "max_over_ranks", wraps=_compat.max_over_ranks) as reduce:
@@ -236,7 +235,6 @@ def spreads_and_shards(mesh, config):
 
 
 def saves_whole_experts(mesh, config):
-    """A full state dict of spread experts is that of one device, in high precision, and loads there."""
     one = layer(config)
     spread = parallelize_module(layer(config), mesh, ExpertParallel())
     state = get_model_state_dict(spread, options=StateDictOptions(full_state_dict=True))

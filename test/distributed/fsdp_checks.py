@@ -162,8 +162,6 @@ def leaves_frozen_weights(mesh, config):
 
 
 class TiedSequence(Tied):
-    """`Tied`, called with what `train` calls models with."""
-
     def forward(self, x):
         return super().forward((x.abs() * 10).long())
 

@@ -124,7 +124,6 @@ def frees_what_it_gathers(mesh, config):
 
 
 def dies_with_the_model(mesh, config):
-    """Nothing that is kept for a sharded model outlives it."""
     model = shard(blocks(config), mesh)
     sync_weight_scales(model)
     train(model, adamw(model), steps=1)
@@ -212,8 +211,6 @@ class Own(nn.Linear):
 
 
 class Matrix(nn.Module):
-    """Multiplies by a Parameter itself."""
-
     def __init__(self, values):
         super().__init__()
         self.w = nn.Parameter(values)

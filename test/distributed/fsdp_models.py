@@ -37,7 +37,6 @@ ANOTHER_ROUNDING = 1e-2
 
 
 def raises(kind, message: str):
-    """`pytest.raises` of an error that has this text."""
     return pytest.raises(kind, match=re.escape(message))
 
 
@@ -89,7 +88,6 @@ def shard(model: nn.Sequential, mesh, **options) -> nn.Sequential:
 
 
 def masters_of(model) -> dict:
-    """Sharded parameters that hold master weights, by name."""
     return {
         name: p
         for name, p in model.named_parameters()
@@ -98,12 +96,10 @@ def masters_of(model) -> dict:
 
 
 def shards_of(model) -> dict:
-    """Sharded parameters that are quantized themselves, by name."""
     return {n: p for n, p in model.named_parameters() if isinstance(getattr(p, "_local_tensor", None), QuantizedShard)}
 
 
 def has_only_decoded_values(p) -> bool:
-    """Whether a quantized shard has no master and waits for no cast."""
     local = _compat.local_of(p)
     return local.pending_master.master(p) is None and not local.awaits_cast
 
@@ -240,7 +236,6 @@ def assert_same_norms(actual: list[float], expected: list[float], model) -> None
 
 @contextlib.contextmanager
 def counted_reductions():
-    """A function that returns how many MAX all-reduces of amaxes there were."""
     with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as calls:
         yield lambda: sum(call.kwargs.get("op") == dist.ReduceOp.MAX for call in calls.call_args_list)
 

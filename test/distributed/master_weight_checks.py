@@ -278,7 +278,6 @@ CASES = {4: (_DEFAULT, [*(case for case in _ALL if case not in _DEFAULT), ("stal
 
 
 def ranks_of(name: str, size: int, *arguments) -> int:
-    """That of an outsider has one more than the group."""
     return size + (name == "outsider")
 
 

@@ -131,7 +131,6 @@ def expert_parallel(rank: int, recipe: str) -> None:
 
 
 def pipeline(rank: int) -> None:
-    """Ranks that hold other layers: every rank reports all of them."""
     config = config_of("fp8")
     stage = nn.ModuleDict({f"layers.{rank}".replace(".", "_"): blocks(config, count=1)})
     with NumericsMonitor(stage) as monitor:
@@ -158,7 +157,6 @@ def layers_of_one_rank(rank: int) -> None:
 
 
 def nonfinite(rank: int) -> None:
-    """NaN on one rank alone is reported by all, and so is where it was first."""
     model = blocks(config_of("fp8"))
     with NumericsMonitor(model) as monitor:
         x = batch(rank)

@@ -96,8 +96,6 @@ def reshards(groups, config: str) -> None:
 
 
 def steps_with_nothing(group, config: str) -> None:
-    """Fewer elements than ranks: some have none."""
-
     def make():
         return nn.Sequential(nn.Linear(1, 3, bias=False), nn.Linear(3, 0), nn.Linear(0, 1))
 

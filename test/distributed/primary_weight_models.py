@@ -47,7 +47,6 @@ def net(config: str, master_weights: bool, seed: int = 0, make=Net, dtype=torch.
 
 
 def primary(config: str = "mixed", seed: int = 0, dtype=torch.float32):
-    """A model of quantized weights, and the values that it was made of."""
     values = net(config, master_weights=True, seed=seed, dtype=dtype).state_dict()
     return net(config, master_weights=False, seed=seed, dtype=dtype), values
 

@@ -145,8 +145,6 @@ def follows_loads(mesh, config):
 
 
 def refuses(mesh, config):
-    """What cannot work is refused by name, with a remedy."""
-
     def linear(**options):
         model = nn.Sequential(nn.Linear(64, 64, bias=False)).to(device())
         quantize_(model, config)

@@ -18,7 +18,6 @@ def one_computes_alone(rank: int, ranks: int, port: int, file: str, cases, secon
 
 
 def one_crashes(rank: int, ranks: int, port: int, file: str, cases) -> None:
-    """Rank 1 ends by a signal, as in a segmentation fault, while rank 0 computes."""
     join(rank, ranks, port)
 
     def computes_or_crashes(case):

@@ -56,7 +56,6 @@ def layer(config, n: int, k: int, bias: bool = True) -> nn.Linear:
 
 
 def own(x: torch.Tensor, mesh, dim: int | None) -> torch.Tensor:
-    """This rank's part of `x`, which all ranks have."""
     return x if dim is None else x.chunk(mesh.size(), dim)[mesh.get_local_rank()]
 
 

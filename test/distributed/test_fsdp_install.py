@@ -45,13 +45,11 @@ def callables_of_others() -> dict:
 
 
 def replaced(before: dict) -> list[str]:
-    """Return the names of `before` that refer to another object now, or to none."""
     now = callables_of_others()
     return sorted({f"{key[0]}.{key[1]}" for key, x in before.items() if now.get(key) is not x})
 
 
 def model_of(**options) -> nn.Sequential:
-    """The same values each time; converted with these options, if there are any."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(48, 150), nn.GELU(), nn.Linear(150, 48))
     if options:
@@ -62,7 +60,6 @@ def model_of(**options) -> nn.Sequential:
 
 
 def loss_of(model) -> float:
-    """Of a forward and a backward pass."""
     torch.manual_seed(1)
     loss = model(torch.randn(8, 48)).square().mean()
     loss.backward()
@@ -70,7 +67,6 @@ def loss_of(model) -> float:
 
 
 def start_rank() -> None:
-    """Initialize a process group of one rank."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
 

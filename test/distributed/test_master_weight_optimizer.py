@@ -89,8 +89,6 @@ def test_a_learning_rate_in_a_tensor():
 
 
 def test_closures():
-    """L-BFGS evaluates several times in a step."""
-
     def run(model, optimizer):
         seen = []
 

@@ -119,8 +119,6 @@ def test_a_quantised_weight_as_strided_is_itself_or_refused(config):
 
 
 class Experts(nn.Module):
-    """Two experts that share the tokens."""
-
     def __init__(self):
         super().__init__()
         self.experts = SwiGLUExperts(2, 48, 64)

@@ -71,7 +71,6 @@ FORMATS = {
 
 
 def config(recipe: str, options: dict):
-    """The training config of options as JSON has them."""
     dtype = {"out_dtype": getattr(torch, options["out_dtype"])} if "out_dtype" in options else {}
     return CONFIGS[recipe](**options | dtype)
 
@@ -116,7 +115,6 @@ def drawn(layers: nn.Module) -> dict[str, dict[str, int]]:
 
 
 def weights() -> dict[str, nn.Parameter]:
-    """A Parameter of each kind."""
     w = torch.linspace(-3, 3, 20 * 32).reshape(20, 32).bfloat16()
     return {
         "master_fp8": nn.Parameter(MasterWeightTensor(w, BlockwiseFP8TrainingConfig(power_of_2_scales=True))),
@@ -222,7 +220,6 @@ def write_exports(folder: Path) -> dict:
 
 
 def write_transformers(folder: Path) -> None:
-    """The config.json of a model that `save_pretrained` saved."""
     import transformers
 
     from torchao_blockwise.integrations.transformers import BlockwiseFP8Config, NVFP4Config
