@@ -180,7 +180,7 @@ def saves_two_dims(mesh, config):
     """FSDP2 over tensor parallelism: rows that both dims of the mesh split, and columns."""
 
     def two_dims():
-        return fully_shard(parallelize_module(block(config), mesh["shard"], PLANS), mesh=mesh["replicate"])
+        return fully_shard(parallelize_module(block(config), mesh["inner"], PLANS), mesh=mesh["outer"])
 
     state = two_dims().state_dict()
     with shared_folder() as folder:

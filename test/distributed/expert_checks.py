@@ -13,7 +13,6 @@ from helpers import assert_same, replace
 from ranks import device
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import parallelize_module
@@ -213,8 +212,7 @@ def trains_sharded_experts(mesh, config):
 
 def spreads_and_shards(mesh, config):
     """Experts over one dim of the mesh, FSDP2 over the other, by expert and by rows: as experts alone, averaged."""
-    both = DeviceMesh(device().type, mesh.mesh, mesh_dim_names=("data", "experts"))
-    over_data, over_experts = both["data"], both["experts"]
+    over_data, over_experts = mesh["outer"], mesh["inner"]
     group = over_experts.get_group()
     teams = mesh.mesh.tolist()
     team = over_data.get_local_rank()

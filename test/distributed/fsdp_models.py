@@ -238,17 +238,3 @@ def assert_same_norms(actual: list[float], expected: list[float], model) -> None
 def counted_reductions():
     with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as calls:
         yield lambda: sum(call.kwargs.get("op") == dist.ReduceOp.MAX for call in calls.call_args_list)
-
-
-class CountingGather:
-    """FSDP2's own all-gather, which also counts the bytes that this rank sends."""
-
-    def __init__(self):
-        self.bytes = 0
-
-    def allocate(self, size, *, dtype, device):
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(self, output_tensor, input_tensor, group, async_op=False):
-        self.bytes += input_tensor.nbytes
-        return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)

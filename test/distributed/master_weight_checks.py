@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+from unittest import mock
 
 import pytest
 import torch
@@ -144,8 +145,6 @@ def check_shards(group, rank, ranks, kind) -> None:
 
 def gather(mine: torch.Tensor, group, ranks: int) -> list[torch.Tensor]:
     pieces = [None] * ranks
-    if ranks == 1:
-        return [mine.to(device(), copy=True)]
     dist.all_gather_object(pieces, mine.to("cpu", copy=True), group=group)
     return [piece.to(device()) for piece in pieces]
 
@@ -166,17 +165,15 @@ def check_collectives(group, rank, ranks) -> None:
     weights.model.append(fp8(zeros(16, 16 * ranks, dtype=torch.bfloat16)))
     weights.hp.append(torch.ones(16, 16 * ranks, device=device()))
     bounds = drawn_bounds(weights, ranks, seed=1)
-    calls = []
-    all_reduce, check_same = dist.all_reduce, rank_consistency.check_same
-    dist.all_reduce = lambda x, **kw: calls.append((kw["op"], x.dtype)) or all_reduce(x, **kw)
-    rank_consistency.check_same = lambda *args: calls.append("compared") or check_same(*args)
-    try:
+    with (
+        mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as reduce,
+        mock.patch.object(rank_consistency, "check_same", wraps=rank_consistency.check_same) as compare,
+    ):
         for _ in range(3):
             cast_master_weights(weights.model, *weights.shards(bounds, rank), group)
-    finally:
-        dist.all_reduce, rank_consistency.check_same = all_reduce, check_same
-    reduction = (dist.ReduceOp.MAX, torch.int32)
-    assert calls == (["compared"] + [reduction] * 3 if ranks > 1 else []), calls
+    assert (reduce.call_count, compare.call_count) == ((3, 1) if ranks > 1 else (0, 0))
+    assert all(call.args[0].dtype == torch.int32 for call in reduce.call_args_list)
+    assert all(call.kwargs["op"] == dist.ReduceOp.MAX for call in reduce.call_args_list)
 
 
 # What differs → (the format of rank 1, its shape and dtype, how it is named); rank 0 has [8, 16] of FP8 in float32.

@@ -159,11 +159,5 @@ def start(rank: int, ranks: int):
     kind = device().type
     meshes = {size: DeviceMesh(kind, list(range(size))) for size in range(1, ranks + 1)}
     if ranks == 4:
-        meshes[2, 2] = DeviceMesh(kind, [[0, 1], [2, 3]], mesh_dim_names=("replicate", "shard"))
-        meshes["tensor"] = DeviceMesh(kind, [[0, 1], [2, 3]], mesh_dim_names=("dp", "tp"))
-
-    def run(name, size, config):
-        in_two_dims = "tensor" if size == (2, 2) and name.startswith("tensor_parallel") else size
-        BY_NAME[name](meshes[in_two_dims], config_of(config))
-
-    return run
+        meshes[2, 2] = DeviceMesh(kind, [[0, 1], [2, 3]], mesh_dim_names=("outer", "inner"))
+    return lambda name, size, config: BY_NAME[name](meshes[size], config_of(config))

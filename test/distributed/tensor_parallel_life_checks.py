@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from fsdp_models import Block, raises
 from helpers import assert_same, replace, weight_calls
 from ranks import device
-from tensor_parallel_tools import (
+from tensor_parallel_checks import (
     HIDDEN,
     HIGH_PRECISION,
     PLANS,
@@ -208,8 +208,8 @@ def compiles(mesh, config):
 
 def shards_in_two_dims(mesh, config):
     """FSDP2 over what tensor parallelism left to each rank; both dims of a mesh."""
-    model, expected = parallelize_module(block(config), mesh["tp"], PLANS), block(config)
-    fully_shard(model, mesh=mesh["dp"])
+    model, expected = parallelize_module(block(config), mesh["inner"], PLANS), block(config)
+    fully_shard(model, mesh=mesh["outer"])
     for name, p in model.named_parameters():
         assert "norm" in name or p.device_mesh.ndim == 2, name
     with warnings.catch_warnings():

@@ -8,7 +8,7 @@ import pytest
 import torch
 from fsdp_models import CONFIGS, adamw
 from helpers import FP8, mlp, replace
-from primary_weight_models import assert_holds_masters, assert_masters, batch, net, primary, quantized, train
+from primary_weight_checks import assert_holds_masters, assert_masters, batch, net, primary, quantized, train
 from torch import nn
 from torch.optim import lr_scheduler
 
@@ -284,21 +284,14 @@ def test_refusals(make, kind, message):
 class Averaging(torch.optim.SGD):
     """As schedule-free optimizers: `eval` puts other values into the parameters, and `train` the first ones back."""
 
-    def __init__(self, params, **options):
-        super().__init__(params, **options)
-        self.add_to_all(0.0, training=False)
-
-    def add_to_all(self, value, training):
+    def train(self, change=-1.0, training=True):
         for group in self.param_groups:
             group["training"] = training
             for p in group["params"]:
-                p.data.add_(value)
-
-    def train(self):
-        self.add_to_all(-1.0, training=True)
+                p.data.add_(change)
 
     def eval(self):
-        self.add_to_all(1.0, training=False)
+        self.train(1.0, training=False)
 
     def step(self, closure=None):
         assert all(group["training"] for group in self.param_groups), "call train()"

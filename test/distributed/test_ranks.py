@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import ranks
-from rank_checks import nothing_raises, one_computes_alone, one_crashes
+from wrong_ranks import nothing_raises, one_computes_alone, one_crashes
 
 
 def test_who_sits_a_case_out_waits_as_long_as_it_takes(tmp_path):

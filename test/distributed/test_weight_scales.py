@@ -7,6 +7,7 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
+from every_layer import make
 from fsdp_models import CONFIGS, adamw, assert_gathers_exactly, batch, blocks, masters_of, shard, train
 from helpers import FP8, NVFP4, mlp, replace, weight
 from ranks import spawn
@@ -16,9 +17,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, M
 from torchao.quantization import quantize_
 from wrong_ranks import come_late, go_wrong
 
-from torchao_blockwise import BlockwiseFP8Tensor, MasterWeightTensor, NVFP4Tensor, recommended_layers
+from torchao_blockwise import BlockwiseFP8Tensor, MasterWeightTensor, NVFP4Tensor
 from torchao_blockwise.distributed import sync_weight_scales, watch_collectives
-from torchao_blockwise.nn import SwiGLUExperts
 from torchao_blockwise.tensors import QuantizedShard
 from torchao_blockwise.tensors.fsdp import ShardLayout, attach
 
@@ -118,16 +118,6 @@ def test_a_quantised_weight_as_strided_is_itself_or_refused(config):
             torch.as_strided(x, size, stride, offset)
 
 
-class Experts(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.experts = SwiGLUExperts(2, 48, 64)
-        quantize_(self, FP8, filter_fn=recommended_layers(self))
-
-    def forward(self, x):
-        return self.experts(x, torch.tensor([1, 2], dtype=torch.int32))
-
-
 # (weights, master_weights, use_orig_params, mixed precision)
 FLATTENED = [("fp8", True, False, False), ("fp8", False, True, True), ("nvfp4", True, True, True)]
 FLATTENED += [("nvfp4", False, False, False), ("experts", True, True, False), ("experts", True, False, True)]
@@ -137,13 +127,14 @@ FLATTENED += [("nvfp4", False, False, False), ("experts", True, True, False), ("
 @pytest.mark.parametrize(("name", "masters", "original", "mixed"), FLATTENED)
 def test_fsdp1_is_refused(name, masters, original, mixed, one_rank):
     """It would make plain tensors of the weights, and layers would train in high precision."""
-    model = Experts() if name == "experts" else blocks(replace(CONFIGS[name], master_weights=masters))
+    of_experts = name == "experts"
+    model = make(name, FP8) if of_experts else blocks(replace(CONFIGS[name], master_weights=masters))
     policy, wrapped = MixedPrecision(param_dtype=torch.bfloat16) if mixed else None, None
     with pytest.raises((NotImplementedError, ValueError), match="FullyShardedDataParallel") as refused:
         options = {"use_orig_params": original, "mixed_precision": policy, "device_id": torch.device("cpu")}
         wrapped = FullyShardedDataParallel(model, **options)
         with torch.set_grad_enabled(not mixed):
-            wrapped(torch.ones(2, 48))
+            wrapped(torch.ones(33, 64 if of_experts else 48))
     # With flat parameters only, the layer is the first to see that its weight is another tensor.
     assert (wrapped is not None) == (masters and not original)
     assert "torch.distributed.fsdp.fully_shard" in str(refused.value)
