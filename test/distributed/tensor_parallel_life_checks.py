@@ -12,12 +12,11 @@ from helpers import assert_same, replace, weight_calls
 from ranks import device
 from tensor_parallel_checks import (
     HIDDEN,
-    HIGH_PRECISION,
     PLANS,
     TOKENS,
     WIDTH,
-    Watch,
     assert_close,
+    assert_computes_alike,
     assert_same_sums,
     assert_trains_alike,
     block,
@@ -33,11 +32,7 @@ from tensor_parallel_checks import (
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 from torchao.quantization import quantize_
 
@@ -214,16 +209,7 @@ def shards_in_two_dims(mesh, config):
         assert "norm" in name or p.device_mesh.ndim == 2, name
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        x = tokens()
-        with Watch() as watch:
-            out = model(x)
-            out.square().sum().backward()
-        assert not HIGH_PRECISION & set(watch.ops)
-        wanted = expected(x)
-        wanted.square().sum().backward()
-    assert_close(out.detach(), wanted.detach(), "output")
-    for (name, p), q in zip(model.named_parameters(), expected.parameters()):
-        assert_close(p.grad, q.grad, f"{name}.grad")
+        assert_computes_alike(model, expected, tokens(), random_values(*TOKENS, WIDTH))
     for m in (model, expected):
         m.zero_grad()
     assert_trains_alike(model, expected)
