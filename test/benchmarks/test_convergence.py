@@ -72,7 +72,7 @@ def trained(tmp_path, out: str = "out") -> list[str]:
 
 
 def test_the_smoke_study_runs_as_a_user_runs_it(tmp_path, capsys):
-    """Start, draws and a table, in processes of their own; a second command finds all of it done."""
+    """Start, draws and a table, each in a separate process; a second command finds all of it done."""
     assert convergence.main(["--out", str(tmp_path)]) == 0
     out = capsys.readouterr().out
     assert "| bf16 | 2 | - | - |" in out and "| fp8 | 1 | " in out and "Missing" not in out

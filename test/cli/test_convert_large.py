@@ -43,7 +43,7 @@ def write(folder, experts: int) -> dict[str, str]:
 
 @pytest.fixture
 def counts(monkeypatch) -> dict[str, int]:
-    """What a run does and holds: calls, and the most of what was there at a time."""
+    """Counts of calls, and the largest numbers of open files, live tensors and pending bytes."""
     found = dict.fromkeys(("open", "read", "asked", "quantized", "files", "tensors", "pending"), 0)
     alive: set[int] = set()
     opened, read, reverted, add = files._opened, Files.read, hugging_face.reverted, Folder.add

@@ -120,7 +120,7 @@ def exchanges_with_unconverted(mesh, config):
 
 
 def gives_full_state_dicts(mesh, config):
-    """Of the model and of the optimizer, on rank 0 alone, and back: from all ranks, or sent by rank 0."""
+    """Of the model and of the optimizer, only on rank 0, and back: from all ranks, or sent by rank 0."""
     model = shard(blocks(config), mesh)
     optimizer = adamw(model)
     train(model, optimizer, steps=2)
@@ -136,7 +136,7 @@ def gives_full_state_dicts(mesh, config):
     else:
         assert state == {} and optimizer_state == {}
     losses = train(model, optimizer, steps=2, offset=2)
-    # Where there is gloo beside NCCL, PyTorch puts what was on no device on the CPU, whatever the mesh.
+    # With gloo next to NCCL, PyTorch puts what was on no device on the CPU, whatever the mesh.
     from_meta = ("to meta",) if device().type == "cpu" else ()
     for way in ("broadcast", "everywhere", *from_meta):
         if way == "to meta":

@@ -105,7 +105,7 @@ def sums_alike(config) -> bool:
 
 
 def computes_as_one_device(mesh, config):
-    """Results and all gradients; where sums are others, the bits of weights, and errors of the same size."""
+    """Results and all gradients; where sums differ, bitwise identical weights, and errors of the same size."""
     rank, cases = mesh.get_local_rank(), [(EXPERTS, r) for r in ("ragged", "one expert", "rank 0 has none")]
     for count, routing in (*cases, (max(mesh.size(), 2), "ragged")):
         what = f"{count} experts, {routing}"
@@ -146,7 +146,7 @@ def _has_bits_of(one, spread, what: str) -> None:
 
 
 def compiles(mesh, config):
-    """One graph, the bits of eager mode, and a weight that changes before backward is refused."""
+    """One graph, bitwise identical to eager mode, and a weight that changes before backward is refused."""
     # Quantized experts are split evenly or not at all.
     for recipe, count in ((config, EXPERTS), (replace(config, master_weights=False), 4)):
         torch._dynamo.reset()
@@ -190,7 +190,7 @@ def keeps_copies_in_a_scope(mesh, config):
 
 
 def trains_sharded_experts(mesh, config):
-    """FSDP2 alone, by expert and by rows of each: whole weights and results of one device, averaged gradients."""
+    """Only FSDP2, by expert and by rows of each: whole weights and results of one device, averaged gradients."""
     ranks, rank = mesh.size(), mesh.get_local_rank()
     parts = [tokens(r) for r in range(ranks)]
     for dim in (0, 1):
@@ -211,7 +211,7 @@ def trains_sharded_experts(mesh, config):
 
 
 def spreads_and_shards(mesh, config):
-    """Experts over one dim of the mesh, FSDP2 over the other, by expert and by rows: as experts alone, averaged."""
+    """Experts over one dim of the mesh, FSDP2 over the other, by expert and by rows: as without FSDP2, averaged."""
     over_data, over_experts = mesh["outer"], mesh["inner"]
     group = over_experts.get_group()
     teams = mesh.mesh.tolist()

@@ -49,7 +49,7 @@ def gathers_exactly_at_any_split(mesh, config):
     """Before any optimizer, from its masters, and after values are copied in; in the policy's dtype."""
     for rows, columns in itertools.product(ROWS, (160, 33)):
         model = nn.Sequential(nn.Linear(columns, rows, bias=False))
-        # Ranks begin with values of their own, of which each keeps its rows.
+        # Each rank begins with different values and keeps its rows of them.
         values = [random_tensor(rows, columns, seed=rank, device=device()) for rank in range(mesh.size())]
         model[0].weight.data = values[mesh.get_rank()].clone()
         quantize_(model, config)

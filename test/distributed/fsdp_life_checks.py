@@ -82,10 +82,7 @@ def enters_by_other_ways(mesh, config):
     for step in range(2):
         for module in (early, *early):
             module.unshard(async_op=True)
-        loss = early(batch(step)).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        train(early, optimizer, steps=1, offset=step)
     assert_gathers_exactly(early, config)
 
 
@@ -143,7 +140,7 @@ def synchronises_by_hand(mesh, config):
 
 
 def gathers_few_bytes(mesh, config):
-    """What a rank gives FSDP2 to send."""
+    """Of the payload that a rank gives FSDP2 to send."""
     for rows in (256, 250):
         model = nn.Sequential(nn.Linear(128, rows, bias=False)).to(device())
         quantize_(model, config)
@@ -201,7 +198,7 @@ def gathers_by_redistribution(mesh, config):
 
 
 class Own(nn.Linear):
-    """A forward pass of its own: by default the one of `nn.Linear`, of a cast weight."""
+    """A separate forward pass: by default that of `nn.Linear`, of a cast weight."""
 
     def forward(self, x):
         if getattr(self, "decodes", False):
@@ -244,7 +241,7 @@ def checks_forward_passes(mesh, config):
 
 
 def by_numpy(parameters):
-    """What the first rank has, by an alias that PyTorch knows nothing of."""
+    """Changes values on the first rank, by an alias that PyTorch does not know."""
     for p in parameters:
         if p.device_mesh.get_local_rank() == 0 and isinstance(local := p.to_local(), MasterWeightTensor):
             values = local.hp.detach()

@@ -29,7 +29,7 @@ _ALL = RECIPES | {
     "nvfp4_per_expert_nearest": replace(PER_EXPERT, stochastic_rounding=False),
 }
 CONFIGS = {name: replace(config, backend="reference") for name, config in _ALL.items()}
-# What is compared bit for bit must step alike: on a GPU foreach, the default of plain tensors alone, divides otherwise.
+# Steps must be bitwise identical; on a GPU foreach, the default only for plain tensors, divides differently.
 FOR_LOOP = {"foreach": False}
 # Results of other kernels, whose sums differ in the last bits: some elements that are quantized next round the other
 # way. Quantizing on another grid, or with another scale, would make three times as much in FP8, and more in NVFP4.
@@ -47,7 +47,7 @@ def config_of(name: str):
 
 
 def values(p: torch.Tensor) -> torch.Tensor:
-    """What this rank has of the high-precision values of a parameter: a quantized one's master, if it has one."""
+    """This rank's high-precision values of a parameter: a quantized one's master, if it has one."""
     local = _compat.local_of(p)
     if isinstance(local, QuantizedTensor):
         pending = local.pending_master
@@ -153,7 +153,7 @@ def batch(step: int = 0, width: int = 48, dtype=torch.float32) -> torch.Tensor:
 
 
 def mean_of_equal(gradient: torch.Tensor, ranks: int) -> torch.Tensor:
-    """What FSDP2 makes of equal gradients of `ranks` ranks over gloo: their sum, divided. With 3 both round."""
+    """The mean by FSDP2 of equal gradients of `ranks` ranks over gloo: their sum, divided. With 3 both round."""
     total = gradient
     for _ in range(ranks - 1):
         total = total + gradient
@@ -161,7 +161,7 @@ def mean_of_equal(gradient: torch.Tensor, ranks: int) -> torch.Tensor:
 
 
 def averages_exactly(mesh) -> bool:
-    """Whether `mean_of_equal` has the bits of the collective: always over gloo, for powers of two over NCCL too."""
+    """Whether `mean_of_equal` is bitwise identical to the collective: over gloo always, over NCCL for powers of two."""
     return device().type == "cpu" or mesh.size() in (1, 2, 4)
 
 

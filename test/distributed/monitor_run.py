@@ -110,7 +110,7 @@ def reports_as_one_process(way: str, recipe: str | None) -> None:
 
 
 def expert_parallel(rank: int, recipe: str) -> None:
-    """Each expert sees the tokens of all ranks; NVFP4's tensor scale alone is that of the experts of a rank."""
+    """Each expert sees the tokens of all ranks; only NVFP4's tensor scale is that of a rank's experts."""
     mesh = dist.device_mesh.init_device_mesh("cpu", (RANKS,))
     config = config_of(recipe)
     parts = [tokens(r) for r in range(RANKS)]

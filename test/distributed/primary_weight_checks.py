@@ -114,7 +114,7 @@ def assert_holds_masters(optimizer, model) -> None:
 
 
 def assert_masters(optimizer, values: dict[str, torch.Tensor]) -> None:
-    """What `model_state_dict` has are these values, except of the frozen weight, which has no master."""
+    """`model_state_dict` returns these values, except for the frozen weight, which has no master."""
     state = optimizer.model_state_dict()
     assert list(state) == list(values)
     for name, value in values.items():
@@ -219,7 +219,7 @@ def steps_with_nothing(group, config: str) -> None:
 
 
 def adds_groups(group, config: str, shard: str | None) -> None:
-    """Groups with options of their own, one of them added later."""
+    """Groups with separate options, one of them added later."""
     results, values = [], net(config, master_weights=True).mid.state_dict()
     for master_weights in (True, False):
         model = net(config, master_weights)
@@ -301,7 +301,7 @@ def accumulates_split_gradients(group, config: str) -> None:
     assert held
     optimizer.zero_grad()
     assert all(w.master.grad is None for w in optimizer._weights.values())
-    # A gradient that a rank alone has.
+    # A gradient that only some ranks have.
     model.up(batch(0)).mean().backward()
     if index:
         model.idle(batch(0)).mean().backward()

@@ -82,7 +82,7 @@ def keeps_dtypes_of_gradients(mesh, config):
 
 
 def leaves_frozen_weights(mesh, config):
-    """A quantized base: no masters, the bits of its conversion; ranks that converted other values are told so."""
+    """A quantized base has no masters and keeps the payload of its conversion, which ranks compare."""
     model, alone = blocks(config), blocks(config)
     for m in (model, alone):
         m.requires_grad_(False)
@@ -107,7 +107,7 @@ def leaves_frozen_weights(mesh, config):
 
 
 def follows_loads(mesh, config):
-    """What is loaded, in place or by assignment, is gathered, saved and trained on, whatever comes first after it."""
+    """Loaded values, in place or by assignment, are gathered, saved and trained on, whatever comes first after it."""
     source = shard(blocks(replace(config, master_weights=True)), mesh)
     train(source, adamw(source), steps=2)
     state = clones(source.state_dict())

@@ -190,7 +190,7 @@ ROWWISE = {"weight": 1, "x": 2, "dy": None, "products": ((1, 1), (None, 0), (Non
 
 
 def splits_on_the_grid(mesh, config, how, style, n, k, exact) -> None:
-    """Every operand of every product has the bits of its part of the unsharded layer's, and so have the results."""
+    """All operands of all GEMMs are bitwise identical to parts of the unsharded layer's, and so are results."""
     # On a GPU too: bits of operands are compared, and no kernel is in question.
     config = replace(config, backend="reference")
     for bias in (True, False):
@@ -229,13 +229,13 @@ def splits_on_the_grid(mesh, config, how, style, n, k, exact) -> None:
 
 
 def colwise(mesh, config):
-    """Sums of grad_input alone take another order."""
+    """Only sums of grad_input take another order."""
     exact = ("output", "grad_weight", "grad_bias")
     splits_on_the_grid(mesh, config, COLWISE, ColwiseParallel(), 512, 160, exact)
 
 
 def rowwise(mesh, config):
-    """Sums of the output alone take another order."""
+    """Only sums of the output take another order."""
     exact = ("grad_input", "grad_weight", "grad_bias")
     splits_on_the_grid(mesh, config, ROWWISE, RowwiseParallel(), 160, 512, exact)
 
@@ -347,7 +347,7 @@ def holds_quantised_weights(mesh, config):
 
 
 def sends_quantised_weights_without_handles(mesh, config):
-    """What is sent arrives whole where collectives leave nothing to wait for."""
+    """Sent weights arrive whole where collectives leave nothing to wait for."""
     weight = layer(replace(config, master_weights=False), 512, 160).weight.detach()
     for placement in (Shard(0), Replicate()):
         with WithoutHandles() as mode:

@@ -85,7 +85,7 @@ def trains_in_mixed_precision(mesh, config):
 
 
 def saves_other_activations(mesh, config):
-    """Recomputed, and saved in high precision: the bits of what is saved by default."""
+    """Recomputed, and saved in high precision: bitwise identical to the default."""
     results = []
     for options in ({}, {"recomputed": True}, {"save_activations": "high_precision"}):
         recomputed = options.pop("recomputed", False)
