@@ -8,18 +8,18 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from fsdp_models import ANOTHER_ROUNDING, adamw, assert_gathers_exactly
+from fsdp_models import ANOTHER_ROUNDING, adamw, assert_gathers_exactly, raises
 from helpers import assert_same, replace
 from ranks import device
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
 from torchao.quantization import quantize_
 
 from torchao_blockwise import _compat, experts, weights_unchanged
-from torchao_blockwise.distributed import ExpertParallel
+from torchao_blockwise.distributed import ExpertParallel, sync_weight_scales
 from torchao_blockwise.nn import SwiGLUExperts
 from torchao_blockwise.tensors import MasterWeightTensor, QuantizedTensor
 from torchao_blockwise.testing import assert_bitwise_equal, relative_error
@@ -230,6 +230,16 @@ def spreads_and_shards(mesh, config):
             mean = module.get_parameter(name).grad.full_tensor()
             limit = 1e-6 if sums_alike(config) else 0.3 if config.weight_format.has_global_scale else ANOTHER_ROUNDING
             assert relative_error(mean, p.grad / len(teams)) < limit, f"dim {dim}: {name}"
+
+
+def refuses_parts_of_experts(mesh, config):
+    """An expert's tensor scale cannot be shared by the ranks that split the expert."""
+    module = layer(config, 4)
+    for name, p in list(module.named_parameters()):
+        module.register_parameter(name, nn.Parameter(distribute_tensor(p.detach(), mesh["inner"], [Shard(1)])))
+    fully_shard(module, mesh=mesh["outer"])
+    with raises(ValueError, "gate_up [4, 48, 144] is split inside of experts by tensor parallelism"):
+        sync_weight_scales(module)
 
 
 def saves_whole_experts(mesh, config):

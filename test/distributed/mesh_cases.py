@@ -88,6 +88,7 @@ EXPERT_CHECKS = (
     (experts.keeps_copies_in_a_scope, (2,), (*BOTH, PER_EXPERT)),
     (experts.trains_sharded_experts, (2, 3, 4), (*BOTH, FULL, PER_EXPERT_NEAREST)),
     (experts.spreads_and_shards, ((2, 2),), (*BOTH, PER_EXPERT_NEAREST)),
+    (experts.refuses_parts_of_experts, ((2, 2),), (PER_EXPERT,)),
     (experts.saves_whole_experts, (3,), BOTH),
     (experts.refuses_other_modules, (2,), ("fp8",)),
 )
