@@ -14,13 +14,7 @@ from helpers import replace
 from ranks import device
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    PrepareModuleInput,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchao.quantization import quantize_
 
@@ -244,32 +238,20 @@ def sequence_parallel(mesh, config):
     """Tokens split between the norm and the layers; DTensors or local tensors between them."""
     tokens_split = Shard(1)
     for local in (True, False):
-        for prepared in (True, False):
-            model = block(config)
-            colwise = ColwiseParallel(input_layouts=tokens_split, use_local_output=local)
-            plan = {
-                "norm": SequenceParallel(use_local_output=local),
-                # Where the inputs are prepared, the layer finds them gathered.
-                "up": ColwiseParallel(use_local_output=local) if prepared else colwise,
-                "down": RowwiseParallel(output_layouts=tokens_split, use_local_output=local),
-            }
-            parallelize_module(model, mesh, plan)
-            if prepared:
-                prepare = PrepareModuleInput(
-                    input_layouts=(tokens_split,), desired_input_layouts=(Replicate(),), use_local_output=local
-                )
-                model.up = nn.Sequential(nn.Identity(), model.up)
-                parallelize_module(model.up[0], mesh, prepare)
-            expected = block(config)
-            x, dy = tokens(), random_values(*TOKENS, WIDTH, seed=2)
-            alone_out, alone_grad = run(expected, x, dy)
-            own_x = own(x, mesh, 1).clone().requires_grad_()
-            inputs = own_x if local else DTensor.from_local(own_x, mesh, [tokens_split])
-            out = model(inputs)
-            out.backward(own(dy, mesh, 1) if local else distribute_tensor(dy, mesh, [tokens_split]))
-            assert_close(out.detach() if local else out.to_local().detach(), own(alone_out, mesh, 1), "output")
-            assert_close(own_x.grad, own(alone_grad, mesh, 1), "grad of x")
-            assert_grads_close(model, expected)
+        plan = {
+            "norm": SequenceParallel(use_local_output=local),
+            "up": ColwiseParallel(input_layouts=tokens_split, use_local_output=local),
+            "down": RowwiseParallel(output_layouts=tokens_split, use_local_output=local),
+        }
+        model, expected = parallelize_module(block(config), mesh, plan), block(config)
+        x, dy = tokens(), random_values(*TOKENS, WIDTH, seed=2)
+        alone_out, alone_grad = run(expected, x, dy)
+        own_x = own(x, mesh, 1).clone().requires_grad_()
+        out = model(own_x if local else DTensor.from_local(own_x, mesh, [tokens_split]))
+        out.backward(own(dy, mesh, 1) if local else distribute_tensor(dy, mesh, [tokens_split]))
+        assert_close(out.detach() if local else out.to_local().detach(), own(alone_out, mesh, 1), "output")
+        assert_close(own_x.grad, own(alone_grad, mesh, 1), "grad of x")
+        assert_grads_close(model, expected)
 
 
 def splits_tokens_alone(mesh, config):
