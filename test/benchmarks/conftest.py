@@ -53,7 +53,6 @@ def smoke(small_heap, tmp_path):
 
 @pytest.fixture
 def train_llm_alike(one_thread, small_heap, monkeypatch):
-    """train_llm.py on any machine alike, and fast."""
     from llm_training import products
 
     # The eager reference is far faster than Triton's interpreter, and agrees with it bit for bit.

@@ -24,7 +24,6 @@ EXPERTS = ("--shapes", "40x3x128x128", "--routings", "empty")
 
 
 def left_out(content: dict, what: str) -> list[str]:
-    """Why it has no figures."""
     return [entry["why"] for entry in content["left out"] if entry["what"] == what]
 
 

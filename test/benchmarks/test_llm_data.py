@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
+import torch.nn.functional as F
 from llm_cases import TEXT, TINY
 from llm_training import products
 from llm_training.data import Corpus, read_corpus
@@ -53,40 +56,26 @@ def test_a_folder_is_read_in_sorted_order_without_hidden_and_binary_files(tmp_pa
 # --- products in fp32, for processors that are slow in bf16 -----------------------------------------------------------
 
 
-def gradients(step, operands: list[torch.Tensor], precision: str) -> list[torch.Tensor]:
-    """The result of step(*operands) and its gradients, with bf16 products in `precision`."""
-    operands = [x.clone().requires_grad_() for x in operands]
-    with products.computed_in(precision):
-        out = step(*operands)
-        out.backward(torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out))
-    return [out.detach(), *(x.grad for x in operands)]
-
-
-def attend(q, k, v):
-    return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-
-
-def experts(x, w):
-    ends = torch.tensor([5, 5, 24], dtype=torch.int32)
-    return torch.nn.functional.grouped_mm(x, w.mT, offs=ends)
-
-
 STEPS = {
-    "linear with bias": (torch.nn.functional.linear, [(3, 24, 64), (40, 64), (40,)]),
+    "linear with bias": (F.linear, [(3, 24, 64), (40, 64), (40,)]),
     "bmm": (torch.bmm, [(2, 24, 64), (2, 64, 40)]),
-    "attention": (attend, [(2, 2, 24, 64)] * 3),
-    "experts": (experts, [(24, 64), (3, 40, 64)]),
+    "attention": (partial(F.scaled_dot_product_attention, is_causal=True), [(2, 2, 24, 64)] * 3),
+    "experts": (lambda x, w: F.grouped_mm(x, w.mT, offs=torch.tensor([5, 5, 24]).int()), [(24, 64), (3, 40, 64)]),
 }
 
 
-@pytest.mark.parametrize("name", STEPS)
-def test_products_in_fp32_are_those_of_bf16(name):
-    step, shapes = STEPS[name]
+@pytest.mark.parametrize(("step", "shapes"), STEPS.values(), ids=STEPS)
+def test_products_in_fp32_are_those_of_bf16(step, shapes):
     generator = torch.Generator().manual_seed(0)
     operands = [torch.randn(shape, generator=generator).bfloat16() for shape in shapes]
-    plain, redone = (gradients(step, operands, p) for p in ("bf16", "fp32"))
-    exact = gradients(step, [x.float() for x in operands], "bf16")
-    for a, b, truth in zip(plain, redone, exact, strict=True):
+    results = []
+    for precision, dtype in (("bf16", torch.bfloat16), ("fp32", torch.bfloat16), ("bf16", torch.float32)):
+        inputs = [x.to(dtype, copy=True).requires_grad_() for x in operands]
+        with products.computed_in(precision):
+            out = step(*inputs)
+            out.backward(torch.linspace(-1, 1, out.numel(), dtype=dtype).view_as(out))
+        results.append([out.detach(), *(x.grad for x in inputs)])
+    for a, b, truth in zip(*results, strict=True):
         assert a.dtype == b.dtype == torch.bfloat16
         # One rounding to bf16, of sums that differ only in order.
         scale = truth.abs().max()

@@ -15,7 +15,6 @@ pytestmark = pytest.mark.usefixtures("train_llm_alike")
 
 
 def refusal(capsys, *argv: object) -> str:
-    """The line that the command ends with where it refuses these arguments."""
     assert train_llm.main([str(a) for a in ("--device", "cpu", "--preset", "tiny", *argv)]) == 2
     *before, line = capsys.readouterr().err.splitlines()
     # A checkpoint is found wanting when its recipe's training begins, which is announced.

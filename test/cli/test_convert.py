@@ -42,7 +42,7 @@ SAME += [("deepseek_v4", "fp8_block_ue8m0", FP8_POW2)]
 
 @pytest.mark.parametrize(("kind", "to", "config"), SAME)
 def test_it_writes_what_export_writes(kind, to, config, tmp_path, capsys):
-    """Layers that engines run as one have one tensor scale in both. All files are the same but for the tokenizer's."""
+    """Layers that engines fuse have one tensor scale in both. All files except the tokenizer's are the same."""
     model = plain(kind, tmp_path / "plain")
     options = ["--power-of-2-scales"] * (config is FP8_POW2 and to == "fp8_block")
     assert run("convert", tmp_path / "plain", tmp_path / "out", "--to", to, *options) == 0
@@ -116,10 +116,7 @@ def test_a_disk_that_is_full_at_the_end_costs_one_file(tmp_path, monkeypatch, ca
         assert not (tmp_path / ".out-unfinished").exists()
         found = tensors_in(tmp_path / "out")
         assert ("model.layers.0.mlp.down_proj.weight_scale_inv" in found) is goes_on
-        assert found["model.layers.0.mlp.down_proj.weight"].dtype == (
-            torch.float8_e4m3fn if goes_on else torch.bfloat16
-        )
-        assert found["model.layers.0.mlp.up_proj.weight"].dtype == torch.float8_e4m3fn
+        assert "model.layers.0.mlp.up_proj.weight_scale_inv" in found
         (tmp_path / "out").rename(tmp_path / str(goes_on))
 
 
@@ -195,7 +192,6 @@ def test_what_is_quantized_is_decoded(kind, tmp_path):
 
 
 def test_differences_are_named(tmp_path, capsys):
-    """Names, shapes, and values; and a weight that is not whole."""
     plain("Llama", tmp_path / "a")
     found = tensors_in(tmp_path / "a")
     found["more"] = found.pop("lm_head.weight")

@@ -14,9 +14,7 @@ from torchao_blockwise import checkpoint, linears_and_experts, skip_lm_head
 from torchao_blockwise._compat import hugging_face
 from torchao_blockwise.checkpoint import files
 from torchao_blockwise.checkpoint.files import Files, Folder
-from torchao_blockwise.checkpoint.model_tensors import parts_on_disk
 from torchao_blockwise.cli import convert, main
-from torchao_blockwise.cli.inputs import meta_model
 
 transformers = pytest.importorskip("transformers", "5.0")
 pytest.importorskip("safetensors.torch")
@@ -32,33 +30,20 @@ SMALL = {
 }  # fmt: skip
 
 
-def write(folder, experts: int) -> int:
-    """The folder of a model, its files all holes; returns how many tensors they have."""
-    transformers.DeepseekV3Config(**SMALL, n_routed_experts=experts).save_pretrained(folder)
-    model = meta_model(str(folder))
-    shapes = {part.name: list(part.shape) for parts in parts_on_disk(model).values() for part in parts}
-    names, where = list(shapes), {}
-    of_file = -(-len(names) // FILES)
-    for number in range(FILES):
-        header, end = {}, 0
-        for name in names[number * of_file : (number + 1) * of_file]:
-            size = 2 * torch.Size(shapes[name]).numel()
-            header[name] = {"dtype": "BF16", "shape": shapes[name], "data_offsets": [end, end + size]}
-            end += size
-        file = f"model-{number + 1:05}-of-{FILES:05}.safetensors"
-        where |= dict.fromkeys(header, file)
-        with (folder / file).open("wb") as opened:
-            text = json.dumps(header).encode()
-            text += b" " * (-len(text) % 8)
-            opened.write(len(text).to_bytes(8, "little") + text)
-            opened.truncate(8 + len(text) + end)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
-    return len(names)
+def config_of(experts: int, **options):
+    return transformers.DeepseekV3Config(**SMALL | options, n_routed_experts=experts)
+
+
+def write(folder, experts: int) -> dict[str, str]:
+    """Save a model in about `FILES` files; returns the file of each tensor."""
+    model = transformers.AutoModelForCausalLM.from_config(config_of(experts)).bfloat16()
+    model.save_pretrained(folder, max_shard_size=sum(p.nbytes for p in model.parameters()) // FILES)
+    return json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
 
 
 @pytest.fixture
 def counts(monkeypatch) -> dict[str, int]:
-    """What a run does and holds: calls, and the most of what was there at a time."""
+    """Counts of calls, and the largest numbers of open files, live tensors and pending bytes."""
     found = dict.fromkeys(("open", "read", "asked", "quantized", "files", "tensors", "pending"), 0)
     alive: set[int] = set()
     opened, read, reverted, add = files._opened, Files.read, hugging_face.reverted, Folder.add
@@ -90,7 +75,7 @@ def counts(monkeypatch) -> dict[str, int]:
 
     def quantized_once(x, fmt, **options):
         found["quantized"] += 1
-        # All are zeros: one of a shape stands for others, which saves time.
+        # One of a shape stands for others, which saves time.
         if x.shape not in made:
             made[x.shape] = quantize(x, fmt, **options)
         return made[x.shape]
@@ -106,16 +91,15 @@ def counts(monkeypatch) -> dict[str, int]:
 
 @pytest.mark.parametrize("experts", (4, pytest.param(256, marks=pytest.mark.slow)))
 def test_work_and_memory_stay_in_bounds(experts, tmp_path, counts):
-    (tmp_path / "plain").mkdir()
-    names = write(tmp_path / "plain", experts)
-    weights = 3 * (LAYERS - DENSE) * experts
-    assert names > weights
+    written = write(tmp_path / "plain", experts)
+    names, shards, weights = len(written), len(set(written.values())), 3 * (LAYERS - DENSE) * experts
+    assert names > weights and shards > FILES / 2
     counts["asked"] = 0
     command = ["convert", str(tmp_path / "plain"), str(tmp_path / "out"), "--shard-gb", str(SHARD / 2**30)]
     assert main(command) == 0
     assert counts["read"] == names and counts["quantized"] > weights
     # Once to know all names, and once to read; layers at the ends of files are read in another order.
-    assert counts["open"] <= 3 * FILES
+    assert counts["open"] <= 3 * shards
     # Experts are two Parameters of a layer, about which transformers is asked once each; about all others twice.
     assert counts["asked"] == 2 * (LAYERS - DENSE) + 2
     assert 1 < counts["files"] <= 4 and counts["tensors"] <= 2
@@ -126,10 +110,7 @@ def test_work_and_memory_stay_in_bounds(experts, tmp_path, counts):
 
 
 def test_export_asks_and_holds_as_little(tmp_path, counts):
-    """Of as many layers: transformers is asked for names as often, and a file's share is held."""
-    config = transformers.DeepseekV3Config(**(SMALL | {"moe_intermediate_size": 128}), n_routed_experts=4)
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config).bfloat16()
+    model = transformers.AutoModelForCausalLM.from_config(config_of(4, moe_intermediate_size=128)).bfloat16()
     quantize_(model, FP8, filter_fn=linears_and_experts() & skip_lm_head())
     checkpoint.export(model, tmp_path / "out", shard_bytes=SHARD)
     assert counts["asked"] == 2 * (LAYERS - DENSE) + 2

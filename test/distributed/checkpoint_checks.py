@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import copy
-import datetime
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from fsdp_models import Block, adamw, assert_gathers_exactly, batch, blocks, masters_of, shard, train
+from fsdp_checks import TiedSequence
+from fsdp_models import adamw, assert_gathers_exactly, batch, blocks, masters_of, shard, train
 from ranks import device, shared_folder
 from tensor_parallel_checks import PLANS, block
-from torch import nn
 from torch.distributed.checkpoint import state_dict as dsd
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save, torch_save_to_dcp
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 from torchao.quantization import quantize_
 
-from torchao_blockwise import MasterWeightTensor
 from torchao_blockwise.testing import assert_bitwise_equal
 
 
@@ -51,32 +49,6 @@ def assert_plain_and_equal(actual: dict, expected: dict) -> None:
         assert_bitwise_equal(actual[name], x, name)
 
 
-def trains_on_other_ranks(mesh, config, folder, start, check) -> dict[str, torch.Tensor]:
-    """A step on all ranks, on 2, on 1, and on all again: the losses and the weights of one process, bit for bit.
-
-    start: (mesh, step) -> a model and its optimizer; at step 0 the model has the values of `blocks(config)`, and later
-        what is loaded from `folder`, which holds each step's end under its number. check: of both, before a step.
-    Returns the weights at the end.
-    """
-    reference = blocks(config)
-    reference_optimizer = adamw(reference)
-    expected = train(reference, reference_optimizer, steps=4)
-    meshes = {n: DeviceMesh(device().type, list(range(n))) for n in (1, 2)} | {mesh.size(): mesh}
-    for step, ranks in enumerate((mesh.size(), 2, 1, mesh.size())):
-        dist.barrier()
-        if mesh.get_rank() >= ranks:
-            continue
-        group = meshes[ranks].get_group()
-        model, optimizer = start(meshes[ranks], step)
-        if step:
-            load(model, optimizer, folder / str(step), process_group=group)
-        check(model, optimizer)
-        assert train(model, optimizer, steps=1, offset=step) == [expected[step]]
-        dcp.save(state_of(model, optimizer), checkpoint_id=folder / str(step + 1), process_group=group)
-    assert_plain_and_equal(values_of(model, optimizer), values_of(reference, reference_optimizer))
-    return whole(model.state_dict())
-
-
 # --- checks -----------------------------------------------------------------------------------------------------------
 
 
@@ -105,74 +77,51 @@ def holds_plain_shards(mesh, config):
     assert_gathers_exactly(model, config)
 
 
-def resumes(mesh, config):
-    """Training goes on as if it had not stopped, in as many ranks: the same bits."""
-    model = shard(blocks(config), mesh)
-    optimizer = adamw(model)
-    train(model, optimizer, steps=2)
-    with shared_folder() as folder:
-        dcp.save(state_of(model, optimizer), checkpoint_id=folder)
-        expected = train(model, optimizer, steps=2, offset=2)
-        resumed = shard(blocks(config, times=-0.5), mesh)
-        optimizer_resumed = adamw(resumed)
-        train(resumed, optimizer_resumed, steps=1)
-        load(resumed, optimizer_resumed, folder)
-    assert train(resumed, optimizer_resumed, steps=2, offset=2) == expected
-    assert_gathers_exactly(resumed, config)
-    assert_plain_and_equal(values_of(resumed, optimizer_resumed), values_of(model, optimizer))
-    for name, state in dsd.get_optimizer_state_dict(resumed, optimizer_resumed)["state"].items():
-        wanted = dsd.get_optimizer_state_dict(model, optimizer)["state"][name]
-        assert_plain_and_equal(whole(state), whole(wanted))
-
-
 def reshards(mesh, config):
-    def start(mesh, step):
-        model = shard(blocks(config, times=-0.5 if step else 1), mesh)
-        return model, adamw(model)
-
+    """A step on all ranks, on 2, on 1, and on all again: losses and weights are bitwise identical to one process."""
+    reference = blocks(config)
+    reference_optimizer = adamw(reference)
+    expected = train(reference, reference_optimizer, steps=4)
+    meshes = {n: DeviceMesh(device().type, list(range(n))) for n in (1, 2)} | {mesh.size(): mesh}
     with shared_folder() as folder:
-        expected = trains_on_other_ranks(
-            mesh, config, folder, start, lambda model, _: assert_gathers_exactly(model, config)
-        )
+        for step, ranks in enumerate((mesh.size(), 2, 1, mesh.size())):
+            dist.barrier()
+            if mesh.get_rank() >= ranks:
+                continue
+            group = meshes[ranks].get_group()
+            model = shard(blocks(config, times=-0.5 if step else 1), meshes[ranks])
+            optimizer = adamw(model)
+            if step:
+                # Over what it has trained.
+                train(model, optimizer, steps=1)
+                load(model, optimizer, folder / str(step), process_group=group)
+            assert_gathers_exactly(model, config)
+            assert train(model, optimizer, steps=1, offset=step) == [expected[step]]
+            saved = {"checkpoint_id": folder / str(step + 1), "process_group": group}
+            dcp.async_save(state_of(model, optimizer), **saved).result()
+        assert_plain_and_equal(values_of(model, optimizer), values_of(reference, reference_optimizer))
+        wholes = whole(model.state_dict())
         if mesh.get_rank() == 0:
             # The last checkpoint as a file of plain tensors.
             dcp_to_torch_save(folder / "4", folder / "whole.pt")
-            assert_plain_and_equal(torch.load(folder / "whole.pt", weights_only=True)["model"], expected)
+            assert_plain_and_equal(torch.load(folder / "whole.pt", weights_only=True)["model"], wholes)
 
 
 def exchanges_with_unconverted(mesh, config):
-    """A checkpoint of either kind loads into either kind, sharded or not, and from a plain file of torch.save."""
-    kinds = {"converted": config, "plain": None}
-    with shared_folder() as folder:
-        for source, source_config in kinds.items():
-            saved = shard(blocks(source_config, times=-0.5), mesh)
-            dcp.save(saved.state_dict(), checkpoint_id=folder / source)
-            expected = whole(saved.state_dict())
-            if mesh.get_rank() == 0:
-                dcp_to_torch_save(folder / source, folder / f"{source}.pt")
-                file = torch.load(folder / f"{source}.pt", weights_only=True)
-                assert_plain_and_equal(file, expected)
-                torch_save_to_dcp(folder / f"{source}.pt", folder / f"{source}_again")
-            dist.barrier()
-            for target_config in kinds.values():
-                for name in (source, f"{source}_again"):
-                    target = shard(blocks(target_config), mesh)
-                    state = target.state_dict()
-                    dcp.load(state, checkpoint_id=folder / name)
-                    target.load_state_dict(state)
-                    assert_plain_and_equal(whole(target.state_dict()), expected)
-                if mesh.get_rank() == 0:
-                    target, through_file = blocks(target_config), blocks(target_config)
-                    dcp.load(target.state_dict(), checkpoint_id=folder / source, no_dist=True)
-                    through_file.load_state_dict(torch.load(folder / f"{source}.pt", weights_only=True))
-                    for one in (target, through_file):
-                        assert_plain_and_equal(one.state_dict(), expected)
-                        assert (type(one[0].up.weight) is MasterWeightTensor) == (target_config is not None)
-                dist.barrier()
+    """A checkpoint of either kind loads into the other one, sharded or not."""
+    for source, target in ((config, None), (None, config)):
+        saved = shard(blocks(source, times=-0.5), mesh)
+        expected = whole(saved.state_dict())
+        with shared_folder() as folder:
+            dcp.save(saved.state_dict(), checkpoint_id=folder)
+            for model, options in ((shard(blocks(target), mesh), {}), (blocks(target), {"no_dist": True})):
+                dcp.load(state := model.state_dict(), checkpoint_id=folder, **options)
+                model.load_state_dict(state)
+                assert_plain_and_equal(whole(model.state_dict()), expected)
 
 
 def gives_full_state_dicts(mesh, config):
-    """Of the model and of the optimizer, on rank 0 alone, and back: from all ranks, or sent by rank 0."""
+    """Of the model and of the optimizer, only on rank 0, and back: from all ranks, or sent by rank 0."""
     model = shard(blocks(config), mesh)
     optimizer = adamw(model)
     train(model, optimizer, steps=2)
@@ -185,12 +134,10 @@ def gives_full_state_dicts(mesh, config):
         assert_plain_and_equal(state, expected)
         moments = optimizer_state["state"]["0.up.weight"]
         assert type(moments["exp_avg"]) is torch.Tensor and moments["exp_avg"].shape == expected["0.up.weight"].shape
-        plain = blocks(None)
-        plain.load_state_dict(state)
     else:
         assert state == {} and optimizer_state == {}
     losses = train(model, optimizer, steps=2, offset=2)
-    # Where there is gloo beside NCCL, PyTorch puts what was on no device on the CPU, whatever the mesh.
+    # With gloo next to NCCL, PyTorch puts what was on no device on the CPU, whatever the mesh.
     from_meta = ("to meta",) if device().type == "cpu" else ()
     for way in ("broadcast", "everywhere", *from_meta):
         if way == "to meta":
@@ -230,28 +177,11 @@ def assigns(mesh, config):
         assert_plain_and_equal(whole(model.state_dict()), whole(expected))
 
 
-def saves_asynchronously(mesh, config):
-    """What is saved is the state at the call, whatever training does meanwhile."""
-    # Its own group: the thread that saves must not mix its collectives with those of training.
-    group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=60))
-    model = shard(blocks(config), mesh)
-    optimizer = adamw(model)
-    train(model, optimizer, steps=1)
-    with shared_folder() as folder:
-        saving = dcp.async_save(state_of(model, optimizer), checkpoint_id=folder, process_group=group)
-        expected = train(model, optimizer, steps=2, offset=1)
-        saving.result()
-        resumed = shard(blocks(config, times=-0.5), mesh)
-        optimizer = adamw(resumed)
-        load(resumed, optimizer, folder)
-    assert train(resumed, optimizer, steps=2, offset=1) == expected
-
-
 def saves_two_dims(mesh, config):
     """FSDP2 over tensor parallelism: rows that both dims of the mesh split, and columns."""
 
     def two_dims():
-        return fully_shard(parallelize_module(block(config), mesh["shard"], PLANS), mesh=mesh["replicate"])
+        return fully_shard(parallelize_module(block(config), mesh["inner"], PLANS), mesh=mesh["outer"])
 
     state = two_dims().state_dict()
     with shared_folder() as folder:
@@ -265,14 +195,13 @@ def saves_two_dims(mesh, config):
 
 
 def saves_shared_weights(mesh, config):
-    """A shared weight is saved under both names, as it is unconverted."""
     torch.manual_seed(0)
-    model, target = Sharing().to(device()), Sharing().to(device())
+    model, target = TiedSequence().to(device()), TiedSequence().to(device())
     for m in (model, target):
         quantize_(m, config)
         fully_shard(m, mesh=mesh)
     expected = whole(model.state_dict())
-    assert list(expected) == list(Sharing().state_dict())
+    assert list(expected) == list(TiedSequence().state_dict())
     with shared_folder() as folder:
         dcp.save(dsd.get_model_state_dict(model), checkpoint_id=folder)
         state = dsd.get_model_state_dict(target)
@@ -280,15 +209,3 @@ def saves_shared_weights(mesh, config):
         dsd.set_model_state_dict(target, state)
     assert target.embed.weight is target.lm_head.weight
     assert_plain_and_equal(whole(target.state_dict()), expected)
-
-
-class Sharing(nn.Module):
-    """An embedding whose weight the head shares, around a block."""
-
-    def __init__(self):
-        super().__init__()
-        self.embed, self.block, self.lm_head = nn.Embedding(64, 48), Block(48, 150), nn.Linear(48, 64, bias=False)
-        self.lm_head.weight = self.embed.weight
-
-    def forward(self, tokens):
-        return self.lm_head(self.block(self.embed(tokens)))

@@ -8,19 +8,18 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from fsdp_models import ANOTHER_ROUNDING, adamw, assert_gathers_exactly
+from fsdp_models import ANOTHER_ROUNDING, adamw, assert_gathers_exactly, raises
 from helpers import assert_same, replace
 from ranks import device
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
 from torchao.quantization import quantize_
 
 from torchao_blockwise import _compat, experts, weights_unchanged
-from torchao_blockwise.distributed import ExpertParallel
+from torchao_blockwise.distributed import ExpertParallel, sync_weight_scales
 from torchao_blockwise.nn import SwiGLUExperts
 from torchao_blockwise.tensors import MasterWeightTensor, QuantizedTensor
 from torchao_blockwise.testing import assert_bitwise_equal, relative_error
@@ -106,7 +105,7 @@ def sums_alike(config) -> bool:
 
 
 def computes_as_one_device(mesh, config):
-    """Results and all gradients; where sums are others, the bits of weights, and errors of the same size."""
+    """Results and all gradients; where sums differ, bitwise identical weights, and errors of the same size."""
     rank, cases = mesh.get_local_rank(), [(EXPERTS, r) for r in ("ragged", "one expert", "rank 0 has none")]
     for count, routing in (*cases, (max(mesh.size(), 2), "ragged")):
         what = f"{count} experts, {routing}"
@@ -127,7 +126,6 @@ def computes_as_one_device(mesh, config):
 
 
 def exchanges_no_amaxes(mesh, config):
-    """Ranks reduce nothing for experts with tensor scales of their own; for others they do."""
     for recipe, reduces in ((config, False), (replace(config, scale_per_expert=False), True)):
         spread = parallelize_module(layer(recipe), mesh, ExpertParallel())
         with mock.patch.object(_compat, "max_over_ranks", wraps=_compat.max_over_ranks) as reduce:
@@ -148,7 +146,7 @@ def _has_bits_of(one, spread, what: str) -> None:
 
 
 def compiles(mesh, config):
-    """One graph, the bits of eager mode, and a weight that changes before backward is refused."""
+    """One graph, bitwise identical to eager mode, and a weight that changes before backward is refused."""
     # Quantized experts are split evenly or not at all.
     for recipe, count in ((config, EXPERTS), (replace(config, master_weights=False), 4)):
         torch._dynamo.reset()
@@ -192,7 +190,7 @@ def keeps_copies_in_a_scope(mesh, config):
 
 
 def trains_sharded_experts(mesh, config):
-    """FSDP2 alone, by expert and by rows of each: whole weights and results of one device, averaged gradients."""
+    """Only FSDP2, by expert and by rows of each: whole weights and results of one device, averaged gradients."""
     ranks, rank = mesh.size(), mesh.get_local_rank()
     parts = [tokens(r) for r in range(ranks)]
     for dim in (0, 1):
@@ -213,9 +211,8 @@ def trains_sharded_experts(mesh, config):
 
 
 def spreads_and_shards(mesh, config):
-    """Experts over one dim of the mesh, FSDP2 over the other, by expert and by rows: as experts alone, averaged."""
-    both = DeviceMesh(device().type, mesh.mesh, mesh_dim_names=("data", "experts"))
-    over_data, over_experts = both["data"], both["experts"]
+    """Experts over one dim of the mesh, FSDP2 over the other, by expert and by rows: as without FSDP2, averaged."""
+    over_data, over_experts = mesh["outer"], mesh["inner"]
     group = over_experts.get_group()
     teams = mesh.mesh.tolist()
     team = over_data.get_local_rank()
@@ -235,8 +232,17 @@ def spreads_and_shards(mesh, config):
             assert relative_error(mean, p.grad / len(teams)) < limit, f"dim {dim}: {name}"
 
 
+def refuses_parts_of_experts(mesh, config):
+    """An expert's tensor scale cannot be shared by the ranks that split the expert."""
+    module = layer(config, 4)
+    for name, p in list(module.named_parameters()):
+        module.register_parameter(name, nn.Parameter(distribute_tensor(p.detach(), mesh["inner"], [Shard(1)])))
+    fully_shard(module, mesh=mesh["outer"])
+    with raises(ValueError, "gate_up [4, 48, 144] is split inside of experts by tensor parallelism"):
+        sync_weight_scales(module)
+
+
 def saves_whole_experts(mesh, config):
-    """A full state dict of spread experts is that of one device, in high precision, and loads there."""
     one = layer(config)
     spread = parallelize_module(layer(config), mesh, ExpertParallel())
     state = get_model_state_dict(spread, options=StateDictOptions(full_state_dict=True))

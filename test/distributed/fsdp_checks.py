@@ -11,7 +11,6 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from fsdp_models import (
-    Counter,
     adamw,
     assert_gathers_exactly,
     assert_same_losses,
@@ -20,6 +19,7 @@ from fsdp_models import (
     averages_exactly,
     batch,
     blocks,
+    counted_reductions,
     gathered,
     mean_of_equal,
     shard,
@@ -28,6 +28,7 @@ from fsdp_models import (
 from helpers import Tied, replace
 from ranks import device
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
@@ -48,7 +49,7 @@ def gathers_exactly_at_any_split(mesh, config):
     """Before any optimizer, from its masters, and after values are copied in; in the policy's dtype."""
     for rows, columns in itertools.product(ROWS, (160, 33)):
         model = nn.Sequential(nn.Linear(columns, rows, bias=False))
-        # Ranks begin with values of their own, of which each keeps its rows.
+        # Each rank begins with different values and keeps its rows of them.
         values = [random_tensor(rows, columns, seed=rank, device=device()) for rank in range(mesh.size())]
         model[0].weight.data = values[mesh.get_rank()].clone()
         quantize_(model, config)
@@ -66,21 +67,6 @@ def gathers_exactly_at_any_split(mesh, config):
             assert_bitwise_equal(optimizer.master(weight).full_tensor(), expected * 3)
         assert_bitwise_equal(gathered(weight), expected * 3)
         assert_gathers_exactly(model, config, torch.bfloat16)
-
-
-def gathers_special_values(mesh, config):
-    """One value of one rank decides a block that two ranks share, whichever of them holds it."""
-    for value in (float("nan"), float("inf"), 1e-40, torch.finfo(torch.float32).max):
-        for row in (90, 110, 140, 230):
-            model = nn.Sequential(nn.Linear(150, 300, bias=False)).to(device())
-            model[0].weight.data[row, 130] = value
-            quantize_(model, config)
-            fully_shard(model, mesh=mesh)
-            assert_gathers_exactly(model, config)
-    zeros = nn.Sequential(nn.Linear(150, 300, bias=False)).to(device())
-    zeros[0].weight.data.zero_()
-    quantize_(zeros, config)
-    assert_gathers_exactly(fully_shard(zeros, mesh=mesh), config)
 
 
 def trains_as_unsharded(mesh, config, hidden: int = 150, **options):
@@ -159,9 +145,9 @@ def trains_in_mixed_precision(mesh, config):
 
 def accumulates(mesh, config):
     model = shard(blocks(config), mesh)
-    with Counter() as counter:
+    with counted_reductions() as count:
         assert_same_losses(model, blocks(config), steps=2, microbatches=3)
-    assert counter.reductions == (6 if mesh.size() > 1 else 0), counter.reductions
+    assert count() == (6 if mesh.size() > 1 else 0), count()
     assert_gathers_exactly(model, config)
 
 
@@ -176,8 +162,6 @@ def leaves_frozen_weights(mesh, config):
 
 
 class TiedSequence(Tied):
-    """`Tied`, called with what `train` calls models with."""
-
     def forward(self, x):
         return super().forward((x.abs() * 10).long())
 
@@ -198,25 +182,13 @@ def ties_embeddings(mesh, config):
 
 
 def checkpoints_activations(mesh, config):
-    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-
-    class Checkpointed(nn.Sequential):
-        def forward(self, x):
-            for block in self:
-                x = checkpoint(block, x, use_reentrant=False)
-            return x
-
-    with Counter() as counter:
-        assert_same_losses(shard(Checkpointed(*blocks(config)), mesh), blocks(config))
-    assert counter.reductions == (3 if mesh.size() > 1 else 0)
     assert_same_losses(shard(nn.Sequential(*map(checkpoint_wrapper, blocks(config))), mesh), blocks(config))
     # The whole forward pass, root hooks included, runs again in backward.
     for reentrant in (False, True):
         whole = shard(blocks(config), mesh)
-        x = batch().requires_grad_()
-        with Counter() as counter:
-            checkpoint(whole, x, use_reentrant=reentrant).square().mean().backward()
-        assert counter.reductions == (1 if mesh.size() > 1 else 0), (reentrant, counter.reductions)
+        with counted_reductions() as count:
+            checkpoint(whole, batch().requires_grad_(), use_reentrant=reentrant).square().mean().backward()
+        assert count() == (mesh.size() > 1), (reentrant, count())
 
 
 def clips_and_steps(mesh, config):

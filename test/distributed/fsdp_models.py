@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+from unittest import mock
 
 import pytest
 import torch
@@ -27,7 +29,7 @@ _ALL = RECIPES | {
     "nvfp4_per_expert_nearest": replace(PER_EXPERT, stochastic_rounding=False),
 }
 CONFIGS = {name: replace(config, backend="reference") for name, config in _ALL.items()}
-# What is compared bit for bit must step alike: on a GPU foreach, the default of plain tensors alone, divides otherwise.
+# Steps must be bitwise identical; on a GPU foreach, the default only for plain tensors, divides differently.
 FOR_LOOP = {"foreach": False}
 # Results of other kernels, whose sums differ in the last bits: some elements that are quantized next round the other
 # way. Quantizing on another grid, or with another scale, would make three times as much in FP8, and more in NVFP4.
@@ -35,7 +37,6 @@ ANOTHER_ROUNDING = 1e-2
 
 
 def raises(kind, message: str):
-    """`pytest.raises` of an error that has this text."""
     return pytest.raises(kind, match=re.escape(message))
 
 
@@ -46,7 +47,7 @@ def config_of(name: str):
 
 
 def values(p: torch.Tensor) -> torch.Tensor:
-    """What this rank has of the high-precision values of a parameter: a quantized one's master, if it has one."""
+    """This rank's high-precision values of a parameter: a quantized one's master, if it has one."""
     local = _compat.local_of(p)
     if isinstance(local, QuantizedTensor):
         pending = local.pending_master
@@ -87,7 +88,6 @@ def shard(model: nn.Sequential, mesh, **options) -> nn.Sequential:
 
 
 def masters_of(model) -> dict:
-    """Sharded parameters that hold master weights, by name."""
     return {
         name: p
         for name, p in model.named_parameters()
@@ -96,12 +96,10 @@ def masters_of(model) -> dict:
 
 
 def shards_of(model) -> dict:
-    """Sharded parameters that are quantized themselves, by name."""
     return {n: p for n, p in model.named_parameters() if isinstance(getattr(p, "_local_tensor", None), QuantizedShard)}
 
 
 def has_only_decoded_values(p) -> bool:
-    """Whether a quantized shard has no master and waits for no cast."""
     local = _compat.local_of(p)
     return local.pending_master.master(p) is None and not local.awaits_cast
 
@@ -155,7 +153,7 @@ def batch(step: int = 0, width: int = 48, dtype=torch.float32) -> torch.Tensor:
 
 
 def mean_of_equal(gradient: torch.Tensor, ranks: int) -> torch.Tensor:
-    """What FSDP2 makes of equal gradients of `ranks` ranks over gloo: their sum, divided. With 3 both round."""
+    """The mean by FSDP2 of equal gradients of `ranks` ranks over gloo: their sum, divided. With 3 both round."""
     total = gradient
     for _ in range(ranks - 1):
         total = total + gradient
@@ -163,7 +161,7 @@ def mean_of_equal(gradient: torch.Tensor, ranks: int) -> torch.Tensor:
 
 
 def averages_exactly(mesh) -> bool:
-    """Whether `mean_of_equal` has the bits of the collective: always over gloo, for powers of two over NCCL too."""
+    """Whether `mean_of_equal` is bitwise identical to the collective: over gloo always, over NCCL for powers of two."""
     return device().type == "cpu" or mesh.size() in (1, 2, 4)
 
 
@@ -236,36 +234,7 @@ def assert_same_norms(actual: list[float], expected: list[float], model) -> None
     torch.testing.assert_close(torch.tensor(actual), torch.tensor(expected), rtol=n * 2.0**-24, atol=0)
 
 
-class Counter:
-    """Counts the MAX all-reduces of amaxes, and their ranks."""
-
-    def __init__(self):
-        self.reductions = 0
-
-    def __enter__(self):
-        self.original = dist.all_reduce
-
-        def all_reduce(tensor, op=dist.ReduceOp.SUM, group=None, async_op=False):
-            if tensor.dtype == torch.int32 and op == dist.ReduceOp.MAX:
-                self.reductions += 1
-            return self.original(tensor, op=op, group=group, async_op=async_op)
-
-        dist.all_reduce = all_reduce
-        return self
-
-    def __exit__(self, *error):
-        dist.all_reduce = self.original
-
-
-class CountingGather:
-    """FSDP2's own all-gather, which also counts the bytes that this rank sends."""
-
-    def __init__(self):
-        self.bytes = 0
-
-    def allocate(self, size, *, dtype, device):
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(self, output_tensor, input_tensor, group, async_op=False):
-        self.bytes += input_tensor.nbytes
-        return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
+@contextlib.contextmanager
+def counted_reductions():
+    with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as calls:
+        yield lambda: sum(call.kwargs.get("op") == dist.ReduceOp.MAX for call in calls.call_args_list)

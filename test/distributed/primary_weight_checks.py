@@ -1,30 +1,132 @@
-"""Masters of quantized Parameters over ranks: DDP, ZeRO-1 and ZeRO-2 train as high-precision parameters do."""
+"""Masters of quantized Parameters over ranks: DDP, ZeRO-1 and ZeRO-2 train as high-precision parameters do.
+
+The models and comparisons serve tests in one process too.
+"""
 
 from __future__ import annotations
 
 import copy
 
-import fsdp_models
 import pytest
 import torch
 import torch.distributed as dist
-from fsdp_models import FOR_LOOP, raises
-from primary_weight_models import (
-    adamw,
-    assert_holds_masters,
-    assert_masters,
-    batch,
-    is_trained,
-    net,
-    parallel,
-    quantized,
-    train,
-    with_exact_means,
-)
+from fsdp_models import FOR_LOOP, adamw, assert_same_norms, config_of, raises
+from helpers import replace
+from ranks import device
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torchao.quantization import FqnToConfig, quantize_
 
 from torchao_blockwise.distributed import MasterWeightOptimizer
+from torchao_blockwise.tensors import QuantizedTensor
 from torchao_blockwise.testing import assert_bitwise_equal
+
+
+class Net(nn.Module):
+    """Odd widths, so that shards cut rows, blocks and bytes; a tied layer, a frozen one, and one without gradient."""
+
+    def __init__(self, width: int = 37, hidden: int = 75):
+        super().__init__()
+        self.up = nn.Linear(width, hidden)
+        self.norm = nn.LayerNorm(hidden)
+        self.mid = nn.Linear(hidden, hidden, bias=False)
+        self.again = nn.Linear(hidden, hidden)
+        self.again.weight = self.mid.weight
+        self.frozen = nn.Linear(hidden, hidden, bias=False)
+        self.frozen.weight.requires_grad_(False)
+        self.idle = nn.Linear(width, 3)
+        self.down = nn.Linear(hidden, width)
+
+    def forward(self, x):
+        x = nn.functional.gelu(self.norm(self.up(x)))
+        return self.down(self.frozen(self.again(self.mid(x))))
+
+
+def net(config: str, master_weights: bool, seed: int = 0, make=Net, dtype=torch.float32, where=None) -> nn.Module:
+    torch.manual_seed(seed)
+    model = make().to(where or device(), dtype)
+    if config == "mixed":
+        configs = {"up": "fp8", "mid": "nvfp4", "again": "nvfp4", "frozen": "fp8", "idle": "nvfp4", "down": "fp8_pow2"}
+        each = {name: replace(config_of(c), master_weights=master_weights) for name, c in configs.items()}
+        quantize_(model, FqnToConfig(each), filter_fn=None)
+    else:
+        quantize_(model, replace(config_of(config), master_weights=master_weights))
+    return model
+
+
+def primary(config: str = "mixed", seed: int = 0, dtype=torch.float32):
+    values = net(config, master_weights=True, seed=seed, dtype=dtype).state_dict()
+    return net(config, master_weights=False, seed=seed, dtype=dtype), values
+
+
+def batch(step: int, rank: int = 0, width: int = 37) -> torch.Tensor:
+    return torch.randn(6, width, generator=torch.Generator().manual_seed(1000 * rank + step)).to(device())
+
+
+def train(model, optimizer, steps: int, rank: int = 0, first: int = 0, clip: bool = True) -> list[float]:
+    losses = []
+    for step in range(first, first + steps):
+        weight = next(model.parameters())
+        x = batch(step, rank).to(weight.device)
+        loss = (model(x.to(weight.dtype)) - x).float().square().mean()
+        loss.backward()
+        losses.append(loss.item())
+        if clip:
+            losses.append(nn.utils.clip_grad_norm_(model.parameters(), 0.5).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def parallel(model, group, **options):
+    return DistributedDataParallel(model, process_group=group, find_unused_parameters=True, **options)
+
+
+def with_exact_means(model, ranks: int):
+    """Gradients of `model` become multiples of ranks²/2^22 below 2.
+
+    The mean over ranks is then exact in fp32 in any order, and so is a mean of that mean with other gradients, which
+    is what DDP makes of accumulated ones.
+    """
+    unit = ranks**2 * 2.0**-22
+
+    def to_fixed_point(gradient):
+        assert gradient.abs().max() < 2
+        return (gradient / unit).round() * unit
+
+    for p in model.parameters():
+        if p.requires_grad:
+            p.register_hook(to_fixed_point)
+    return model
+
+
+def quantized(master: torch.Tensor, weight: QuantizedTensor) -> QuantizedTensor:
+    return weight._requantize(master.to(weight.dtype))
+
+
+def assert_holds_masters(optimizer, model) -> None:
+    """Every weight with a master is that master, in the weight's dtype and quantized whole."""
+    state = optimizer.model_state_dict()
+    weights = {name: weight for name, weight in model.named_parameters() if is_trained(weight)}
+    assert weights
+    for name, weight in weights.items():
+        assert torch.equal(weight, quantized(state[name], weight)), name
+
+
+def assert_masters(optimizer, values: dict[str, torch.Tensor]) -> None:
+    """`model_state_dict` returns these values, except for the frozen weight, which has no master."""
+    state = optimizer.model_state_dict()
+    assert list(state) == list(values)
+    for name, value in values.items():
+        if name != "frozen.weight":
+            assert_bitwise_equal(state[name], value, name)
+
+
+def is_trained(p: torch.Tensor) -> bool:
+    return isinstance(p, QuantizedTensor) and p.requires_grad
+
+
+# --- checks -----------------------------------------------------------------------------------------------------------
 
 
 def trains_as_high_precision(group, config: str, steps: int, modes) -> None:
@@ -98,8 +200,6 @@ def reshards(groups, config: str) -> None:
 
 
 def steps_with_nothing(group, config: str) -> None:
-    """Fewer elements than ranks: some have none."""
-
     def make():
         return nn.Sequential(nn.Linear(1, 3, bias=False), nn.Linear(3, 0), nn.Linear(0, 1))
 
@@ -119,7 +219,7 @@ def steps_with_nothing(group, config: str) -> None:
 
 
 def adds_groups(group, config: str, shard: str | None) -> None:
-    """Groups with options of their own, one of them added later."""
+    """Groups with separate options, one of them added later."""
     results, values = [], net(config, master_weights=True).mid.state_dict()
     for master_weights in (True, False):
         model = net(config, master_weights)
@@ -196,12 +296,12 @@ def accumulates_split_gradients(group, config: str) -> None:
     before = before.item()
     norms = [optimizer.clip_grad_norm_(max_norm).item() for max_norm in (before / 2, 1e9)]
     # PyTorch adds 1e-6 to the norm that it divides by.
-    fsdp_models.assert_same_norms(norms, [before, before * (before / 2) / (before + 1e-6)], whole)
+    assert_same_norms(norms, [before, before * (before / 2) / (before + 1e-6)], whole)
     held = [masters[p].master.grad for p in weights if masters[p].master.grad is not None]
     assert held
     optimizer.zero_grad()
     assert all(w.master.grad is None for w in optimizer._weights.values())
-    # A gradient that a rank alone has.
+    # A gradient that only some ranks have.
     model.up(batch(0)).mean().backward()
     if index:
         model.idle(batch(0)).mean().backward()

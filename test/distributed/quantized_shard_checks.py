@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import copy
 
-import pytest
 import torch
 import torch.distributed as dist
 from checkpoint_checks import assert_plain_and_equal, values_of, whole
 from fsdp_models import (
-    Counter,
     adamw,
     assert_gathers_exactly,
     batch,
     blocks,
+    counted_reductions,
     raises,
     shard,
     shards_of,
@@ -48,10 +47,10 @@ def trains_as_masters(mesh, config):
         for masters in (True, False):
             model = shard(blocks(replace(config, master_weights=masters)), mesh, **policies)
             optimizer = adamw(model, **options)
-            with Counter() as counter:
+            with counted_reductions() as count:
                 losses.append(train(model, optimizer, **how))
             values.append(values_of(model, optimizer))
-            reductions.append(counter.reductions)
+            reductions.append(count())
         assert losses[0] == losses[1], losses
         assert_plain_and_equal(values[1], values[0])
         assert len(shards_of(model)) == 4
@@ -83,7 +82,7 @@ def keeps_dtypes_of_gradients(mesh, config):
 
 
 def leaves_frozen_weights(mesh, config):
-    """A quantized base: no masters, the bits of its conversion; ranks that converted other values are told so."""
+    """A quantized base has no masters and keeps the payload of its conversion, which ranks compare."""
     model, alone = blocks(config), blocks(config)
     for m in (model, alone):
         m.requires_grad_(False)
@@ -108,7 +107,7 @@ def leaves_frozen_weights(mesh, config):
 
 
 def follows_loads(mesh, config):
-    """What is loaded, in place or by assignment, is gathered, saved and trained on, whatever comes first after it."""
+    """Loaded values, in place or by assignment, are gathered, saved and trained on, whatever comes first after it."""
     source = shard(blocks(replace(config, master_weights=True)), mesh)
     train(source, adamw(source), steps=2)
     state = clones(source.state_dict())
@@ -145,18 +144,7 @@ def follows_loads(mesh, config):
         assert torch.equal(model(batch()), expected_output)
 
 
-def refuses_stale_values(mesh, config):
-    """Gathers of backward are of the forward pass: values that are loaded between the two must not pass unseen."""
-    model = shard(blocks(config), mesh)
-    loss = model(batch()).sum()
-    model.load_state_dict(clones(model.state_dict()))
-    with pytest.raises(RuntimeError, match=r"but its values changed.*sync_weight_scales\(model\) on all ranks"):
-        loss.backward()
-
-
 def refuses(mesh, config):
-    """What cannot work is refused by name, with a remedy."""
-
     def linear(**options):
         model = nn.Sequential(nn.Linear(64, 64, bias=False)).to(device())
         quantize_(model, config)

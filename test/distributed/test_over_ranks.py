@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import rank_suites
 
-# master_weight_checks leaves a process group that is broken.
 SUITES = (
     "mesh_cases", "primary_weight_checks", "monitor_run", "writers_over_ranks", "fusion_run", "master_weight_checks",
 )  # fmt: skip

@@ -11,9 +11,9 @@ import weakref
 
 import pytest
 import torch
-from fsdp_models import CONFIGS
+from fsdp_models import CONFIGS, adamw
 from helpers import RECIPES, Tied, both_formats, every_recipe, replace, saved_and_loaded
-from primary_weight_models import adamw, assert_holds_masters, assert_masters, net, primary, quantized, train
+from primary_weight_checks import assert_holds_masters, assert_masters, net, primary, quantized, train
 from torch import nn
 from torchao.quantization import quantize_
 

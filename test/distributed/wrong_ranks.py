@@ -1,18 +1,20 @@
-"""What test_weight_scales.py spawns: ranks of which one goes wrong."""
+"""What tests spawn: ranks of which one goes wrong."""
 
 from __future__ import annotations
 
 import logging
+import os
+import signal
 import time
 from datetime import timedelta
 
+import pytest
 import torch
 import torch.distributed as dist
 from fsdp_models import CONFIGS, adamw, blocks, shard, train
 from helpers import replace
-from primary_weight_models import Net, net
-from primary_weight_models import adamw as masters
-from ranks import device, join
+from primary_weight_checks import Net, net
+from ranks import device, join, run_each, run_in_turn
 from torch.distributed.device_mesh import DeviceMesh
 from torchao.quantization import quantize_
 
@@ -35,7 +37,7 @@ def _fails(rank):
 
 def _frozen_there(rank):
     model = net("fp8", False)
-    model.mid.weight.requires_grad_(rank == 0)
+    model.mid.weight.requires_grad_(rank != 1)
     return model
 
 
@@ -47,15 +49,15 @@ WRONG = {
     "fails_early": lambda rank, config: _fails(rank) or blocks(config),
     "fails_later": lambda rank, config: blocks(config),
     "no_weights": lambda rank, config: blocks(None if rank == 1 else config),
-    "zero_other_shape": lambda rank, config: masters(
-        net("fp8", False, make=lambda: Net(hidden=76 if rank else 75)), shard="zero1"
+    "zero_other_shape": lambda rank, config: adamw(
+        net("fp8", False, make=lambda: Net(hidden=76 if rank == 1 else 75)), shard="zero1"
     ),
-    "zero_other_format": lambda rank, config: masters(
-        net("nvfp4" if rank else "fp8", False), process_group=dist.group.WORLD
+    "zero_other_format": lambda rank, config: adamw(
+        net("nvfp4" if rank == 1 else "fp8", False), process_group=dist.group.WORLD
     ),
-    "zero_other_lr": lambda rank, config: masters(net("fp8", False), lr=1e-2 * (rank + 1), shard="zero1"),
-    "zero_other_frozen": lambda rank, config: masters(_frozen_there(rank), shard="zero1"),
-    "zero_fails": lambda rank, config: _fails(rank) or masters(net("fp8", False), shard="zero1"),
+    "zero_other_lr": lambda rank, config: adamw(net("fp8", False), lr=0.02 if rank == 1 else 0.01, shard="zero1"),
+    "zero_other_frozen": lambda rank, config: adamw(_frozen_there(rank), shard="zero1"),
+    "zero_fails": lambda rank, config: _fails(rank) or adamw(net("fp8", False), shard="zero1"),
 }
 
 
@@ -103,17 +105,32 @@ def come_late(rank: int, ranks: int, port: int, file: str, seconds: float) -> No
     dist.destroy_process_group()
 
 
-def fail_later(rank: int, ranks: int, port: int, file: str, seconds: float) -> None:
-    """The last rank ends after the first step; leaves what each rank raised."""
+def one_computes_alone(rank: int, ranks: int, port: int, file: str, cases, seconds: float) -> None:
+    """Longer than collectives may take, while the other rank sits the case out."""
     join(rank, ranks, port, seconds=seconds)
-    model = shard(blocks(CONFIGS["fp8"]), DeviceMesh(device().type, list(range(ranks))))
-    optimizer = adamw(model)
-    train(model, optimizer, steps=1)
-    message = "gave up"
-    if rank < ranks - 1:
-        try:
-            train(model, optimizer, steps=1)
-            message = "nothing"
-        except RuntimeError as e:
-            message = str(e)
-    torch.save(message, file)
+    run_in_turn(lambda case: time.sleep(2 * seconds), cases, lambda case: 1, rank, file)
+
+
+def one_crashes(rank: int, ranks: int, port: int, file: str, cases) -> None:
+    join(rank, ranks, port)
+
+    def computes_or_crashes(case):
+        dist.barrier()
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGSEGV)
+        time.sleep(60)
+
+    run_in_turn(computes_or_crashes, cases, lambda case: ranks, rank, file)
+
+
+def nothing_raises(rank: int, ranks: int, port: int, file: str, in_turn: bool) -> None:
+    """What pytest raises there is no `Exception`."""
+
+    def expects(rank):
+        with pytest.raises(ValueError):
+            pass
+
+    join(rank, ranks, port)
+    if in_turn:
+        run_in_turn(expects, ["case"], lambda case: ranks, rank, file)
+    run_each({"case": expects}, rank, [("case",)], file)

@@ -38,14 +38,12 @@ HERE = Path(__file__).parent
 
 
 def each(pattern: str):
-    """A test for each of these files."""
     files = sorted(HERE.glob(f"[0-9]*/{pattern}"))
     assert files, pattern
     return pytest.mark.parametrize("file", files, ids=[f"{file.relative_to(HERE)}" for file in files])
 
 
 def refused(options: dict):
-    """Options that are gone are refused, each with its replacement; others load."""
     for name, (default, instead) in configs.REMOVED.items():
         if options.get(name, default) != default:
             return pytest.raises(ValueError, match=rf"Config: {name}=.* was removed; {re.escape(instead)}")
@@ -85,7 +83,6 @@ def test_configs(file, read):
 
 @each("model-*.pt")
 def test_models(file):
-    """The parameters, the random bits to come, and forward and backward passes."""
     recipe, name = file.stem.split("-")[1:]
     options = json.loads((file.parent / "configs" / f"{recipe}-{name.split('_quantized')[0]}.json").read_text())
     with refused(options["options"]):
@@ -152,7 +149,6 @@ def zeroed(model: nn.Module) -> nn.Module:
 
 @each("pretrained-*.json")
 def test_a_saved_model_of_transformers(file, tmp_path):
-    """Plain weights, and the recipe in config.json."""
     transformers = pytest.importorskip("transformers", "5.0")
     recipe = file.stem.split("-")[1]
     of_transformers(json.loads(file.read_text())["quantization_config"])

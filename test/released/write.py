@@ -71,7 +71,6 @@ FORMATS = {
 
 
 def config(recipe: str, options: dict):
-    """The training config of options as JSON has them."""
     dtype = {"out_dtype": getattr(torch, options["out_dtype"])} if "out_dtype" in options else {}
     return CONFIGS[recipe](**options | dtype)
 
@@ -116,7 +115,6 @@ def drawn(layers: nn.Module) -> dict[str, dict[str, int]]:
 
 
 def weights() -> dict[str, nn.Parameter]:
-    """A Parameter of each kind."""
     w = torch.linspace(-3, 3, 20 * 32).reshape(20, 32).bfloat16()
     return {
         "master_fp8": nn.Parameter(MasterWeightTensor(w, BlockwiseFP8TrainingConfig(power_of_2_scales=True))),
@@ -194,17 +192,13 @@ def write_states(folder: Path) -> dict:
     torch.save(weights(), folder / "weights.pt")
     found["weights"] = digests(weights())
     for recipe in CONFIGS:
-        layers = model(recipe, {})
-        state = {"model": layers.state_dict(), "recipe": drawn(layers)}
-        torch.save(state, folder / f"state-{recipe}.pt")
-        found[f"state-{recipe}"] = digests(state_of(layers))
-        layers = model(recipe, {}, master_weights=False)
-        state = {"model": layers.state_dict(), "recipe": drawn(layers)}
-        torch.save(state, folder / f"state-{recipe}-quantized.pt")
-        again = model(recipe, {}, master_weights=False)
-        again.load_state_dict(state["model"])
-        load_recipe_state(again, state["recipe"])
-        found[f"state-{recipe}-quantized"] = digests(state_of(again))
+        for suffix, more in (("", {}), ("-quantized", {"master_weights": False})):
+            layers, again = (model(recipe, {}, **more) for _ in range(2))
+            state = {"model": layers.state_dict(), "recipe": drawn(layers)}
+            torch.save(state, folder / f"state-{recipe}{suffix}.pt")
+            again.load_state_dict(state["model"])
+            load_recipe_state(again, state["recipe"])
+            found[f"state-{recipe}{suffix}"] = digests(state_of(again))
         layers, optimizer = trained(recipe)
         state = {"model": layers.state_dict(), "optimizer": optimizer.state_dict()}
         torch.save(state, folder / f"optimizer-{recipe}.pt")
@@ -226,7 +220,6 @@ def write_exports(folder: Path) -> dict:
 
 
 def write_transformers(folder: Path) -> None:
-    """The config.json of a model that `save_pretrained` saved."""
     import transformers
 
     from torchao_blockwise.integrations.transformers import BlockwiseFP8Config, NVFP4Config
