@@ -16,7 +16,7 @@ if not dist.is_available():
     pytest.skip("needs torch.distributed", allow_module_level=True)
 
 import cached_graphs
-from cached_graphs import CASES, RECIPES, cases_of
+from cached_graphs import CASES, RECIPES
 
 import torchao_blockwise
 
@@ -63,7 +63,7 @@ NOT_COMPILED = ("nvfp4_weight", "tensor_parallel")
 
 @pytest.mark.parametrize(
     ("recipe", "case"),
-    [(recipe, case) for recipe in RECIPES for case in cases_of(recipe) if (recipe, case) != NOT_COMPILED],
+    [(recipe, case) for recipe in RECIPES for case in CASES if (recipe, case) != NOT_COMPILED],
 )
 def test_a_graph_belongs_to_one_recipe(recipe, case, later):
     apart, *_ = later[recipe][case]
