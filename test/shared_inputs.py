@@ -90,5 +90,5 @@ def attention(config, dtype=torch.float32, fused: bool = True, cls=Attention) ->
     return model
 
 
-def tokens(*leading: int, dtype=torch.float32) -> torch.Tensor:
-    return torch.randn(*leading, FEATURES, generator=torch.Generator().manual_seed(1)).to(dtype)
+def tokens(*leading: int, dtype=torch.float32, width: int = FEATURES) -> torch.Tensor:
+    return torch.randn(*leading, width, generator=torch.Generator().manual_seed(1)).to(dtype)
