@@ -70,11 +70,11 @@ def test_a_graph_belongs_to_one_recipe(recipe, case, later):
     assert apart == 0
 
 
-@pytest.mark.parametrize("case", CASES)
+# PyTorch finds no tensor parallel graph of another process, of plain layers neither.
+@pytest.mark.parametrize("case", [case for case in CASES if case != "tensor_parallel"])
 def test_the_same_recipe_finds_its_graphs(case, first, later):
-    (apart, hits, _), (_, hits_later, misses_later) = first["fp8"][case], later["fp8"][case]
-    # PyTorch 2.11 finds those of a linear layer for a tensor parallel one too, whose local product is the same.
-    assert apart == 0 and (hits_later > hits or misses_later == 0)
+    (apart, hits, _), (_, hits_later, _) = first["fp8"][case], later["fp8"][case]
+    assert apart == 0 and hits_later > hits
 
 
 def test_another_version_of_the_package_finds_none(cache, first, tmp_path):
