@@ -28,8 +28,6 @@ from torchao.quantization import quantize_
 from torchao_blockwise import MasterWeightTensor, linears_and_experts
 from torchao_blockwise.nn import NormLinear, SwiGLUExperts, SwiGLUMLP, swiglu_linear
 
-pytestmark = pytest.mark.usefixtures("no_interpreter")
-
 WIDTH, HIDDEN = 130, 96
 
 

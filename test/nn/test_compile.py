@@ -13,7 +13,7 @@ from torchao.quantization import quantize_
 from torchao_blockwise import linear
 from torchao_blockwise.testing import assert_bitwise_equal
 
-pytestmark = pytest.mark.usefixtures("no_interpreter", "fresh_dynamo")
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 def tokens(count: int) -> torch.Tensor:

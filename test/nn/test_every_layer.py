@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from torchao_blockwise import MasterWeightTensor, weights_unchanged
 from torchao_blockwise.testing import assert_bitwise_equal, relative_error
 
-pytestmark = pytest.mark.usefixtures("no_interpreter", "fresh_dynamo")
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 VARIANTS = {
     "high_precision": {"save_activations": "high_precision"},

@@ -15,7 +15,7 @@ from torchao.quantization import quantize_
 from torchao_blockwise import MasterWeightTensor, experts, linears_and_experts, skip_lm_head
 from torchao_blockwise.testing import assert_bitwise_equal, relative_error
 
-pytestmark = pytest.mark.usefixtures("no_interpreter", "fresh_dynamo")
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 COMMON = {
     "vocab_size": 128, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4,

@@ -11,7 +11,6 @@ from torchao.quantization import quantize_
 
 from torchao_blockwise import ops
 
-pytestmark = pytest.mark.usefixtures("no_interpreter")
 OPS = torch.ops.torchao_blockwise
 
 

@@ -23,7 +23,7 @@ from torchao_blockwise.nn.converted import restore_class
 from torchao_blockwise.nn.fused_modules import FusedModule, fuse_class, why_not_shared, why_not_swiglu
 from torchao_blockwise.testing import assert_bitwise_equal
 
-pytestmark = pytest.mark.usefixtures("no_interpreter", "fresh_dynamo")
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 class RoundedOnce(MLP):

@@ -13,8 +13,6 @@ from torchao_blockwise import BlockwiseFP8Tensor, MasterWeightTensor, NVFP4Tenso
 from torchao_blockwise.nn import grouped_linear
 from torchao_blockwise.testing import assert_bitwise_equal, sqnr
 
-pytestmark = pytest.mark.usefixtures("no_interpreter")
-
 NAMES = ("output", "grad_input", "grad_weight")
 
 

@@ -12,8 +12,6 @@ from torchao.quantization import quantize_
 from torchao_blockwise import BlockwiseFP8Tensor, MasterWeightTensor, NVFP4Tensor, linear, ops
 from torchao_blockwise.testing import assert_bitwise_equal
 
-pytestmark = pytest.mark.usefixtures("no_interpreter")
-
 
 def layer_of(config, n: int, k: int, dtype=torch.float32, bias: bool = True, device="cpu") -> nn.Linear:
     layer = nn.Linear(k, n, bias=bias, dtype=dtype, device=device)

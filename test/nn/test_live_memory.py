@@ -16,8 +16,6 @@ from torchao_blockwise.nn.gemms import AmaxGroups, GemmSpec, weight_comes_first
 from torchao_blockwise.ops.groups.ends import padded_tokens
 from torchao_blockwise.ops.padding import padded_size
 
-pytestmark = pytest.mark.usefixtures("no_interpreter")
-
 
 class Trace(LiveMemory):
     """`operations` gets (name, ids of the storages that it reads, ids of those that live when it is done)."""

@@ -13,8 +13,6 @@ from torchao.quantization import quantize_
 from torchao_blockwise import MasterWeightTensor, linears_and_experts
 from torchao_blockwise.testing import assert_bitwise_equal
 
-pytestmark = pytest.mark.usefixtures("no_interpreter")
-
 
 class Experts(nn.Module):
     def __init__(self):

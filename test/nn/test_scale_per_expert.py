@@ -13,7 +13,6 @@ from torchao_blockwise.distributed import MasterWeightOptimizer
 from torchao_blockwise.nn import SwiGLUExperts
 from torchao_blockwise.testing import assert_bitwise_equal, assert_operands_equal
 
-pytestmark = pytest.mark.usefixtures("no_interpreter")
 CONFIG = replace(PER_EXPERT, stochastic_rounding=False)
 ENDS = torch.tensor([20, 20, 55, 64], dtype=torch.int32)
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import copy
-import io
 
 import pytest
 import torch
 import torch.nn.functional as F
 from every_layer import make, tokens
-from helpers import STOCHASTIC, assert_same, mlp, replace, weight
+from helpers import STOCHASTIC, assert_same, mlp, replace, saved_and_loaded, weight
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torchao.quantization import quantize_
@@ -21,7 +20,6 @@ from torchao_blockwise import (
     recipe_state,
 )
 
-pytestmark = pytest.mark.usefixtures("no_interpreter")
 CONFIG = replace(STOCHASTIC, backend="reference", seed=5)
 VARIANTS = {
     "masters": {},
@@ -132,11 +130,7 @@ def test_states_that_do_not_fit():
 def test_copies_go_on_by_themselves(variant):
     model = mlp(replace(CONFIG, **variant))
     gradients(model)
-    other = copy.deepcopy(model)
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    loaded = torch.load(file, weights_only=False)
+    other, loaded = copy.deepcopy(model), saved_and_loaded(model, weights_only=False)
     wanted = [gradients(model) for _ in range(2)]
     for made in (other, loaded):
         for grads in wanted:

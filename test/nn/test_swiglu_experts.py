@@ -15,8 +15,6 @@ from torchao_blockwise import NVFP4Tensor, experts
 from torchao_blockwise.nn import SwiGLUExperts, grouped_linear, permute, swiglu_experts, unpermute
 from torchao_blockwise.testing import relative_error
 
-pytestmark = pytest.mark.usefixtures("no_interpreter")
-
 DIM, HIDDEN = 64, 96
 # Ends of the groups, and tokens.
 ROUTINGS = {"ragged": ((5, 140, 150), 150), "tail": ((0, 4, 9), 40), "nobody": ((0, 0), 6), "no_token": ((0, 0), 0)}

@@ -18,8 +18,6 @@ from torchao_blockwise.tensors import QuantizedShard
 from torchao_blockwise.tensors.fsdp import ShardLayout
 from torchao_blockwise.testing import assert_bitwise_equal
 
-pytestmark = pytest.mark.usefixtures("no_interpreter")
-
 SHAPE = (130, 141)
 LAYOUT = ShardLayout("w", SHAPE, torch.float32, 0, 1, 2, FP8)
 

@@ -22,8 +22,6 @@ from torchao_blockwise import MasterWeightTensor
 from torchao_blockwise.tensors.transposed_weight import TransposedWeight
 from torchao_blockwise.testing import assert_bitwise_equal
 
-pytestmark = pytest.mark.usefixtures("no_interpreter")
-
 COPIES = {
     "deepcopy": copy.deepcopy,
     "pickle": lambda x: pickle.loads(pickle.dumps(x)),

@@ -11,8 +11,6 @@ from torch import nn
 from torchao_blockwise import BlockwiseFP8Tensor, MasterWeightTensor, weights_unchanged
 from torchao_blockwise.testing import assert_bitwise_equal
 
-pytestmark = pytest.mark.usefixtures("no_interpreter")
-
 INITS = {
     "kaiming_uniform_": lambda w: nn.init.kaiming_uniform_(w, a=5**0.5),
     "normal_": nn.init.normal_,

@@ -15,7 +15,6 @@ from torchao.quantization import quantize_
 from torchao_blockwise import MasterWeightTensor, conversion_report
 from torchao_blockwise.tensors.operations import Result, result_of
 
-pytestmark = pytest.mark.usefixtures("no_interpreter")
 aten = torch.ops.aten
 
 N, K = 40, 24

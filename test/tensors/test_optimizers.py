@@ -12,7 +12,7 @@ from optimizer_cases import CASES, WAYS, Case, trained
 from torch._dynamo.utils import counters
 
 pytestmark = [
-    pytest.mark.usefixtures("no_interpreter", "fresh_dynamo"),
+    pytest.mark.usefixtures("fresh_dynamo"),
     # PyTorch's: of a learning rate that is read, and of what Dynamo leaves out.
     pytest.mark.filterwarnings("ignore"),
 ]

@@ -19,8 +19,6 @@ from torchao.quantization import quantize_
 from torchao_blockwise import linears_and_experts, weights_unchanged
 from torchao_blockwise.nn import SwiGLUExperts
 
-pytestmark = pytest.mark.usefixtures("no_interpreter")
-
 
 @pytest.fixture
 def calls():

@@ -14,8 +14,6 @@ from torchao_blockwise import MasterWeightTensor
 from torchao_blockwise.distributed import MasterWeightOptimizer
 from torchao_blockwise.testing import assert_bitwise_equal, random_tensor
 
-pytestmark = pytest.mark.usefixtures("no_interpreter")
-
 N, K = 96, 64
 
 

@@ -18,7 +18,6 @@ from torchao_blockwise import MasterWeightTensor, weights_unchanged
 from torchao_blockwise._compat import modes
 from torchao_blockwise.testing import assert_bitwise_equal
 
-pytestmark = pytest.mark.usefixtures("no_interpreter")
 both_modes = pytest.mark.parametrize("backend", (None, "aot_eager"), ids=("eager", "compiled"))
 
 
