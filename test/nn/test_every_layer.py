@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import weakref
 
 import pytest
 import torch
@@ -42,17 +41,6 @@ def weights_of(model) -> dict[str, nn.Parameter]:
 def test_options_do_not_change_bits(model, config, variant):
     x = tokens(model, 130)
     assert_same(results(make(model, replace(config, **variant)), x), results(make(model, config), x))
-
-
-@every_model
-def test_blocks_of_grad_weight_change_no_other_gradient(model):
-    x = tokens(model, 130)
-    layer, (out, grad_x, *grads) = make(model, FP8_SQUARES), results(make(model, FP8), x)
-    got, got_x, *got_grads = results(layer, x)
-    assert_same((got, got_x), (out, grad_x))
-    for (name, _), a, b in zip(layer.named_parameters(), got_grads, grads):
-        is_weight = name in weights_of(layer)
-        assert 0 < relative_error(a, b) < 0.1 if is_weight else torch.equal(a, b), name
 
 
 @every_model
@@ -115,21 +103,14 @@ def test_passes_in_any_order(model, config):
 @both_formats
 @pytest.mark.parametrize("compiled", (False, True), ids=("eager", "compiled"))
 def test_weights_are_quantized_where_gemms_read_them_and_nothing_is_kept(model, config, compiled):
-    layer, x, refs, alive = make(model, config), tokens(model).requires_grad_(), [], []
+    layer, x = make(model, config), tokens(model).requires_grad_()
     weights, run = weights_of(layer), torch.compile(layer, backend="aot_eager") if compiled else layer
-
-    def on_copy(copy):
-        alive.append(sum(ref() is not None for ref in refs))
-        refs.extend(weakref.ref(t) for t in copy.tensors if t is not None)
-
     for _ in range(2):
-        with weight_calls(on_copy) as calls:
+        with weight_calls() as calls:
             loss = run(x).sum()
             assert (calls.quantize, calls.columnwise) == (len(weights), 0)
             loss.backward()
         assert (calls.quantize, calls.columnwise, calls.transpose) == (2 * len(weights), len(weights), 0)
-    # Each copy is gone before the next one is made.
-    assert refs and not any(alive) and not any(ref() is not None for ref in refs)
     assert {w.quantized_bytes for w in weights.values()} == {0}
 
 
