@@ -17,11 +17,12 @@ kernels = pytest.importorskip("torchao_blockwise.ops.groups.tables.kernels_trito
 @every_model
 @both_formats
 def test_results_are_those_of_the_reference(model, config, device):
-    """Within the error of sums: those of fp32, and on a GPU those of tensor cores."""
-    x = tokens(model).to(device)
+    """Within the error of sums: those of fp32, and on a GPU those of tensor cores, which change codes between GEMMs."""
+    x, has_one_gemm = tokens(model).to(device), "linear" in model or model == "grouped"
+    least = 70 if device == "cpu" else 45 if has_one_gemm else 30
     layers = (make(model, replace(config, backend=backend)).to(device) for backend in ("auto", "reference"))
     for got, want in zip(*(forward_backward(layer, x) for layer in layers)):
-        assert sqnr(got, want) > (45 if device == "cuda" else 70)
+        assert sqnr(got, want) > least
 
 
 @pytest.fixture
