@@ -1,4 +1,4 @@
-"""What test_compile_caches.py starts: layers of several recipes, compiled with inductor's disk caches on.
+"""Layers of several recipes, compiled with inductor's disk caches on: a process of test_compile_caches.py.
 
     python cached_graphs.py RECIPE ...
 

@@ -1,4 +1,4 @@
-"""What tests of fused modules share: a module, results compared bit for bit, and a count of what is quantized."""
+"""A fused module for tests, results compared bit for bit, and a count of quantizations."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def counting_backend() -> tuple:
 
 
 class Attention(nn.Module):
-    """As attention reads its input; what it does with it is no matter."""
+    """Reads its input as attention does, and does not attend."""
 
     def __init__(self, dtype=torch.float32):
         super().__init__()

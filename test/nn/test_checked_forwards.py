@@ -350,7 +350,7 @@ def test_an_empty_argument_hides_no_lookup():
 
 
 def test_weights_of_one_name_are_told_apart():
-    """Both are called "weight", as each is the root of what was converted; a pickle has no names."""
+    """Both are called "weight", as each is the root of a conversion; a pickle has no names."""
     layer = layer_of(lambda layer, x: layer.other(x) + lookup(layer, x))[0]
     for own in (layer.weight, layer.other.weight):
         own.layer = "".join(("wei", "ght"))

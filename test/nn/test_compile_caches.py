@@ -24,7 +24,7 @@ PACKAGE = Path(torchao_blockwise.__file__).parent
 
 
 def run(cache: Path, *recipes: str, root: Path = PACKAGE.parent) -> dict:
-    """What a new process that imports the package from `root` printed."""
+    """Return the results of a new process that imports the package from `root`."""
     env = os.environ | {
         "TORCHINDUCTOR_CACHE_DIR": str(cache),
         "TORCHINDUCTOR_FX_GRAPH_CACHE": "1",

@@ -106,7 +106,7 @@ def test_hugging_faces_experts_train(config, family, dtype):
 def test_implementations_agree(family):
     """A loop over experts with `F.linear` gives what grouped products give: blocks never reach over experts.
 
-    It takes the tokens of an expert in another order, which is that of the sums in its weight's gradient alone.
+    It takes the tokens of an expert in another order, which only changes the sums in its weight's gradient.
     """
     models = [converted(hugging_face(family, implementation), FP8) for implementation in ("grouped_mm", "eager")]
     grouped, eager = map(gradients, models)

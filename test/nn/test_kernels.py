@@ -1,4 +1,4 @@
-"""Layers by kernels, interpreted where there is no GPU: results of the reference, tables of groups once a step."""
+"""Layers by kernels, interpreted on a machine without a GPU: results of the reference, tables of groups once a step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What lives at each operation of a step: nothing that no later operation reads, and saved copies have their bytes."""
+"""Live memory of a step: nothing that no later operation reads, and the bytes that are saved for backward."""
 
 from __future__ import annotations
 

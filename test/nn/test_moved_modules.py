@@ -35,7 +35,7 @@ def converted(kind: str, config) -> nn.Module:
 
 def run(model) -> torch.Tensor:
     x = torch.arange(16) if isinstance(model, Tied) else torch.randn(16, 64, generator=torch.Generator().manual_seed(1))
-    # A second holder of each weight, beside what its layer saves: a penalty.
+    # A second holder of each weight, next to its layer, which saves it: a penalty.
     dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
     out = model(x if isinstance(model, Tied) else x.to(dtype)).sum()
     return out + sum(p.square().sum() for p in model.parameters() if isinstance(p, MasterWeightTensor))
@@ -102,7 +102,7 @@ def test_switches_of_pytorch_change_nothing(future, kind, masters):
     if kind == "tied" and not masters:
         return
     if kind == "tied" and future == "overwrite":
-        pytest.skip("PyTorch then gives each module a Parameter of its own, and unties plain ones too")
+        pytest.skip("PyTorch then gives each module a separate Parameter, and unties plain ones too")
     model = converted(kind, replace(FP8, master_weights=masters))
     weights = [p for p in model.parameters() if type(p) is not nn.Parameter]
     out = torch.zeros(()) if future == "swap" or kind == "tied" else run(model)

@@ -1,4 +1,4 @@
-"""Experts with tensor scales of their own: what one computes does not depend on the others, and what cannot be."""
+"""Experts with separate tensor scales: what one computes does not depend on the others, and what cannot be."""
 
 from __future__ import annotations
 

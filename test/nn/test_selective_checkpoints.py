@@ -22,7 +22,7 @@ from torchao_blockwise import sac_save_list
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 PRODUCTS = {"master_matmul", "quantized_matmul", "matmul", "grouped_matmul"}
-# What a policy of PyTorch's own saves of these models.
+# A policy for unconverted models saves these.
 PLAIN = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten._grouped_mm.default]
 
 

@@ -180,7 +180,7 @@ def test_weights_made_by_hand():
         F.linear(x, w).square().sum().backward()
         grads.append(w.grad)
     assert not torch.equal(*grads) and w.rounding_key[2] == 2
-    # Each has a stream of its own, also where one is made for every use.
+    # Each has a separate stream, also where one is made for every use.
     assert not torch.equal(*(gradient_of_a_new_one(x, w) for _ in range(2)))
     torch._dynamo.reset()
     fresh = nn.Parameter(MasterWeightTensor(weight(48, 64), CONFIG))
