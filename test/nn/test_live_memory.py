@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from every_layer import CONFIGS, make, tokens
+from every_layer import CONFIGS, Halves, make, tokens
 from helpers import FP8, replace
 from live_memory import LiveMemory
 from torch import nn
 from torchao.quantization import quantize_
 
 from torchao_blockwise.diagnostics.live_memory import _PRODUCTS, plain_tensors, storage_of
-from torchao_blockwise.nn import swiglu_linear
 from torchao_blockwise.nn.gemms import AmaxGroups, GemmSpec, weight_comes_first
 from torchao_blockwise.ops.groups.ends import padded_tokens
 from torchao_blockwise.ops.padding import padded_size
@@ -54,21 +53,10 @@ def traced(layer, x) -> Trace:
     return trace
 
 
-class SwiGLU(nn.Module):
-    """`swiglu_linear` of the halves of its input."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(32, 48, bias=False)
-
-    def forward(self, x):
-        return swiglu_linear(*x.chunk(2, -1), self.linear.weight)
-
-
 def made(name: str, config) -> nn.Module:
     if name != "swiglu_linear":
         return make(name, config, torch.bfloat16)
-    layer = SwiGLU().bfloat16()
+    layer = Halves(64, 48, bias=False).bfloat16()
     quantize_(layer, config)
     return layer
 
