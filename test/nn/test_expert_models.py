@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import FP8, NVFP4, both_formats, replace, weight_calls
+from helpers import FP8, NVFP4, both_formats, weight_calls
 from products_by_hand import ProductsByHand
 from torch import nn
 from torchao.quantization import quantize_
@@ -116,20 +116,6 @@ def test_implementations_agree(family):
             assert relative_error(grouped[name], eager[name]) < 2 * IDS.numel() * 2.0**-24, name
         else:
             assert_bitwise_equal(grouped[name], eager[name], name)
-
-
-@both_formats
-@every_family
-def test_what_would_run_in_high_precision_raises(config, family):
-    """Batched products take a copy of an expert's weight a token."""
-    model = converted(hugging_face(family, "batched_mm"), config)
-    with pytest.raises(
-        NotImplementedError, match=r"bmm.*: model\.layers\.\d\.mlp\.experts.* would silently be used in high"
-    ):
-        loss_of(model)
-    model = converted(hugging_face(family, "batched_mm"), replace(config, master_weights=False))
-    with pytest.raises(NotImplementedError, match=r"index.Tensor: not exact on quantized data"):
-        loss_of(model)
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
