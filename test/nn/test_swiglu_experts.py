@@ -54,6 +54,11 @@ def test_each_weight_keeps_its_recipe():
     assert_same_tensors(results_of(module, *inputs), results_of(module, *inputs, composed))
 
 
+def test_it_is_made_on_a_device_in_a_dtype():
+    made = SwiGLUExperts(2, 8, 4, device="meta", dtype=torch.bfloat16)
+    assert {(p.device.type, p.dtype) for p in made.parameters()} == {("meta", torch.bfloat16)}
+
+
 # --- in high precision ------------------------------------------------------------------------------------------------
 
 
