@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from torchao.quantization import quantize_
 
 from torchao_blockwise import linears_and_experts
-from torchao_blockwise.nn import NormLinear, SwiGLUExperts, SwiGLUMLP
+from torchao_blockwise.nn import NormLinear, SwiGLUExperts, SwiGLUMLP, swiglu_linear
 from torchao_blockwise.nn.fused_modules import fuse_class
 
 
@@ -47,6 +47,17 @@ class Grouped(nn.Module):
     def forward(self, x):
         ends = torch.tensor([3, 3, 33], dtype=torch.int32, device=x.device)
         return F.grouped_mm(x, self.weight.transpose(-2, -1), offs=ends)
+
+
+class Halves(nn.Module):
+    """`swiglu_linear` of the halves of its input."""
+
+    def __init__(self, width: int, out: int, bias: bool):
+        super().__init__()
+        self.linear = nn.Linear(width // 2, out, bias=bias)
+
+    def forward(self, x):
+        return swiglu_linear(*x.chunk(2, -1), self.linear.weight, self.linear.bias)
 
 
 def fused(make, *readers: str, **options):

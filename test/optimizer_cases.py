@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from helpers import FP8, mlp, replace
 
-from torchao_blockwise import BlockwiseFP8Tensor
+from torchao_blockwise import BlockwiseFP8Tensor, MasterWeightTensor
 from torchao_blockwise.distributed import MasterWeightOptimizer
 from torchao_blockwise.testing import assert_bitwise_equal
 
@@ -75,12 +75,18 @@ WAYS = {
 }
 
 
-def trained(case: Case, config: Any, compiled: bool) -> list[torch.Tensor]:
-    """Return the weights, or their masters, after three steps."""
+def trained(
+    case: Case, config: Any, compiled: bool | str = False, dtype: torch.dtype = torch.float32, **shape: Any
+) -> list[torch.Tensor]:
+    """Return the weights, or their masters, after three steps.
+
+    compiled: whether the step is compiled, or by which backend. shape: features and bias of the model.
+    """
     torch._dynamo.reset()
     # One shape, which torchao compiles once, and large enough for states in 8 bits.
-    model = mlp(config, features=(64, 64, 64), bias=False)
-    weights = list(model.parameters())
+    model = mlp(config, dtype=dtype, **{"features": (64, 64, 64), "bias": False, **shape})
+    # Muon takes only matrices.
+    weights = [p for p in model.parameters() if "Muon" not in case.path or p.dim() == 2]
     optimizer_class, options = pkgutil.resolve_name(case.path), {"lr": 1e-2, **case.options}
     is_quantized = config is not None and not config.master_weights
     optimizer: Any
@@ -93,15 +99,19 @@ def trained(case: Case, config: Any, compiled: bool) -> list[torch.Tensor]:
         optimizer.train()
     step = optimizer.step
     if compiled and case.package != "torchao":
-        step = torch.compile(step, backend="aot_eager_decomp_partition")
+        step = torch.compile(step, backend="aot_eager_decomp_partition" if compiled is True else compiled)
+    closure = [lambda: torch.ones(())] if case.path.endswith("LBFGS") else []
     with contextlib.nullcontext() if compiled else torch.compiler.set_stance("force_eager"):
         for seed in range(3):
             for index, p in enumerate(weights):
-                p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(10 * seed + index))
-            step()
+                grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(10 * seed + index)).to(dtype)
+                p.grad = grad.to_sparse() if case.path.endswith("SparseAdam") else grad
+            step(*closure)
     if has_modes:
         optimizer.eval()
     if not is_quantized:
+        states = [x for state in optimizer.state.values() for x in state.values()]
+        assert not any(isinstance(x, MasterWeightTensor) for x in states)
         return [getattr(p, "hp", p).detach() for p in weights]
     masters = [optimizer.master(p) for p in weights]
     for p, master in zip(weights, masters):

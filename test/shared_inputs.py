@@ -1,4 +1,4 @@
-"""What tests of fused modules share: a module, results compared bit for bit, and a count of what is quantized."""
+"""A fused module for tests, results compared bit for bit, and a count of quantizations."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def counting_backend() -> tuple:
 
 
 class Attention(nn.Module):
-    """As attention reads its input; what it does with it is no matter."""
+    """Reads its input as attention does, and does not attend."""
 
     def __init__(self, dtype=torch.float32):
         super().__init__()
@@ -90,5 +90,5 @@ def attention(config, dtype=torch.float32, fused: bool = True, cls=Attention) ->
     return model
 
 
-def tokens(*leading: int, dtype=torch.float32) -> torch.Tensor:
-    return torch.randn(*leading, FEATURES, generator=torch.Generator().manual_seed(1)).to(dtype)
+def tokens(*leading: int, dtype=torch.float32, width: int = FEATURES) -> torch.Tensor:
+    return torch.randn(*leading, width, generator=torch.Generator().manual_seed(1)).to(dtype)

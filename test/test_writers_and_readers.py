@@ -114,6 +114,11 @@ def through_numpy(p):
     p.hp.numpy()[:] += 0.25
 
 
+def without_counting(p):
+    with torch.autograd._unsafe_preserve_version_counter(p.hp):
+        p.hp.mul_(2)
+
+
 def load(assign: bool):
     def write(model):
         model.load_state_dict({k: v * 2 + 0.125 for k, v in values_of(model).items()}, assign=assign)
@@ -135,15 +140,26 @@ COMPILED = {
 }
 UNSEEN = {
     "numpy": every(through_numpy),
+    "dlpack": every(lambda p: torch.from_dlpack(p.hp).mul_(2)),
+    "storage": every(lambda p: p.hp.untyped_storage().fill_(1)),
+    "hp_data": every(lambda p: p.hp.data.mul_(2)),
+    "preserved": every(without_counting),
     "data_of_state_dict": lambda model: [v.data.mul_(2) for v in model.state_dict().values()],
 }
 SEEN = {
     "sgd": optimizer_step(torch.optim.SGD, weight_decay=0.5, momentum=0.9),
     "adamw_fused": optimizer_step(torch.optim.AdamW, fused=True),
     "in_place": every(lambda p: p.add_(1)),
+    "foreach": lambda model: torch.no_grad()(torch._foreach_mul_)(weights(model), 2.0),
+    "out": every(lambda p: torch.add(p.hp, 1, out=p)),
+    "copy_": every(lambda p: p.copy_(MasterWeightTensor(torch.randn(p.shape), p.config))),
+    "transposed": every(lambda p: p.mT[0].mul_(3)),
+    "hp_view": every(lambda p: p.hp.view(-1)[5:].fill_(2)),
     "data": every(lambda p: p.data.mul_(2)),
+    "data_of_data": every(lambda p: p.data.view(-1).data[3:].zero_()),
     "set_data": every(lambda p: setattr(p, "data", p.hp * 3)),
     "rows": every(lambda p: p[1:].fill_(0.5)),
+    "setitem": every(lambda p: p.__setitem__((slice(None), 2), 7.0)),
     "load": load(assign=False),
     "load_assigned": load(assign=True),
     "swap_tensors": swap,

@@ -42,17 +42,17 @@ def test_unknown_and_taken_names():
 
 
 @pytest.mark.parametrize(
-    ("fmt", "shape", "qdata", "scale"),
+    ("fmt", "shape", "qdata", "scale", "nbytes"),
     (
-        (FP8_1X128, (3, 129), (3, 129), (2, 3)),
-        (FP8_1X128, (5, 3, 129), (5, 3, 129), (5, 2, 3)),
-        (FP8_128X128, (129, 128), (129, 128), (2, 1)),
-        (NVFP4_1X16, (3, 17), (3, 9), (3, 2)),
-        (NVFP4_16X16, (7, 17, 33), (7, 17, 17), (7, 2, 3)),
-        (NVFP4_16X16, (0, 16), (0, 8), (0, 1)),
-        (FP8_1X128, (3, 0), (3, 0), (0, 3)),
+        (FP8_1X128, (3, 129), (3, 129), (2, 3), 3 * 129 + 4 * 6),
+        (FP8_1X128, (5, 3, 129), (5, 3, 129), (5, 2, 3), 5 * (3 * 129 + 4 * 6)),
+        (FP8_128X128, (129, 128), (129, 128), (2, 1), 129 * 128 + 4 * 2),
+        (NVFP4_1X16, (3, 17), (3, 9), (3, 2), 3 * 9 + 6 + 4),
+        (NVFP4_16X16, (7, 17, 33), (7, 17, 17), (7, 2, 3), 7 * (17 * 17 + 6) + 4),
+        (NVFP4_16X16, (0, 16), (0, 8), (0, 1), 4),
+        (FP8_1X128, (3, 0), (3, 0), (0, 3), 0),
     ),
-    ids=lambda p: p.name if isinstance(p, BlockFormat) else "x".join(map(str, p)),
+    ids=lambda p: p.name if isinstance(p, BlockFormat) else "x".join(map(str, p)) if isinstance(p, tuple) else str(p),
 )
-def test_shapes_of_payload_and_scales(fmt, shape, qdata, scale):
-    assert (fmt.qdata_shape(*shape), fmt.scale_shape(*shape)) == (qdata, scale)
+def test_shapes_of_payload_and_scales(fmt, shape, qdata, scale, nbytes):
+    assert (fmt.qdata_shape(*shape), fmt.scale_shape(*shape), fmt.nbytes(*shape)) == (qdata, scale, nbytes)

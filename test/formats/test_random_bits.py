@@ -1,4 +1,4 @@
-"""Philox, the bytes of blocks, and rounding by them: known answers, statistics, neighbors."""
+"""Philox, the bytes of blocks, and rounding by them: known answers, and neighbors by each of the 256 bytes."""
 
 from __future__ import annotations
 
@@ -40,15 +40,6 @@ def test_a_block_s_bytes_are_the_words_in_little_endian_order():
     assert torch.equal(block_bytes(torch.tensor([[signed]]), less, 1), made)
 
 
-@pytest.mark.parametrize("field", ("seed", "stream", "use", "block"))
-def test_other_numbers_are_other_bits(field):
-    def bits(seed=1, stream=2, use=3, block=4):
-        return block_bytes(torch.tensor(block), key_of(StochasticRounding(seed, stream, use), CPU), 0)
-
-    for value in (99, 2**31, 2**32 - 1, *((2**40, 2**63 - 1) if field in ("seed", "block") else ())):
-        assert not torch.equal(bits(**{field: value}), bits())
-
-
 def test_use_may_be_a_tensor():
     by_tensor, by_number = (key_of(StochasticRounding(2**64 - 1, 7, use), CPU) for use in (torch.tensor(9), 9))
     assert torch.equal(by_tensor, by_number)
@@ -58,14 +49,6 @@ def test_use_may_be_a_tensor():
 def test_numbers_of_more_bits_are_refused(numbers):
     with pytest.raises(ValueError, match="must be from 0 to 2"):
         key_of(StochasticRounding(*numbers), CPU)
-
-
-def test_bytes_are_uniform():
-    """Chi-square of 2^20 bytes over 256 values: mean 255, standard deviation 22.6."""
-    key = key_of(StochasticRounding(5, 6, 7), CPU)
-    counts = block_bytes(torch.arange(2**16), key, 0).flatten().bincount(minlength=256).double()
-    chi_square = ((counts - 4096) ** 2 / 4096).sum().item()
-    assert 255 - 4 * 22.6 < chi_square < 255 + 4 * 22.6
 
 
 def _decoded(y: torch.Tensor, random: torch.Tensor) -> torch.Tensor:

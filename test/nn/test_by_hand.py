@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from every_layer import Halves
 from helpers import (
     FP8,
     FULL,
@@ -26,22 +27,9 @@ from torch import nn
 from torchao.quantization import quantize_
 
 from torchao_blockwise import MasterWeightTensor, linears_and_experts
-from torchao_blockwise.nn import NormLinear, SwiGLUExperts, SwiGLUMLP, swiglu_linear
-
-pytestmark = pytest.mark.usefixtures("no_interpreter")
+from torchao_blockwise.nn import NormLinear, SwiGLUExperts, SwiGLUMLP
 
 WIDTH, HIDDEN = 130, 96
-
-
-class Halves(nn.Module):
-    """`swiglu_linear` of the halves of its input."""
-
-    def __init__(self, width: int, bias: bool):
-        super().__init__()
-        self.linear = nn.Linear(width // 2, WIDTH, bias=bias)
-
-    def forward(self, x):
-        return swiglu_linear(*x.chunk(2, -1), self.linear.weight, self.linear.bias)
 
 
 class Grouped(nn.Module):
@@ -82,7 +70,7 @@ DENSE = {
         lambda m, x, fused: m.down(swiglu(*m.gate_up(x).chunk(2, -1), fused)),
     ),
     "swiglu_linear": (
-        lambda k: Halves(k, bias=True),
+        lambda k: Halves(k, WIDTH, bias=True),
         lambda m, x, fused: m.linear(swiglu(*x.chunk(2, -1), fused)),
     ),
 }

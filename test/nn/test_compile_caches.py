@@ -16,7 +16,7 @@ if not dist.is_available():
     pytest.skip("needs torch.distributed", allow_module_level=True)
 
 import cached_graphs
-from cached_graphs import CASES, RECIPES, cases_of
+from cached_graphs import CASES, RECIPES
 
 import torchao_blockwise
 
@@ -24,7 +24,7 @@ PACKAGE = Path(torchao_blockwise.__file__).parent
 
 
 def run(cache: Path, *recipes: str, root: Path = PACKAGE.parent) -> dict:
-    """What a new process that imports the package from `root` printed."""
+    """Return the results of a new process that imports the package from `root`."""
     env = os.environ | {
         "TORCHINDUCTOR_CACHE_DIR": str(cache),
         "TORCHINDUCTOR_FX_GRAPH_CACHE": "1",
@@ -63,18 +63,18 @@ NOT_COMPILED = ("nvfp4_weight", "tensor_parallel")
 
 @pytest.mark.parametrize(
     ("recipe", "case"),
-    [(recipe, case) for recipe in RECIPES for case in cases_of(recipe) if (recipe, case) != NOT_COMPILED],
+    [(recipe, case) for recipe in RECIPES for case in CASES if (recipe, case) != NOT_COMPILED],
 )
 def test_a_graph_belongs_to_one_recipe(recipe, case, later):
     apart, *_ = later[recipe][case]
     assert apart == 0
 
 
-@pytest.mark.parametrize("case", CASES)
+# PyTorch finds no tensor parallel graph of another process, of plain layers neither.
+@pytest.mark.parametrize("case", [case for case in CASES if case != "tensor_parallel"])
 def test_the_same_recipe_finds_its_graphs(case, first, later):
-    (apart, hits, _), (_, hits_later, misses_later) = first["fp8"][case], later["fp8"][case]
-    # PyTorch 2.11 finds those of a linear layer for a tensor parallel one too, whose local product is the same.
-    assert apart == 0 and (hits_later > hits or misses_later == 0)
+    (apart, hits, _), (_, hits_later, _) = first["fp8"][case], later["fp8"][case]
+    assert apart == 0 and hits_later > hits
 
 
 def test_another_version_of_the_package_finds_none(cache, first, tmp_path):

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import copy
-import io
 import pickle
 
 import pytest
 import torch
-from helpers import FP8, NVFP4, every_recipe, mlp, replace
+from helpers import FP8, NVFP4, every_recipe, mlp, replace, saved_and_loaded
 from torch import fx, nn
 from torchao.quantization import quantize_
 
@@ -16,7 +15,6 @@ from torchao_blockwise import MasterWeightTensor
 from torchao_blockwise.nn.converted import ConvertedLinear, restore_class
 from torchao_blockwise.testing import assert_bitwise_equal
 
-pytestmark = pytest.mark.usefixtures("no_interpreter")
 X = torch.randn(3, 64, generator=torch.Generator().manual_seed(0))
 
 
@@ -84,22 +82,23 @@ def test_a_layer_with_its_own_forward_that_shares_the_weight():
     assert_bitwise_equal(model[1](X), 2 * model[0](X))
 
 
-@pytest.mark.parametrize("make", (lambda: nn.Linear(64, 64), lambda: Named(64, "mine")), ids=("linear", "subclass"))
+@pytest.mark.parametrize(
+    "make",
+    (lambda: nn.Linear(64, 64), lambda: Named(64, "mine"), lambda: Doubling(64, 64)),
+    ids=("linear", "subclass", "own_forward"),
+)
 def test_copies_and_pickles(make):
     layer = converted(make())
-    file = io.BytesIO()
-    torch.save(layer, file)
-    file.seek(0)
-    copies = (
+    expected = layer(X)
+    for twin in (
         copy.deepcopy(layer),
         copy.copy(layer),
         pickle.loads(pickle.dumps(layer)),
-        torch.load(file, weights_only=False),
-    )
-    for twin in copies:
+        saved_and_loaded(layer, weights_only=False),
+    ):
         assert type(twin) is type(layer) and isinstance(twin.weight, MasterWeightTensor)
         assert vars(twin).keys() == vars(layer).keys()
-        assert_bitwise_equal(twin(X), layer(X))
+        assert_bitwise_equal(twin(X), expected)
 
 
 def test_a_class_that_another_wrapper_derives_stays():

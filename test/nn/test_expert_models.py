@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import FP8, NVFP4, both_formats, replace, weight_calls
+from helpers import FP8, NVFP4, both_formats, weight_calls
 from products_by_hand import ProductsByHand
 from torch import nn
 from torchao.quantization import quantize_
 
-from torchao_blockwise import MasterWeightTensor, conversion_report, experts, linears_and_experts, skip_lm_head
+from torchao_blockwise import MasterWeightTensor, experts, linears_and_experts, skip_lm_head
 from torchao_blockwise.testing import assert_bitwise_equal, relative_error
 
-pytestmark = pytest.mark.usefixtures("no_interpreter", "fresh_dynamo")
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 COMMON = {
     "vocab_size": 128, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4,
@@ -32,7 +32,6 @@ OWN = {
     # Stores experts transposed, [E, K, N], and has biases.
     "GptOss": {"intermediate_size": 96, "num_local_experts": 4, "head_dim": 16},
 }  # fmt: skip
-EXPERTS = {"Mixtral": 4, "Qwen3Moe": 4, "DeepseekV3": 2, "GptOss": 4}
 IDS = torch.randint(0, 128, (2, 33), generator=torch.Generator().manual_seed(1))
 every_family = pytest.mark.parametrize("family", OWN)
 
@@ -65,18 +64,6 @@ def gradients(model, loss=loss_of) -> dict[str, torch.Tensor]:
 def converted(model, config, filter_fn=None) -> nn.Module:
     quantize_(model, config, filter_fn=linears_and_experts() & skip_lm_head() if filter_fn is None else filter_fn)
     return model
-
-
-@both_formats
-@every_family
-def test_the_filter_finds_experts_and_leaves_routers(config, family):
-    model = converted(hugging_face(family), config)
-    kinds = {name: isinstance(p, MasterWeightTensor) for name, p in model.named_parameters()}
-    found = [name for name, p in model.named_parameters() if p.dim() == 3]
-    assert len(found) == EXPERTS[family] and all(kinds[name] for name in found)
-    assert not any(kinds[name] for name in kinds if "router" in name or name.endswith("gate.weight"))
-    listed = {r.fqn: r for r in conversion_report(model).layers}
-    assert all(listed[name].status == "converted" and listed[name].shape[0] == 4 for name in found)
 
 
 def train(model, loss_of, calls_a_step: tuple[int, int]) -> list[float]:
@@ -119,7 +106,7 @@ def test_hugging_faces_experts_train(config, family, dtype):
 def test_implementations_agree(family):
     """A loop over experts with `F.linear` gives what grouped products give: blocks never reach over experts.
 
-    It takes the tokens of an expert in another order, which is that of the sums in its weight's gradient alone.
+    It takes the tokens of an expert in another order, which only changes the sums in its weight's gradient.
     """
     models = [converted(hugging_face(family, implementation), FP8) for implementation in ("grouped_mm", "eager")]
     grouped, eager = map(gradients, models)
@@ -129,20 +116,6 @@ def test_implementations_agree(family):
             assert relative_error(grouped[name], eager[name]) < 2 * IDS.numel() * 2.0**-24, name
         else:
             assert_bitwise_equal(grouped[name], eager[name], name)
-
-
-@both_formats
-@every_family
-def test_what_would_run_in_high_precision_raises(config, family):
-    """Batched products take a copy of an expert's weight a token."""
-    model = converted(hugging_face(family, "batched_mm"), config)
-    with pytest.raises(
-        NotImplementedError, match=r"bmm.*: model\.layers\.\d\.mlp\.experts.* would silently be used in high"
-    ):
-        loss_of(model)
-    model = converted(hugging_face(family, "batched_mm"), replace(config, master_weights=False))
-    with pytest.raises(NotImplementedError, match=r"index.Tensor: not exact on quantized data"):
-        loss_of(model)
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
@@ -212,30 +185,23 @@ def test_torchtitans_experts_train(config):
     assert losses == expected and losses[-1] < 0.3 * losses[0]
 
 
-@pytest.mark.skipif(not torch.distributed.is_available(), reason="needs torch.distributed")
 @both_formats
 @pytest.mark.parametrize("sharded", (False, True), ids=("plain", "dtensors"))
 @pytest.mark.parametrize("compiled", (False, True), ids=("eager", "compiled"))
-def test_torchtitans_experts_also_as_dtensors(config, compiled, sharded):
+def test_torchtitans_experts_also_as_dtensors(config, compiled, sharded, one_rank):
     """`to_local().bfloat16().transpose(-2, -1)`, as expert parallelism leaves them."""
-    import torch.distributed as dist
-    from torch.distributed.tensor import DTensor, Shard, init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
 
     whole, module = (converted(titan_moe().routed_experts.inner_experts, config, experts()) for _ in range(2))
     x, counts = torch.randn(40, 64), torch.tensor([7, 0, 30, 3])
     expected = gradients(whole, lambda m: m(x, counts).square().sum())
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        mesh = init_device_mesh("cpu", (1,))
-        for name, p in list(module.named_parameters()) if sharded else ():
-            local = DTensor.from_local(p.detach(), mesh, [Shard(0)], run_check=False)
-            setattr(module, name, nn.Parameter(local))
-        run = torch.compile(module, fullgraph=True, backend="aot_eager") if compiled else module
-        with weight_calls() as calls:
-            for _ in range(2):
-                got = gradients(module, lambda m: run(x, counts).square().sum())
-        assert (calls.quantize, calls.columnwise) == (2 * 4, 2)
-        for name in expected:
-            assert_bitwise_equal(got[name].to_local() if sharded else got[name], expected[name], name)
-    finally:
-        dist.destroy_process_group()
+    for name, p in list(module.named_parameters()) if sharded else ():
+        local = DTensor.from_local(p.detach(), one_rank, [Shard(0)], run_check=False)
+        setattr(module, name, nn.Parameter(local))
+    run = torch.compile(module, fullgraph=True, backend="aot_eager") if compiled else module
+    with weight_calls() as calls:
+        for _ in range(2):
+            got = gradients(module, lambda m: run(x, counts).square().sum())
+    assert (calls.quantize, calls.columnwise) == (2 * 4, 2)
+    for name in expected:
+        assert_bitwise_equal(got[name].to_local() if sharded else got[name], expected[name], name)

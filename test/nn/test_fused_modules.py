@@ -1,23 +1,29 @@
-"""MLPs that quantize their SwiGLU as they compute it: bits of `swiglu_linear`, and elsewhere the model's own code."""
+"""Fused modules: layers that share their input, MLPs that quantize SwiGLU as they compute it; bits of unfused ones."""
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import copy
+import inspect
+import weakref
 
 import pytest
 import torch
 import torch.nn.functional as F
 from every_layer import MLP
-from helpers import FP8, FP8_POW2, NVFP4, forward_backward, replace
-from shared_inputs import OPS, Counter, assert_same
+from helpers import FP8, FP8_POW2, NVFP4, both_formats, every_recipe, forward_backward, replace, saved_and_loaded
+from shared_inputs import FEATURES, OPS, VARIANTS, Attention, Counter, assert_same, attention, quantizations, tokens
 from torch import nn
 from torchao.quantization import quantize_
 
-from torchao_blockwise import weights_unchanged
+from torchao_blockwise import unconvert, weights_unchanged
 from torchao_blockwise.nn import swiglu_linear
-from torchao_blockwise.nn.fused_modules import fuse_class, why_not_shared, why_not_swiglu
+from torchao_blockwise.nn.converted import restore_class
+from torchao_blockwise.nn.fused_modules import FusedModule, fuse_class, why_not_shared, why_not_swiglu
+from torchao_blockwise.testing import assert_bitwise_equal
 
-pytestmark = pytest.mark.usefixtures("no_interpreter", "fresh_dynamo")
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 class RoundedOnce(MLP):
@@ -27,77 +33,37 @@ class RoundedOnce(MLP):
         return swiglu_linear(self.gate(x), self.up(x), self.down.weight, self.down.bias)
 
 
-def mlp(config, fused: bool = True, cls=MLP, **options) -> MLP:
+def mlp(config, dtype=torch.float32, fused: bool = True, cls=MLP, act: str = "act", **options) -> MLP:
     torch.manual_seed(0)
-    model = cls(**options)
+    model = cls(dtype=dtype, **options)
     quantize_(model, config)
     if fused:
-        fuse_class(model, ("gate", "up"), down="down", act="act")
+        fuse_class(model, ("gate", "up"), down="down", act=act)
     return model
 
 
-def tokens(*leading: int, dtype=torch.float32) -> torch.Tensor:
-    return torch.randn(*leading, 64, generator=torch.Generator().manual_seed(1)).to(dtype)
+# --- bits -------------------------------------------------------------------------------------------------------------
 
-
-@pytest.mark.parametrize("config", (FP8, FP8_POW2, replace(FP8, save_activations="high_precision")), ids=range(3))
-@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
-@pytest.mark.parametrize("autocast", (False, True), ids=("", "autocast"))
-@pytest.mark.parametrize("leading", ((3, 11), (0,), (256,)), ids=str)
-def test_bits_are_those_of_swiglu_linear(config, dtype, autocast, leading):
-    x = tokens(*leading, dtype=dtype)
-    with torch.autocast("cpu", torch.bfloat16) if autocast else contextlib.nullcontext():
-        expected = forward_backward(mlp(config, fused=False, cls=RoundedOnce, dtype=dtype), x)
-        assert_same(forward_backward(mlp(config, dtype=dtype), x), expected)
-
-
-def test_the_activation_is_quantized_as_it_is_computed():
-    model = mlp(FP8)
-    with Counter() as counter:
-        model(tokens(33)).sum().backward()
-    # The input, and in backward the gradients of three layers; h comes from the operation that computes it.
-    assert (counter.quantized, counter.ran[OPS.swiglu_quantize]) == (4, 1)
-
-
-def act_hook(model) -> None:
-    model.act.register_forward_hook(lambda module, args, out: out * 2)
-
-
-def halves(module, grad_input, grad_output):
-    return (grad_input[0] / 2,)
-
-
-CHANGES = {
-    "act_hook": (FP8, {}, act_hook, "act is a SiLU, or has hooks"),
-    "gelu": (FP8, {"act": nn.GELU}, lambda m: None, "act is a GELU, or has hooks"),
-    "nvfp4": (NVFP4, {}, lambda m: None, "down trains in NVFP4"),
-    "down_hook": (FP8, {}, lambda m: m.down.register_forward_pre_hook(lambda m, x: (x[0] * 2,)), "down has hooks"),
-    "backward_hook": (FP8, {}, lambda m: m.down.register_full_backward_hook(halves), "down has hooks"),
-    "wrapper": (FP8, {}, lambda m: setattr(m, "down", nn.Sequential(m.down, nn.ReLU())), "down is a Sequential"),
+DTYPES = {
+    "fp32": (torch.float32, torch.float32, None),
+    "bf16": (torch.bfloat16, torch.bfloat16, None),
+    "fp32_masters": (torch.float32, torch.bfloat16, torch.bfloat16),
+    "autocast": (torch.float32, torch.float32, torch.bfloat16),
 }
+# How a module is made, its width, and its class where it is not fused.
+MODULES = {"attention": (attention, FEATURES, Attention), "mlp": (mlp, 64, RoundedOnce)}
 
 
-@pytest.mark.parametrize(("config", "options", "change", "reason"), CHANGES.values(), ids=CHANGES)
-def test_elsewhere_the_models_own_code_runs_and_shares_the_input(config, options, change, reason):
-    results = []
-    for fused in (True, False):
-        model = mlp(config, fused=fused, **options)
-        change(model)
-        if fused:
-            assert why_not_swiglu(model).startswith(reason) and why_not_shared(model) is None
-        results.append(forward_backward(model, tokens(33)))
-    assert_same(*results)
-
-
-def test_a_weight_that_changes_while_it_stands_still_is_refused():
-    model = mlp(FP8)
-    # The scope sees it too where it ends.
-    with contextlib.suppress(RuntimeError), weights_unchanged(model):
-        model(tokens(33))
-        with torch.no_grad():
-            model.down.weight.mul_(2)
-        with pytest.raises(RuntimeError, match="down"):
-            model(tokens(33))
+@every_recipe
+@pytest.mark.parametrize(("make", "width", "unfused"), MODULES.values(), ids=MODULES)
+@pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
+@pytest.mark.parametrize(("dtypes", "leading"), zip(DTYPES.values(), ((3, 11), (2, 0), (1,), (256,))), ids=DTYPES)
+def test_bits_are_those_of_layers_that_share_nothing(config, make, width, unfused, variant, dtypes, leading):
+    masters, inputs, autocast = dtypes
+    config, x = replace(config, **variant), tokens(*leading, dtype=inputs, width=width)
+    with torch.autocast("cpu", autocast) if autocast else contextlib.nullcontext():
+        expected = forward_backward(make(config, masters, fused=False, cls=unfused), x)
+        assert_same(forward_backward(make(config, masters), x), expected)
 
 
 def test_an_activation_that_is_no_module():
@@ -105,7 +71,202 @@ def test_an_activation_that_is_no_module():
         def forward(self, x):
             return self.down(F.silu(self.gate(x)) * self.up(x))
 
-    model = mlp(FP8, fused=False, cls=Calls)
-    fuse_class(model, ("gate", "up"), down="down")
-    expected = forward_backward(mlp(FP8, fused=False, cls=RoundedOnce), tokens(33))
-    assert_same(forward_backward(model, tokens(33)), expected)
+    x = tokens(33, width=64)
+    expected = forward_backward(mlp(FP8, fused=False, cls=RoundedOnce), x)
+    assert_same(forward_backward(mlp(FP8, cls=Calls, act=""), x), expected)
+
+
+# --- what it saves ----------------------------------------------------------------------------------------------------
+
+
+@both_formats
+def test_one_quantization_of_the_input(config):
+    """Of four layers two read another activation in forward; backward quantizes the gradient of each."""
+    model, plain, x = attention(config), attention(config, fused=False), tokens(33).requires_grad_()
+    assert [quantizations(lambda m=m: m(x)) for m in (plain, model)] == [4, 2]
+    assert [quantizations(lambda m=m: m(x).sum().backward()) for m in (plain, model)] == [8, 6]
+
+
+@pytest.mark.parametrize("variant", (VARIANTS["default"], VARIANTS["high_precision"]), ids=("quantized", "input"))
+@both_formats
+def test_backward_keeps_one_copy_for_all(config, variant):
+    model, x, saved = attention(replace(config, **variant)), tokens(33).requires_grad_(), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        out = model(x)
+    copies = collections.Counter(t.untyped_storage().data_ptr() for t in saved if t.shape[-2:] in _inputs(model))
+    assert [*copies.values()] == [3]
+    out.sum().backward()
+
+
+def _inputs(model) -> list[torch.Size]:
+    """Shapes in which the input can be saved: itself, and the payload of its columnwise copy."""
+    fmt = model.q.weight.config.activation_format
+    return [torch.Size((33, FEATURES)), torch.Size(fmt.qdata_shape(FEATURES, 64))]
+
+
+class Watching(Counter):
+    """Knows the payload of the first rowwise copy."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if func.overloadpacket == OPS.quantize and self.quantized == 1:
+            self.rowwise = weakref.ref(result[0])
+        return result
+
+
+def test_the_rowwise_copy_goes_when_the_last_layer_has_taken_it():
+    held = []
+
+    class Holding(Attention):
+        def forward(self, x):
+            self.q(x), self.k(x)
+            held.append(watch.rowwise() is not None)
+            self.v(x)
+            held.append(watch.rowwise() is not None)
+
+    with torch.no_grad(), Watching() as watch:
+        attention(FP8, cls=Holding)(tokens(33))
+    assert held == [True, False]
+
+
+def test_swiglu_is_quantized_as_it_is_computed():
+    model = mlp(FP8)
+    with Counter() as counter:
+        model(tokens(33, width=64)).sum().backward()
+    # The input, and in backward the gradients of three layers; h comes from the operation that computes it.
+    assert (counter.quantized, counter.ran[OPS.swiglu_quantize]) == (4, 1)
+
+
+# --- where layers are not fused ---------------------------------------------------------------------------------------
+
+
+class Doubled(nn.Module):
+    """A wrapper that changes what it is given, in place."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x):
+        return self.layer(x.mul_(2))
+
+
+def own_forward(layer) -> None:
+    forward = layer.forward
+    layer.forward = lambda x: forward(x.mul_(2))
+
+
+def halves(module, grad_input, grad_output):
+    return (grad_input[0] / 2,)
+
+
+CHANGES = {
+    "pre_hook": (lambda m: m.q.register_forward_pre_hook(lambda _, args: (args[0].mul_(2),)), "q has hooks"),
+    "hook": (lambda m: m.k.register_forward_hook(lambda *_: None), "k has hooks"),
+    "own_forward": (lambda m: own_forward(m.q), "q has hooks, or a separate forward pass"),
+    "wrapper": (lambda m: setattr(m, "q", Doubled(m.q)), "q is a Doubled"),
+    "other_config": (lambda m: quantize_(m.v, FP8_POW2), "v and q have different configs"),
+    "not_converted": (lambda m: unconvert(m.v), "v is not converted"),
+    "plain_weight": (
+        lambda m: setattr(m.v, "weight", nn.Parameter(torch.ones(48, FEATURES))),
+        "the weight of v is a Parameter",
+    ),
+}
+CHANGES_OF_MLPS = {
+    "act_hook": (lambda m: m.act.register_forward_hook(lambda _, args, out: out * 2), "act is a SiLU, or has hooks"),
+    "gelu": (lambda m: setattr(m, "act", nn.GELU()), "act is a GELU, or has hooks"),
+    "nvfp4": (lambda m: quantize_(m, NVFP4), "down trains in NVFP4"),
+    "down_hook": (lambda m: m.down.register_forward_pre_hook(lambda _, x: (x[0] * 2,)), "down has hooks"),
+    "backward_hook": (lambda m: m.down.register_full_backward_hook(halves), "down has hooks"),
+    "down_wrapper": (lambda m: setattr(m, "down", nn.Sequential(m.down, nn.ReLU())), "down is a Sequential"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*was converted to low precision")
+@pytest.mark.parametrize("name", [*CHANGES, *CHANGES_OF_MLPS])
+def test_what_is_not_fused_has_the_bits_of_before(name):
+    """Whatever else sees the input, changes it or takes its place: nothing is taken of an input that is another."""
+    change, reason = (CHANGES | CHANGES_OF_MLPS)[name]
+    make, width, _ = MODULES["attention" if name in CHANGES else "mlp"]
+    results = []
+    for fused in (True, False):
+        model = make(FP8, fused=fused)
+        change(model)
+        if fused:
+            reasons = why_not_shared(model), why_not_swiglu(model) if make is mlp else None
+            assert [r.startswith(reason) for r in reasons if r is not None] == [True]
+        x = tokens(33, width=width).requires_grad_()
+        # What changes its input in place may not change a leaf.
+        out = model(x.clone())
+        out.sum().backward()
+        results.append((out.detach(), x.grad, *(p.grad for p in model.parameters())))
+        with torch.no_grad():
+            compiled = torch.compile(model, backend="aot_eager", fullgraph=name != "backward_hook")
+            assert_bitwise_equal(compiled(tokens(33, width=width)), out)
+    assert_same(*results)
+
+
+def test_a_weight_that_changes_while_it_stands_still_is_refused():
+    model, x = mlp(FP8), tokens(33, width=64)
+    # The scope sees it too where it ends.
+    with contextlib.suppress(RuntimeError), weights_unchanged(model):
+        model(x)
+        with torch.no_grad():
+            model.down.weight.mul_(2)
+        with pytest.raises(RuntimeError, match="down"):
+            model(x)
+
+
+def test_backward_hooks_of_layers_run():
+    model, plain, calls = attention(FP8), attention(FP8, fused=False), []
+    model.k.register_full_backward_hook(lambda *_: calls.append("after"))
+    model.q.register_full_backward_pre_hook(lambda *_: calls.append("before"))
+    assert_same(forward_backward(model, tokens(33)), forward_backward(plain, tokens(33)))
+    assert sorted(calls) == ["after", "before"]
+
+
+class TwiceOrAnother(Attention):
+    """Reads its input more often than it has layers, and another tensor too."""
+
+    def forward(self, x):
+        q = self.q(x) + self.q(x)
+        return self.o(q * torch.cat((self.k(x.detach() * 2), self.v(x)), -1))
+
+
+def test_each_layer_is_given_what_it_is_called_with():
+    model, plain = (attention(FP8, fused=fused, cls=TwiceOrAnother) for fused in (True, False))
+    assert_same(forward_backward(model, tokens(33)), forward_backward(plain, tokens(33)))
+    assert quantizations(lambda: model(tokens(33))) == 3
+
+
+@pytest.mark.parametrize("x", (torch.ones(3, FEATURES, dtype=torch.int64), torch.ones(3, 7)), ids=("integers", "K"))
+def test_errors_are_those_of_the_layer(x):
+    messages = []
+    for fused in (True, False):
+        with pytest.raises((TypeError, ValueError), match="linear: x") as error:
+            attention(FP8, fused=fused)(x)
+        messages.append(str(error.value))
+    assert messages[0] == messages[1]
+
+
+# --- what the module is -----------------------------------------------------------------------------------------------
+
+
+def test_the_module_is_of_its_class_and_can_be_what_it_was():
+    model = attention(FP8)
+    assert isinstance(model, FusedModule) and isinstance(model, Attention)
+    assert type(model).__name__ == "Attention" and type(model).__module__ == Attention.__module__
+    assert inspect.signature(type(model).forward) == inspect.signature(Attention.forward)
+    restore_class(model)
+    plain = attention(FP8, fused=False)
+    assert type(model) is Attention and vars(model).keys() == vars(plain).keys()
+    assert vars(model.q).keys() == vars(plain.q).keys()
+
+
+@pytest.mark.parametrize("copied", (copy.deepcopy, lambda m: saved_and_loaded(m, False)), ids=("deepcopy", "file"))
+def test_copies_share_by_themselves(copied):
+    model = attention(FP8)
+    other = copied(model)
+    assert why_not_shared(other) is None
+    assert quantizations(lambda: other(tokens(33))) == 2
+    assert_same(forward_backward(other, tokens(33)), forward_backward(model, tokens(33)))

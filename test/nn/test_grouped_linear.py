@@ -13,8 +13,6 @@ from torchao_blockwise import BlockwiseFP8Tensor, MasterWeightTensor, NVFP4Tenso
 from torchao_blockwise.nn import grouped_linear
 from torchao_blockwise.testing import assert_bitwise_equal, sqnr
 
-pytestmark = pytest.mark.usefixtures("no_interpreter")
-
 NAMES = ("output", "grad_input", "grad_weight")
 
 
@@ -194,6 +192,10 @@ ERRORS = {
     "ends_values": (lambda w: F.grouped_mm(X, w.mT, offs=ENDS.flip(0).contiguous()), ValueError, "must not decrease"),
     "ends_beyond": (lambda w: F.grouped_mm(X[:8], w.mT, offs=ENDS), ValueError, r"must lie in \[0, 8\]"),
     "experts": (lambda w: F.grouped_mm(X, w.mT, offs=ENDS[1:]), ValueError, "3"),
+    "one_row_blocks": (
+        lambda w: F.grouped_mm(X, NVFP4Tensor.from_hp(weight(3, 40, 72), block_size=(1, 16)).mT, offs=ENDS),
+        ValueError, r"blocks of \(1, 16\) cannot be transposed .* block_size=\(16, 16\)",
+    ),
 }  # fmt: skip
 
 
@@ -203,12 +205,6 @@ def test_wrong_inputs(call, error, message, kind):
     hp = weight(3, 40, 72)
     with pytest.raises(error, match=message):
         call(MasterWeightTensor(hp, FP8) if kind == "master" else BlockwiseFP8Tensor.from_hp(hp))
-
-
-def test_one_row_blocks_are_no_weight():
-    w = NVFP4Tensor.from_hp(weight(3, 40, 72), block_size=(1, 16))
-    with pytest.raises(ValueError, match=r"blocks of \(1, 16\) cannot be transposed .* block_size=\(16, 16\)"):
-        F.grouped_mm(X, w.mT, offs=ENDS)
 
 
 def test_a_weight_whose_cast_is_multiplied_may_not_change_before_backward():

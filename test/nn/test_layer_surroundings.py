@@ -15,7 +15,7 @@ from torchao_blockwise.nn import grouped_linear
 from torchao_blockwise.nn.activations import observe
 from torchao_blockwise.testing import assert_bitwise_equal
 
-pytestmark = pytest.mark.usefixtures("no_interpreter", "fresh_dynamo")
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 def matrices(layer) -> dict[str, nn.Parameter]:

@@ -1,211 +1,131 @@
-"""What lives at each operation of a step, in exact bytes: a copy that outlives its use by one operation is seen."""
+"""Live memory of a step: nothing that no later operation reads, and the bytes that are saved for backward."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import pytest
 import torch
+from every_layer import CONFIGS, Halves, make, tokens
 from helpers import FP8, replace
 from live_memory import LiveMemory
 from torch import nn
 from torchao.quantization import quantize_
 
-from torchao_blockwise import NormLinear
-from torchao_blockwise.conversion import linears_and_experts
-from torchao_blockwise.nn import SwiGLUExperts, SwiGLUMLP, grouped_linear, swiglu_linear
-from torchao_blockwise.nn.activations import NormInput
+from torchao_blockwise.diagnostics.live_memory import _PRODUCTS, plain_tensors, storage_of
 from torchao_blockwise.nn.gemms import AmaxGroups, GemmSpec, weight_comes_first
 from torchao_blockwise.ops.groups.ends import padded_tokens
 from torchao_blockwise.ops.padding import padded_size
 
-pytestmark = pytest.mark.usefixtures("no_interpreter")
 
-T, E, D, H = 300, 3, 256, 144
-ENDS = (100, 100, 290)
-MODES = {
-    "master": {},
-    "no_master": {"master_weights": False},
-}
+class Trace(LiveMemory):
+    """`operations` gets (name, ids of the storages that it reads, ids of those that live when it is done)."""
 
-
-class Op(NamedTuple):
-    """An operation of a step: what is there before, which it may read or not, and what it makes.
-
-    weight: whose quantized copy it takes, in the direction "forward" or "backward".
-    """
-
-    name: str
-    before: str
-    made: str
-    weight: str = ""
-    direction: str = ""
-
-
-def linear_step(quantize: str, matmul: str, weight_first: bool = False) -> list[Op]:
-    products = [
-        Op(matmul, "x.col y dy.row dy.col", "dx", "w", "backward"),
-        Op("grad_weight", "x.col y dx dy.col", "grad_w"),
-    ]
-    if weight_first:
-        products = [
-            Op("grad_weight", "x.col y dy.row dy.col", "grad_w"),
-            Op(matmul, "y grad_w dy.row", "dx", "w", "backward"),
-        ]
-    return [
-        Op(quantize, "", "x.row x.col"),
-        Op(matmul, "x.row x.col", "y", "w", "forward"),
-        Op("between", "x.col y", ""),
-        Op(quantize, "x.col y", "dy.row dy.col"),
-        *products,
-        Op("after", "y dx grad_w", ""),
-    ]
-
-
-def mlp_step(quantize: str, matmul: str) -> list[Op]:
-    return [
-        Op(quantize, "", "x.row x.col"),
-        Op(matmul, "x.row x.col", "gate_up", "gate_up_w", "forward"),
-        Op("swiglu_quantize", "x.col gate_up", "h.row h.col"),
-        Op(matmul, "x.col gate_up h.row h.col", "y", "down_w", "forward"),
-        Op("between", "x.col gate_up h.col y", ""),
-        Op(quantize, "x.col gate_up h.col y", "dy.row dy.col"),
-        Op("grad_weight", "x.col gate_up h.col y dy.row dy.col", "grad_down"),
-        Op(matmul, "x.col gate_up y grad_down dy.row", "dh", "down_w", "backward"),
-        Op("swiglu_backward_quantize", "x.col gate_up y grad_down dh", "dgate_up.row dgate_up.col"),
-        Op(matmul, "x.col y grad_down dgate_up.row dgate_up.col", "dx", "gate_up_w", "backward"),
-        Op("grad_weight", "x.col y grad_down dx dgate_up.col", "grad_gate_up"),
-        Op("after", "y grad_down dx grad_gate_up", ""),
-    ]
-
-
-NORM_STEP = [
-    Op("norm_statistics", "", "rstd"),
-    Op("norm_quantize", "rstd", "x.row x.col"),
-    Op("matmul", "rstd x.row x.col", "y", "w", "forward"),
-    Op("between", "rstd x.col y", ""),
-    Op("quantize_both", "rstd x.col y", "dy.row dy.col"),
-    Op("grad_weight", "rstd x.col y dy.row dy.col", "grad_w"),
-    Op("matmul", "rstd y grad_w dy.row", "dnorm", "w", "backward"),
-    # PyTorch's.
-    Op("norm_backward", "rstd y grad_w dnorm", ""),
-    Op("after", "y grad_w dx grad_norm", ""),
-]
-SWIGLU_STEP = [
-    Op("swiglu_quantize", "", "h.row h.col"),
-    Op("matmul", "h.row h.col", "y", "w", "forward"),
-    Op("between", "h.col y", ""),
-    Op("quantize_both", "h.col y", "dy.row dy.col"),
-    Op("grad_weight", "h.col y dy.row dy.col", "grad_w"),
-    Op("matmul", "y grad_w dy.row", "dh", "w", "backward"),
-    Op("swiglu_backward", "y grad_w dh", "dgate dup"),
-    Op("after", "y grad_w dgate dup", ""),
-]
-
-
-def sizes(tokens: int, n: int, k: int, experts: int) -> dict[str, int]:
-    """Bytes of everything that a step names, in bf16 and FP8, where it takes k features and gives n."""
-    fmt, weight_format, lead = FP8.activation_format, FP8.weight_format, (experts,) if experts else ()
-    width = padded_tokens(tokens, experts, fmt.block[1]) if experts else padded_size(tokens)
-    widths = {"x": k, "h": H, "dy": n, "dgate_up": 2 * H}
-    weights = {"w": (n, k), "gate_up_w": (2 * H, D), "down_w": (D, H)}
-    found = {f"{name}.row": fmt.nbytes(tokens, n) for name, n in widths.items()}
-    found |= {f"{name}.col": fmt.nbytes(n, width) for name, n in widths.items()}
-    found |= {f"{name}.row": weight_format.nbytes(*lead, n, k) for name, (n, k) in weights.items()}
-    found |= {f"{name}.col": weight_format.nbytes(*lead, k, n) for name, (n, k) in weights.items()}
-    gradients = {"grad_w": "w", "grad_gate_up": "gate_up_w", "grad_down": "down_w"}
-    element = torch.bfloat16.itemsize
-    found |= {name: element * max(experts, 1) * weights[w][0] * weights[w][1] for name, w in gradients.items()}
-    activations = {"y": n, "dx": k, "dnorm": k, "gate_up": 2 * H, "dh": H, "dgate": H, "dup": H}
-    found |= {name: element * tokens * n for name, n in activations.items()}
-    return found | {"rstd": torch.float32.itemsize * tokens, "grad_norm": element * k}
-
-
-def expected(step: list[Op], mode: str, size: dict[str, int]) -> list[tuple[str, int]]:
-    """(name, bytes that live) of each operation, those that make a weight's copy too."""
-    found = []
-
-    def live(names) -> int:
-        return sum(size[name] for name in names)
-
-    for op in step:
-        before, made, copies = op.before.split(), op.made.split(), []
-        # A Parameter that is quantized has its rowwise copy, and only that.
-        if op.direction == "backward" or (op.direction == "forward" and mode == "master"):
-            copies = [f"{op.weight}.{'col' if op.direction == 'backward' else 'row'}"]
-            found.append(("quantize" if mode == "master" else "transpose", live((*before, *copies))))
-        found.append((op.name, live((*before, *copies, *made))))
-    return found
-
-
-def watched(call, inputs: list[torch.Tensor], dy: torch.Tensor) -> list[tuple[str, int]]:
-    """The same of a step of `call`, as it runs; y is held to its end, as by the caller of `backward`."""
-    norm_backward = NormInput.backward
-    with LiveMemory() as memory, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(NormInput, "backward", lambda *args: (memory.note("norm_backward"), norm_backward(*args))[1])
-        y = call(*inputs)
-        memory.note("between")
-        y.backward(dy)
-        memory.note("after")
-    return [(step.name, step.nbytes) for step in memory.steps if "::" not in step.name]
-
-
-def converted(module: nn.Module, mode: str) -> nn.Module:
-    quantize_(module.bfloat16(), replace(FP8, **MODES[mode]), filter_fn=linears_and_experts())
-    return module
-
-
-class Expert(nn.Module):
-    def __init__(self, *shape: int):
+    def __init__(self):
         super().__init__()
-        self.weight = nn.Parameter(torch.randn(shape))
+        self.operations: list[tuple[str, set[int], set[int]]] = []
+        # Keep the references, whose ids would be used again.
+        self._refs: dict[int, object] = {}
+        self._reads: set[int] = set()
 
-    def forward(self, x, ends):
-        return grouped_linear(x, self.weight, ends)
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        read = [self._made.get(storage_of(x)) for x in plain_tensors([*args, *(kwargs or {}).values()])]
+        self._reads = set() if func in _PRODUCTS else {id(made[0]) for made in read if made is not None}
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
-
-def linear_of(n):
-    return lambda mode: converted(nn.Linear(D, n, bias=False), mode)
-
-
-def norm_linear_of(mode):
-    return converted(NormLinear(D, D), mode)
-
-
-def swiglu_linear_of(mode):
-    layer = converted(nn.Linear(H, D, bias=False), mode)
-    return lambda gate, up: swiglu_linear(gate, up, layer.weight)
-
-
-def experts_of(make):
-    def call_of(mode):
-        module, ends = converted(make(), mode), torch.tensor(ENDS, dtype=torch.int32)
-        return lambda x: module(x, ends)
-
-    return call_of
+    def note(self, name: str) -> None:
+        super().note(name)
+        live = {id(ref): ref for ref, *_ in self._made.values()}
+        self._refs |= live
+        self.operations.append((name, self._reads, set(live)))
+        self._reads = set()
 
 
-DENSE, GROUPED = ("quantize_both", "matmul"), ("quantize_both", "grouped_matmul")
-# More features than tokens.
-WIDE = 320
-# (step, mode -> what takes the inputs, their number, features of each, features of y, experts)
-LAYERS = {
-    "linear": (linear_step(*DENSE, weight_first=True), linear_of(D), 1, D, D, 0),
-    "wide_linear": (linear_step(*DENSE), linear_of(WIDE), 1, D, WIDE, 0),
-    "norm_linear": (NORM_STEP, norm_linear_of, 1, D, D, 0),
-    "swiglu_linear": (SWIGLU_STEP, swiglu_linear_of, 2, H, D, 0),
-    "swiglu_mlp": (mlp_step(*DENSE), lambda mode: converted(SwiGLUMLP(D, H), mode), 1, D, D, 0),
-    "grouped_linear": (linear_step(*GROUPED), experts_of(lambda: Expert(E, D, D)), 1, D, D, E),
-    "swiglu_experts": (mlp_step(*GROUPED), experts_of(lambda: SwiGLUExperts(E, D, H)), 1, D, D, E),
+def traced(layer, x) -> Trace:
+    layer.zero_grad()
+    dy = torch.ones_like(layer(x))
+    with Trace() as trace:
+        y = layer(x)
+        trace.note("between")
+        if y.requires_grad:
+            y.backward(dy)
+        trace.note("after")
+    results = [t for t in (y, x.grad, *(p.grad for p in layer.parameters())) if t is not None]
+    assert trace.steps[-1].nbytes == sum({t.untyped_storage().data_ptr(): t.nbytes for t in results}.values())
+    return trace
+
+
+def layer_of(name: str, config) -> nn.Module:
+    if name != "swiglu_linear":
+        return make(name, config, torch.bfloat16)
+    layer = Halves(64, 48, bias=False).bfloat16()
+    quantize_(layer, config)
+    return layer
+
+
+def inputs(name: str, count: int = 33) -> torch.Tensor:
+    return tokens(name, count).bfloat16().requires_grad_()
+
+
+# In NVFP4 a norm and SwiGLU are operations of PyTorch, whose results models hold.
+LAYERS = dict.fromkeys(("linear", "grouped"), (*CONFIGS,)) | dict.fromkeys(
+    ("norm_linear", "layer_norm_linear", "swiglu_linear", "swiglu_mlp", "experts"),
+    ("fp8", "squares", "high_precision", "quantized_weight"),
+)
+
+
+@pytest.mark.parametrize(("name", "config"), [(name, config) for name, configs in LAYERS.items() for config in configs])
+def test_nothing_lives_that_no_later_operation_reads(name, config):
+    """Besides the results: a copy that outlives its use by one operation is seen."""
+    layer = layer_of(name, CONFIGS[config])
+    # With more tokens than features another order.
+    for count in (33, 300):
+        operations = traced(layer, inputs(name, count)).operations
+        *_, (_, _, wanted) = operations
+        for i, (operation, reads, live) in [*enumerate(operations)][:0:-1]:
+            wanted = wanted | reads
+            made_before = operations[i - 1][2]
+            assert "::" in operation or live & made_before <= wanted, f"{i}: {operation}"
+
+
+WEIGHT_FIRST, WEIGHT_LAST = "grad_weight quantize matmul", "quantize matmul grad_weight"
+SWIGLU = "quantize_both quantize matmul swiglu_quantize quantize matmul"
+ORDERS = {
+    "linear": f"quantize_both quantize matmul between quantize_both {WEIGHT_LAST}",
+    "norm_linear": f"norm_statistics norm_quantize quantize matmul between quantize_both {WEIGHT_FIRST}",
+    "swiglu_mlp": f"{SWIGLU} between quantize_both {WEIGHT_FIRST} swiglu_backward_quantize {WEIGHT_LAST}",
+}
+ORDERS |= {
+    "grouped": ORDERS["linear"].replace("matmul", "grouped_matmul"),
+    "experts": ORDERS["swiglu_mlp"].replace("matmul", "grouped_matmul"),
+    "swiglu_linear": f"swiglu_quantize quantize matmul between quantize_both {WEIGHT_FIRST} swiglu_backward",
 }
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize(("step", "call_of", "inputs", "k", "n", "experts"), LAYERS.values(), ids=LAYERS)
-def test_nothing_lives_longer_than_it_must(step, call_of, inputs, k, n, experts, mode):
-    xs = [torch.randn(T, k, dtype=torch.bfloat16, requires_grad=True) for _ in range(inputs)]
-    got = watched(call_of(mode), xs, torch.ones(T, n, dtype=torch.bfloat16))
-    assert got == expected(step, mode, sizes(T, n, k, experts))
+@pytest.mark.parametrize(("name", "order"), ORDERS.items(), ids=ORDERS)
+def test_the_order_of_operations(name, order):
+    steps = traced(layer_of(name, FP8), inputs(name)).steps
+    assert [step.name for step in steps if "::" not in step.name] == [*order.split(), "after"]
+
+
+# Features of the columnwise copies, and other bytes that are saved: statistics of a norm, (gate | up) of an MLP.
+SAVED = {"linear": ([64], 0), "norm_linear": ([64], 4 * 33), "layer_norm_linear": ([64], 8 * 33), "grouped": ([64], 0),
+         "swiglu_mlp": ([64, 160], 2 * 33 * 320), "experts": ([64, 96], 2 * 33 * 192)}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "features", "others"), [(name, *row) for name, row in SAVED.items()], ids=SAVED)
+@pytest.mark.parametrize("trained", (True, False), ids=("trained", "frozen"))
+@pytest.mark.parametrize("save", ("quantized", "high_precision"))
+def test_what_is_saved_for_backward(name, features, others, trained, save):
+    """Copies, or only the input itself; nothing but what the gradient of the input needs of a frozen layer."""
+    layer = layer_of(name, replace(FP8, save_activations=save)).requires_grad_(trained)
+    x, fmt = inputs(name), FP8.activation_format
+    width = padded_tokens(33, 3, fmt.block[1]) if name in ("experts", "grouped") else padded_size(33)
+    copies = sum(fmt.nbytes(n, width) for n in features) if trained and save == "quantized" else 0
+    nbytes = {step.name: step.nbytes for step in traced(layer, x).steps}
+    y = layer(x)
+    assert nbytes["between"] == y.nbytes + others + copies
+    # And nothing where nothing needs a gradient.
+    nbytes = {step.name: step.nbytes for step in traced(layer.requires_grad_(False), x.detach()).steps}
+    assert nbytes["between"] == y.nbytes
 
 
 def test_linear_multiplies_first_what_leaves_less():

@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from every_layer import Grouped
 from helpers import FP8, Tied, both_formats, mlp, replace
 from torch import nn
 from torchao.quantization import quantize_
@@ -13,31 +14,17 @@ from torchao.quantization import quantize_
 from torchao_blockwise import MasterWeightTensor, linears_and_experts
 from torchao_blockwise.testing import assert_bitwise_equal
 
-pytestmark = pytest.mark.usefixtures("no_interpreter")
-
-
-class Experts(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.w = nn.Linear(64, 64), nn.Parameter(torch.randn(3, 64, 64) / 8)
-
-    def forward(self, x):
-        return torch.nn.functional.grouped_mm(self.first(x), self.w.transpose(-2, -1), offs=self.ends())
-
-    def ends(self):
-        return torch.tensor([4, 8, 16], dtype=torch.int32)
-
 
 def converted(kind: str, config) -> nn.Module:
     torch.manual_seed(0)
-    model = {"linear": mlp, "experts": Experts, "tied": Tied}[kind]()
+    model = {"linear": mlp, "experts": Grouped, "tied": Tied}[kind]()
     quantize_(model, config, filter_fn=linears_and_experts())
     return model
 
 
 def run(model) -> torch.Tensor:
-    x = torch.arange(16) if isinstance(model, Tied) else torch.randn(16, 64, generator=torch.Generator().manual_seed(1))
-    # A second holder of each weight, beside what its layer saves: a penalty.
+    x = torch.arange(33) if isinstance(model, Tied) else torch.randn(33, 64, generator=torch.Generator().manual_seed(1))
+    # A second holder of each weight, next to its layer, which saves it: a penalty.
     dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
     out = model(x if isinstance(model, Tied) else x.to(dtype)).sum()
     return out + sum(p.square().sum() for p in model.parameters() if isinstance(p, MasterWeightTensor))
@@ -104,7 +91,7 @@ def test_switches_of_pytorch_change_nothing(future, kind, masters):
     if kind == "tied" and not masters:
         return
     if kind == "tied" and future == "overwrite":
-        pytest.skip("PyTorch then gives each module a Parameter of its own, and unties plain ones too")
+        pytest.skip("PyTorch then gives each module a separate Parameter, and unties plain ones too")
     model = converted(kind, replace(FP8, master_weights=masters))
     weights = [p for p in model.parameters() if type(p) is not nn.Parameter]
     out = torch.zeros(()) if future == "swap" or kind == "tied" else run(model)

@@ -13,8 +13,6 @@ from torchao_blockwise import NormLinear, ops
 from torchao_blockwise.nn.activations import NormInput
 from torchao_blockwise.testing import relative_error
 
-pytestmark = pytest.mark.usefixtures("no_interpreter")
-
 kinds = pytest.mark.parametrize("kind", ("rms", "layer"))
 EPS = 1e-5
 

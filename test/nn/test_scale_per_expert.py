@@ -1,4 +1,4 @@
-"""Experts with tensor scales of their own: what one computes does not depend on the others, and what cannot be."""
+"""Experts with separate tensor scales: what one computes does not depend on the others, and what cannot be."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from torchao_blockwise.distributed import MasterWeightOptimizer
 from torchao_blockwise.nn import SwiGLUExperts
 from torchao_blockwise.testing import assert_bitwise_equal, assert_operands_equal
 
-pytestmark = pytest.mark.usefixtures("no_interpreter")
 CONFIG = replace(PER_EXPERT, stochastic_rounding=False)
 ENDS = torch.tensor([20, 20, 55, 64], dtype=torch.int32)
 

@@ -15,8 +15,6 @@ from torchao_blockwise import NVFP4Tensor, experts
 from torchao_blockwise.nn import SwiGLUExperts, grouped_linear, permute, swiglu_experts, unpermute
 from torchao_blockwise.testing import relative_error
 
-pytestmark = pytest.mark.usefixtures("no_interpreter")
-
 DIM, HIDDEN = 64, 96
 # Ends of the groups, and tokens.
 ROUTINGS = {"ragged": ((5, 140, 150), 150), "tail": ((0, 4, 9), 40), "nobody": ((0, 0), 6), "no_token": ((0, 0), 0)}
@@ -54,6 +52,11 @@ def test_each_weight_keeps_its_recipe():
         return grouped_linear(SwiGLU.apply(*gate_up.chunk(2, 1)), module.down, ends)
 
     assert_same_tensors(results_of(module, *inputs), results_of(module, *inputs, composed))
+
+
+def test_it_is_made_on_a_device_in_a_dtype():
+    made = SwiGLUExperts(2, 8, 4, device="meta", dtype=torch.bfloat16)
+    assert {(p.device.type, p.dtype) for p in made.parameters()} == {("meta", torch.bfloat16)}
 
 
 # --- in high precision ------------------------------------------------------------------------------------------------

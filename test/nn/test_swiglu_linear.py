@@ -13,8 +13,6 @@ from torchao_blockwise import BlockwiseFP8Tensor, MasterWeightTensor
 from torchao_blockwise.nn import SwiGLUMLP, swiglu_linear
 from torchao_blockwise.testing import assert_bitwise_equal, relative_error
 
-pytestmark = pytest.mark.usefixtures("no_interpreter")
-
 
 def test_other_weights_run_pytorchs_operations():
     gate, up, w = tokens(9, 48), tokens(9, 48, seed=4), tokens(40, 48)

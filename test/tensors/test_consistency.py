@@ -16,9 +16,8 @@ from torch import nn
 from torchao_blockwise import BlockwiseFP8Tensor, NVFP4Tensor, ops
 from torchao_blockwise.tensors import QuantizedShard
 from torchao_blockwise.tensors.fsdp import ShardLayout
+from torchao_blockwise.tensors.quantized import _rebuild, as_bits
 from torchao_blockwise.testing import assert_bitwise_equal
-
-pytestmark = pytest.mark.usefixtures("no_interpreter")
 
 SHAPE = (130, 141)
 LAYOUT = ShardLayout("w", SHAPE, torch.float32, 0, 1, 2, FP8)
@@ -89,7 +88,7 @@ def test_parts_of_one_tensor_are_taken(kind):
 
 @pytest.mark.parametrize(("kind", "name", "change", "error"), DAMAGE.values(), ids=DAMAGE)
 def test_parts_that_do_not_fit_are_refused(kind, name, change, error):
-    """By constructors, which loads call, and where compilers make tensors."""
+    """By constructors, where compilers make tensors, and in files: kernels take sizes from the payload."""
     parts = parts_of(kind)
     parts[name] = change(parts[name])
     with pytest.raises((TypeError, ValueError), match=f"^{CLASSES[kind].__name__}: .*{error}"):
@@ -97,6 +96,10 @@ def test_parts_that_do_not_fit_are_refused(kind, name, change, error):
     tensors = {n: parts.pop(n) for n in ("qdata", "scale", "global_scale") if n in parts}
     with pytest.raises((TypeError, ValueError), match=error):
         CLASSES[kind].__tensor_unflatten__(tensors, parts, None, None)
+    if not any(type(t) is not torch.Tensor or t.is_meta for t in tensors.values()):
+        bits = {n: (as_bits(t), t.dtype) for n, t in tensors.items()}
+        with pytest.raises((TypeError, ValueError), match=error):
+            saved_and_loaded(Written(_rebuild, CLASSES[kind], bits, parts, {}, False))
 
 
 @pytest.mark.parametrize("kind", CLASSES)

@@ -8,10 +8,8 @@ from expecttest import assert_expected_inline
 from helpers import FP8, NVFP4, master, weight
 from torch import nn
 
-from torchao_blockwise import BlockwiseFP8Tensor, MasterWeightTensor, weights_unchanged
+from torchao_blockwise import BlockwiseFP8Tensor, MasterWeightTensor
 from torchao_blockwise.testing import assert_bitwise_equal
-
-pytestmark = pytest.mark.usefixtures("no_interpreter")
 
 INITS = {
     "kaiming_uniform_": lambda w: nn.init.kaiming_uniform_(w, a=5**0.5),
@@ -125,16 +123,3 @@ def test_prints():
         str(gemm.value),
         """aten.mm.default: a converted weight would silently be used in high precision; for low precision, call torch.nn.functional.linear (or nn.Linear; grouped_mm for experts, in transformers model.set_experts_implementation("grouped_mm")); for high precision, use weight.hp, or exclude the layer (filter_fn=skip_fqns(...)); for an optimizer that does this, convert with master_weights=False and use torchao_blockwise.distributed.MasterWeightOptimizer""",  # noqa: E501
     )
-
-
-def test_quantized_bytes_are_those_that_are_kept():
-    model, nbytes = nn.Module(), FP8.weight_format.nbytes(256, 256)
-    model.weight = parameter = master(256, 256)
-    for keep, kept in (("rowwise", nbytes), ("both", 2 * nbytes)):
-        with weights_unchanged(model, keep=keep):
-            for _ in range(2):
-                parameter.quantized()
-                parameter.quantized(columnwise=True)
-            assert parameter.quantized_bytes == parameter.detach().quantized_bytes == kept
-        parameter.quantized(columnwise=True)
-        assert parameter.quantized_bytes == 0

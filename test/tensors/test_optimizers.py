@@ -1,71 +1,93 @@
-"""Optimizer steps on master weights, eager and compiled: the values of plain weights, and as many graph breaks."""
+"""Steps of optimizers on master weights: values and graph breaks of plain weights, and what docs/optimizers.md says."""
 
 from __future__ import annotations
 
 import inspect
 
+import optimizer_cases
 import pytest
 import torch
 from helpers import FP8, assert_same, mlp, saved_and_loaded
+from optimizer_cases import CASES, WAYS, Case, trained
 from torch._dynamo.utils import counters
 
-from torchao_blockwise import MasterWeightTensor
-
 pytestmark = [
-    pytest.mark.usefixtures("no_interpreter", "fresh_dynamo"),
+    pytest.mark.usefixtures("fresh_dynamo"),
     # PyTorch's: of a learning rate that is read, and of what Dynamo leaves out.
     pytest.mark.filterwarnings("ignore"),
 ]
 
-LR = {"lr": torch.tensor(1e-2)}
-MOMENTUM = {"momentum": 0.9, "weight_decay": 0.1, "nesterov": True}
-OPTIMIZERS = {
-    name: (optimizer, {})
-    for name, optimizer in vars(torch.optim).items()
-    if inspect.isclass(optimizer) and issubclass(optimizer, torch.optim.Optimizer) and name != "Optimizer"
-} | {
-    "SGD_tensor_lr": (torch.optim.SGD, LR),
-    "SGD_momentum": (torch.optim.SGD, MOMENTUM),
-    "RMSprop_centered": (torch.optim.RMSprop, {"centered": True, "momentum": 0.9}),
-    "Adadelta_tensor_lr": (torch.optim.Adadelta, LR),
-    "AdamW_tensor_lr": (torch.optim.AdamW, LR),
-    "AdamW_single": (torch.optim.AdamW, {"foreach": False}),
-    "AdamW_fused": (torch.optim.AdamW, {"fused": True}),
-    "AdamW_amsgrad": (torch.optim.AdamW, {"foreach": True, "amsgrad": True}),
-    "SGD_fused": (torch.optim.SGD, {"fused": True}),
-}
-# Those whose steps needed an operation that was refused, or fall back to eager.
-QUICK = ("SGD_tensor_lr", "RMSprop", "Adafactor", "AdamW")
-STEPS = [
-    pytest.param(*case, id=name, marks=[] if name in QUICK else pytest.mark.slow) for name, case in OPTIMIZERS.items()
+# --- the page ---------------------------------------------------------------------------------------------------------
+
+# Only one compiled case runs by default. (name, way) is one option, so that all eager cases do.
+CELLS = [
+    pytest.param((name, way), id=f"{name}-{way}", marks=pytest.mark.slow if compiled and name != "SGD" else ())
+    for name in CASES
+    for way, (_, compiled) in WAYS.items()
 ]
 
 
-def steps(optimizer, options, config, compiled=None, dtype=torch.float32):
-    """(values of the weights after three steps, number of graph breaks)."""
-    model = mlp(config, features=(32, 48, 32), dtype=dtype)
-    weights = [p for p in model.parameters() if optimizer is not torch.optim.Muon or p.dim() == 2]
-    optimizer = optimizer(weights, **options)
-    torch._dynamo.reset()
-    counters.clear()
-    step = optimizer.step if compiled is None else torch.compile(optimizer.step, backend=compiled)
-    for i in range(3):
-        for j, p in enumerate(weights):
-            grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(10 * i + j)).to(dtype)
-            p.grad = grad.to_sparse() if isinstance(optimizer, torch.optim.SparseAdam) else grad
-        step(*([lambda: torch.ones(())] if isinstance(optimizer, torch.optim.LBFGS) else []))
-    states = [x for state in optimizer.state.values() for x in state.values()]
-    assert not any(isinstance(x, MasterWeightTensor) for x in states)
-    return [getattr(p, "hp", p).detach() for p in weights], sum(counters["graph_break"].values())
+@pytest.mark.parametrize("cell", CELLS)
+def test_the_page_says_what_a_case_gives(cell):
+    name, way = cell
+    pytest.importorskip(CASES[name].package)
+    assert optimizer_cases.on_the_page()[name][1:-1][list(WAYS).index(way)] == optimizer_cases.outcome(name, way)
+
+
+def test_the_page_has_the_cases_and_their_versions():
+    page = optimizer_cases.on_the_page()
+    assert page == {name: optimizer_cases.described(name, row[1:-1]) for name, row in page.items()}
+    assert list(page) == list(CASES)
+
+
+# --- all of PyTorch and bitsandbytes ----------------------------------------------------------------------------------
+
+LR = {"lr": torch.tensor(1e-2)}
+MOMENTUM = {"momentum": 0.9, "weight_decay": 0.1, "nesterov": True}
+OPTIMIZERS = {
+    name: Case(f"torch.optim.{name}")
+    for name, optimizer in vars(torch.optim).items()
+    if inspect.isclass(optimizer) and issubclass(optimizer, torch.optim.Optimizer) and name != "Optimizer"
+} | {
+    "SGD_tensor_lr": Case("torch.optim.SGD", LR),
+    "SGD_momentum": Case("torch.optim.SGD", MOMENTUM),
+    "RMSprop_centered": Case("torch.optim.RMSprop", {"centered": True, "momentum": 0.9}),
+    "Adadelta_tensor_lr": Case("torch.optim.Adadelta", LR),
+    "AdamW_tensor_lr": Case("torch.optim.AdamW", LR),
+    "AdamW_single": Case("torch.optim.AdamW", {"foreach": False}),
+    "AdamW_fused": Case("torch.optim.AdamW", {"fused": True}),
+    "AdamW_amsgrad": Case("torch.optim.AdamW", {"foreach": True, "amsgrad": True}),
+    "SGD_fused": Case("torch.optim.SGD", {"fused": True}),
+}
+BITSANDBYTES = {
+    "Adam": {}, "Adam8bit": {}, "AdamW8bit": {"weight_decay": 0.1}, "PagedAdamW": {}, "PagedAdamW8bit": {},
+    "Lion": {}, "Lion8bit": {}, "PagedLion8bit": {}, "SGD": {"momentum": 0.9}, "SGD8bit": {"momentum": 0.9},
+    "RMSprop8bit": {}, "Adagrad8bit": {}, "LAMB8bit": {}, "AdEMAMix": {},
+}  # fmt: skip
+# Those whose steps needed an operation that was refused, or fall back to eager.
+QUICK = ("SGD_tensor_lr", "RMSprop", "Adafactor", "AdamW")
+STEPS = [
+    pytest.param(case, id=name, marks=[] if name in QUICK else pytest.mark.slow) for name, case in OPTIMIZERS.items()
+]
+SHAPE = {"features": (32, 48, 32), "bias": True}
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
-@pytest.mark.parametrize(("optimizer", "options"), OPTIMIZERS.values(), ids=OPTIMIZERS)
-def test_steps(optimizer, options, dtype):
-    plain, ours = (steps(optimizer, options, config, dtype=dtype)[0] for config in (None, FP8))
+@pytest.mark.parametrize("case", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_steps(case, dtype):
+    plain, ours = (trained(case, config, dtype=dtype, **SHAPE) for config in (None, FP8))
     assert_same(ours, plain)
     # PyTorch's fused SGD for CPUs leaves bf16 parameters as they are.
     assert dtype is torch.bfloat16 or not torch.equal(ours[0], mlp(features=(32, 48, 32))[0].weight)
+
+
+@pytest.mark.parametrize("name", BITSANDBYTES)
+def test_bitsandbytes_trains_as_on_plain_weights(name):
+    pytest.importorskip("bitsandbytes")
+    case = Case(f"bitsandbytes.optim.{name}", BITSANDBYTES[name])
+    plain, ours = (trained(case, config) for config in (None, FP8))
+    assert_same(ours, plain)
+    assert not torch.equal(plain[0], mlp(features=(64, 64, 64))[0].weight)
 
 
 def test_state_dicts_load_across():
@@ -92,9 +114,13 @@ every_backend = pytest.mark.parametrize("backend", BACKENDS)
 
 
 @every_backend
-@pytest.mark.parametrize(("optimizer", "options"), STEPS)
-def test_compiled_steps(optimizer, options, backend):
-    (plain, breaks), (ours, own_breaks) = (steps(optimizer, options, config, backend) for config in (None, FP8))
+@pytest.mark.parametrize("case", STEPS)
+def test_compiled_steps(case, backend):
+    results = []
+    for config in (None, FP8):
+        counters.clear()
+        results.append((trained(case, config, backend, **SHAPE), sum(counters["graph_break"].values())))
+    (plain, breaks), (ours, own_breaks) = results
     assert own_breaks == breaks
     assert_same(ours, plain)
 

@@ -9,8 +9,6 @@ from helpers import QUANTIZERS, every_kind, weight
 from torchao_blockwise.formats import FP8_128X128
 from torchao_blockwise.testing import assert_bitwise_equal
 
-pytestmark = pytest.mark.usefixtures("no_interpreter")
-
 
 def slice_cases(fmt):
     rows, columns = fmt.block

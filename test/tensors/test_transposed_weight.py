@@ -12,8 +12,6 @@ from torchao_blockwise import BlockwiseFP8Tensor, MasterWeightTensor, NVFP4Tenso
 from torchao_blockwise.tensors import TransposedWeight
 from torchao_blockwise.testing import assert_bitwise_equal
 
-pytestmark = pytest.mark.usefixtures("no_interpreter")
-
 SHAPE = (3, 40, 72)
 KINDS = {
     "master": lambda: MasterWeightTensor(weight(*SHAPE), FP8),

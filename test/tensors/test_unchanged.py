@@ -11,16 +11,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from helpers import FP8, NVFP4, Tied, both_formats, mlp, replace, saved_and_loaded, weight_calls
+from helpers import FP8, NVFP4, Tied, mlp, replace, saved_and_loaded, weight_calls
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-from torch.utils.checkpoint import checkpoint
 from torchao.quantization import quantize_
 
 from torchao_blockwise import linears_and_experts, weights_unchanged
 from torchao_blockwise.nn import SwiGLUExperts
-
-pytestmark = pytest.mark.usefixtures("no_interpreter")
 
 
 @pytest.fixture
@@ -55,33 +52,6 @@ def kept_bytes(model) -> int:
 def assert_nothing_is_left(model) -> None:
     assert kept_bytes(model) == 0
     assert not any(hasattr(m.weight.hp, "kept_copies") for m in model.modules() if isinstance(m, nn.Linear))
-
-
-def checkpointed(model):
-    return lambda x: checkpoint(model, x, use_reentrant=False)
-
-
-RUNS = {"eager": lambda m: m, "compiled": lambda m: torch.compile(m, fullgraph=True), "checkpointed": checkpointed}
-
-
-@both_formats
-@pytest.mark.parametrize("keep", ("rowwise", "both"))
-@pytest.mark.parametrize("make_run", RUNS.values(), ids=RUNS)
-def test_each_weight_is_quantized_once(config, keep, make_run, calls, fresh_dynamo):
-    """Gradients are bitwise identical to those of the passes outside; leaving frees all copies."""
-    model = mlp(config)
-    run = make_run(model)
-    expected = passes(model, run=run)
-    assert take(calls) == (12 if make_run is checkpointed else 6, 6, 0)
-    with weights_unchanged(model, keep=keep):
-        actual = passes(model, run=run)
-        fmt, shapes = config.weight_format, [m.weight.shape for m in (model[0], model[2])]
-        both = sum(fmt.nbytes(k, n) for n, k in shapes) if keep == "both" else 0
-        assert kept_bytes(model) == sum(fmt.nbytes(*shape) for shape in shapes) + both
-    assert take(calls) == (2, 0, 2 if keep == "both" else 6)
-    assert_nothing_is_left(model)
-    for a, b in zip(actual, expected, strict=True):
-        assert torch.equal(a, b)
 
 
 def test_compiled_layers_are_not_compiled_again(fresh_dynamo):
@@ -260,26 +230,6 @@ def test_inference_tensors_are_kept_too(calls):
         with weights_unchanged(model):
             assert torch.equal(model(tokens()), model(tokens()))
     assert take(calls) == (2, 0, 0)
-
-
-@pytest.mark.gpu
-def test_a_captured_graph_neither_reads_nor_keeps_the_copies():
-    """Replays after the scope, and after a change, compute with the values of then."""
-    model, x = mlp(FP8).cuda().bfloat16(), tokens().detach().cuda().bfloat16()
-    with torch.no_grad():
-        model(x)
-        with weights_unchanged(model):
-            kept = model(x)
-            bytes_before = kept_bytes(model)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                out = model(x)
-            assert kept_bytes(model) == bytes_before
-            graph.replay()
-            assert torch.equal(out, kept)
-        model[0].weight.mul_(2)
-        graph.replay()
-        assert torch.equal(out, model(x)) and not torch.equal(out, kept)
 
 
 @pytest.mark.gpu

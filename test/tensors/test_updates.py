@@ -1,4 +1,4 @@
-"""Updates of weights: by optimizers of other libraries, on the values, by a rule; of quantized ones by adapters."""
+"""Updates of weights: by operations of other libraries, by a rule; of quantized ones by adapters."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import pickle
 
 import pytest
 import torch
-from helpers import FP8, NVFP4, assert_same, both_formats, every_kind, master, mlp, replace, weight
-from optimizer_cases import Case, trained
+from helpers import FP8, NVFP4, both_formats, every_kind, master, mlp, replace, weight
 from torch import nn
 from torchao.quantization import quantize_
 
@@ -15,32 +14,12 @@ from torchao_blockwise import MasterWeightTensor
 from torchao_blockwise.distributed import MasterWeightOptimizer
 from torchao_blockwise.testing import assert_bitwise_equal, random_tensor
 
-pytestmark = [pytest.mark.usefixtures("no_interpreter"), pytest.mark.filterwarnings("ignore:Paged optimizers")]
-
 N, K = 96, 64
 
 
 def gradients(model, seed: int) -> None:
     for index, p in enumerate(model.parameters()):
         p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(100 * seed + index))
-
-
-# --- bitsandbytes -----------------------------------------------------------------------------------------------------
-
-BITSANDBYTES = {
-    "Adam": {}, "Adam8bit": {}, "AdamW8bit": {"weight_decay": 0.1}, "PagedAdamW": {}, "PagedAdamW8bit": {},
-    "Lion": {}, "Lion8bit": {}, "PagedLion8bit": {}, "SGD": {"momentum": 0.9}, "SGD8bit": {"momentum": 0.9},
-    "RMSprop8bit": {}, "Adagrad8bit": {}, "LAMB8bit": {}, "AdEMAMix": {},
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", BITSANDBYTES)
-def test_bitsandbytes_trains_as_on_plain_weights(name):
-    pytest.importorskip("bitsandbytes")
-    case = Case(f"bitsandbytes.optim.{name}", BITSANDBYTES[name])
-    plain, ours = (trained(case, config, compiled=False) for config in (None, FP8))
-    assert_same(ours, plain)
-    assert not torch.equal(plain[0], mlp(features=(64, 64, 64))[0].weight)
 
 
 # --- the rule ---------------------------------------------------------------------------------------------------------

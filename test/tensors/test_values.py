@@ -16,10 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torchao_blockwise import BlockwiseFP8Tensor, MasterWeightTensor, NVFP4Tensor
 from torchao_blockwise.testing import assert_bitwise_equal
 
-pytestmark = [
-    pytest.mark.usefixtures("no_interpreter"),
-    pytest.mark.filterwarnings("ignore:TypedStorage is deprecated"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
 
 MASTER_READS = {
     "data_ptr": lambda w: w.data_ptr(),

@@ -1,93 +1,24 @@
-"""GEMMs read the present values of a master weight, and quantize them where they read; no copy can be stale."""
+"""Where GEMMs quantize a master weight: inference tensors, and captures of CUDA graphs, which keep no copy.
+
+That they read its present values is checked in test/test_writers_and_readers.py.
+"""
 
 from __future__ import annotations
 
-import copy
 import importlib
 import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.nn.functional as F
-from helpers import FP8, both_formats, master, mlp, weight, weight_calls
+from helpers import FP8, both_formats, mlp, weight, weight_calls
 from machines import Machine
-from torch import nn
 
 from torchao_blockwise import MasterWeightTensor, weights_unchanged
 from torchao_blockwise._compat import modes
 from torchao_blockwise.testing import assert_bitwise_equal
 
-pytestmark = pytest.mark.usefixtures("no_interpreter")
 both_modes = pytest.mark.parametrize("backend", (None, "aot_eager"), ids=("eager", "compiled"))
-
-
-def run_of(model, backend):
-    return model if backend is None else torch.compile(model, backend=backend, fullgraph=True)
-
-
-def gemms(parameter):
-    """(output, grad_input) of a layer with this weight."""
-    x = torch.randn(5, 24, generator=torch.Generator().manual_seed(0)).requires_grad_()
-    out = F.linear(x, parameter)
-    (grad_input,) = torch.autograd.grad(out, x, torch.ones_like(out))
-    return out.detach(), grad_input
-
-
-def assert_gemms_of_now(parameter) -> None:
-    """GEMMs read what `parameter` holds now: those of a fresh weight with a copy of the values."""
-    fresh = MasterWeightTensor(parameter.hp.clone(), parameter.config)
-    for got, expected in zip(gemms(parameter), gemms(fresh), strict=True):
-        assert_bitwise_equal(got, expected)
-
-
-def without_counting(w):
-    with torch.autograd._unsafe_preserve_version_counter(w.hp):
-        w.hp.mul_(2)
-
-
-CHANGES = {
-    "optimizer": lambda w: torch.optim.SGD([w], lr=1.0).step(),
-    "fused": lambda w: torch.optim.AdamW([w], lr=1.0, fused=True).step(),
-    "foreach": lambda w: torch._foreach_mul_([w], 2.0),
-    "out": lambda w: torch.add(w.hp, 1, out=w),
-    "copy_": lambda w: w.copy_(master(40, 24, seed=3)),
-    "data_of_data": lambda w: w.data.view(-1).data[3:].zero_(),
-    "set_data": lambda w: setattr(w, "data", weight(40, 24, seed=3)),
-    "hp_view": lambda w: w.hp.view(-1)[5:].fill_(2),
-    "load": lambda w: nn.ParameterDict({"w": w}).load_state_dict({"w": weight(40, 24, seed=3)}),
-    "setitem": lambda w: w.__setitem__((slice(None), 2), 7.0),
-    "transposed": lambda w: w.t()[0].mul_(3),
-    # What moves no version counter.
-    "hp_data": lambda w: w.hp.data.mul_(2),
-    "numpy": lambda w: w.hp.numpy().fill(3),
-    "dlpack": lambda w: torch.from_dlpack(w.hp).mul_(2),
-    "storage": lambda w: w.hp.untyped_storage().fill_(1),
-    "preserved": without_counting,
-    "compiled": lambda w: torch.compile(lambda x: x.mul_(2), backend="aot_eager")(w),
-}
-
-
-@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_the_next_gemm_sees_every_change_of_value(change):
-    parameter = master(40, 24)
-    parameter.grad = torch.ones(40, 24)
-    before = parameter.hp.clone(), gemms(parameter)
-    with torch.no_grad():
-        change(parameter)
-    assert not torch.equal(parameter.hp, before[0])
-    assert not torch.equal(gemms(parameter)[0], before[1][0])
-    assert_gemms_of_now(parameter)
-
-
-@both_modes
-def test_the_next_step_sees_a_change_that_nothing_counts(backend):
-    model, x = mlp(FP8), torch.randn(7, 64)
-    run = run_of(model, backend)
-    first = run(x)
-    model[0].weight.hp.numpy()[:] *= 3
-    assert_bitwise_equal(run(x).detach(), copy.deepcopy(model)(x).detach())
-    assert not torch.equal(run(x), first)
 
 
 @both_formats
@@ -105,7 +36,7 @@ def test_changes_in_inference_mode_are_seen(config):
 def test_a_capture_neither_reads_nor_keeps(keep, backend, monkeypatch):
     """Replays of a CUDA graph repeat what it captured: they must not read copies that die with a scope."""
     model = mlp(FP8)
-    run = run_of(model, backend)
+    run = model if backend is None else torch.compile(model, backend=backend, fullgraph=True)
 
     def calls_of_a_step():
         with weight_calls() as calls:

@@ -1,16 +1,28 @@
-"""Layers of experts make the tables of their groups once a step; kernels are interpreted where there is no GPU."""
+"""Layers by kernels, interpreted on a machine without a GPU: results of the reference, tables of groups once a step."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from every_layer import Run, make, tokens
+from every_layer import Run, every_model, make, tokens
 from helpers import FP8, NVFP4, assert_same, both_formats, forward_backward, replace
 
 from torchao_blockwise import ops
 from torchao_blockwise.formats import Groups
+from torchao_blockwise.testing import sqnr
 
 kernels = pytest.importorskip("torchao_blockwise.ops.groups.tables.kernels_triton")
+
+
+@every_model
+@both_formats
+def test_results_are_those_of_the_reference(model, config, device):
+    """Within the error of sums: those of fp32, and on a GPU those of tensor cores, which change codes between GEMMs."""
+    x, has_one_gemm = tokens(model).to(device), "linear" in model or model == "grouped"
+    least = 70 if device == "cpu" else 45 if has_one_gemm else 30
+    layers = (make(model, replace(config, backend=backend)).to(device) for backend in ("auto", "reference"))
+    for got, want in zip(*(forward_backward(layer, x) for layer in layers)):
+        assert sqnr(got, want) > least
 
 
 @pytest.fixture

@@ -10,27 +10,7 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
-pytestmark = pytest.mark.usefixtures("no_interpreter", "fresh_dynamo")
-every_variant = pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
-
-
-def saved_by_graphs(model, x) -> tuple[int, int, list]:
-    """(quantizations in the forward graph, in the backward graph, bits) of a compiled pass."""
-    backend, counts = counting_backend()
-    results = forward_backward(torch.compile(model, backend=backend, fullgraph=True), x)
-    forward, backward = (count["quantize_both"] + count["quantize"] for count in counts)
-    return forward, backward, results
-
-
-@both_formats
-@every_variant
-def test_compiled_graphs_quantize_the_input_once(config, variant):
-    config = replace(config, **variant)
-    expected = forward_backward(attention(config, fused=False), tokens(33))
-    forward, backward, results = saved_by_graphs(attention(config), tokens(33))
-    # What was saved in high precision is quantized again, for the weight of each layer.
-    assert (forward, backward) == (2, 8 if "save_activations" in variant else 4)
-    assert_same(results, expected)
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 def test_layers_of_a_model_that_are_compiled_one_by_one_share_their_graph():
@@ -65,17 +45,21 @@ class Residual(nn.Module):
 
 
 @both_formats
-@every_variant
-def test_a_checkpointed_region_is_one_graph(config, variant):
-    """Layers in it share, and the gradients of all readers of the input are summed in the order of the plain model."""
-    config = replace(config, **variant)
-    expected = forward_backward(Residual(config, fused=False, checkpointed=False), tokens(33))
-    forward, backward, results = saved_by_graphs(Residual(config), tokens(33))
-    # The region's input, once for q, k and v, and what `o` reads.
+@pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
+@pytest.mark.parametrize("make", (attention, Residual), ids=("whole", "checkpointed"))
+def test_compiled_graphs_quantize_the_input_once(config, variant, make):
+    """Gradients of all readers of the input are summed in the order of the plain model."""
+    config, unfused = replace(config, **variant), {"checkpointed": False} if make is Residual else {}
+    expected = forward_backward(make(config, fused=False, **unfused), tokens(33))
+    backend, counts = counting_backend()
+    results = forward_backward(torch.compile(make(config), backend=backend, fullgraph=True), tokens(33))
+    forward, backward = (count["quantize_both"] + count["quantize"] for count in counts)
+    # The input, once for q, k and v, and what `o` reads.
     assert forward == 2
-    # Recomputed; then the four gradients, and what was saved in high precision for each weight. PyTorch 2.11 does not
-    # recompute what an autograd function saved.
-    assert backward <= 2 + (8 if "save_activations" in variant else 4)
+    # The four gradients, and what was saved in high precision for each weight; after recomputation. PyTorch 2.11 does
+    # not recompute what an autograd function saved.
+    gradients = 8 if "save_activations" in variant else 4
+    assert backward == gradients if make is attention else backward <= 2 + gradients
     assert_same(results, expected)
 
 

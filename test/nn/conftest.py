@@ -1,0 +1,11 @@
+"""Layers are computed by the reference on a CPU, except where kernels are tested."""
+
+from __future__ import annotations
+
+import pytest
+
+
+@pytest.fixture(scope="module", autouse=True)
+def by_the_reference(request):
+    if request.path.stem not in ("test_kernels", "test_permute"):
+        request.getfixturevalue("no_interpreter")
