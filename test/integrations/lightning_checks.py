@@ -53,10 +53,7 @@ class Sharded(Module):
     def configure_model(self):
         if self.converts:
             self.trainer.precision_plugin.convert_module(self.model)
-        mesh = self.device_mesh["data_parallel"] if self._device_mesh is not None else None
-        for layer in self.model:
-            fully_shard(layer, mesh=mesh)
-        fully_shard(self.model, mesh=mesh)
+        shard(self.model, self._device_mesh)
 
 
 def batches(rank: int) -> torch.Tensor:
@@ -77,8 +74,7 @@ def fit_on_ranks(module, rank, recipe, folder, steps, distributed=True, ckpt_pat
 def by_hand(rank: int, recipe: str, steps: int) -> dict[str, torch.Tensor]:
     model = mlp()
     quantize_(model, RECIPES[recipe])
-    for layer in (*model, model):
-        fully_shard(layer)
+    shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for _ in range(steps):
         model(batches(rank)[0]).square().mean().backward()

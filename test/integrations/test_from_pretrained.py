@@ -239,55 +239,14 @@ def steps(model, count: int = 4) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize(
-    ("family", "format"),
-    (
-        ("Qwen3Moe", "fp8_block"),
-        pytest.param("Llama", "nvfp4_compressed_tensors", marks=pytest.mark.slow),
-        pytest.param("Mixtral", "nvfp4_modelopt", marks=pytest.mark.slow),
-    ),
-)
-def test_adapters_train_and_leave_every_payload(family, format, tmp_path):
+def test_adapters_train_and_leave_every_payload(qwen, tmp_path):
     peft = pytest.importorskip("peft")
-    _, found = write(family, format, tmp_path / "x")
-    base = from_pretrained(tmp_path / "x", RECIPE_OF[format], "adapters", dtype=torch.float32)
-    adapted = peft.get_peft_model(base, peft.LoraConfig(r=4, target_modules=["q_proj", "o_proj"]))
+    folder, found = qwen
+    base = from_pretrained(folder, "fp8", "adapters", dtype=torch.float32)
+    adapted = peft.get_peft_model(base, peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"]))
     losses = steps(adapted)
     assert losses[-1] < losses[0] - 0.05
-    before = logits(adapted)
-    adapted.save_pretrained(tmp_path / "adapter")
-    again = from_pretrained(tmp_path / "x", RECIPE_OF[format], "adapters", dtype=torch.float32)
-    again = peft.PeftModel.from_pretrained(again, tmp_path / "adapter")
-    assert_bitwise_equal(logits(again), before)
-    assert_same_tensors(export(again.unload(), tmp_path / "unloaded", format), found)
-    merged = export(adapted.merge_and_unload(), tmp_path / "merged", format)
-    changed = {name.split(".weight")[0] for name, x in found.items() if not same_bytes(x, merged[name])}
-    layers = {f"model.layers.{i}.self_attn.{name}" for i in (0, 1) for name in ("q_proj", "o_proj")}
-    # In NVFP4 the tensor scale of k and v follows that of q.
-    assert layers <= changed <= layers | {name.replace("q_proj", x) for name in layers for x in ("k_proj", "v_proj")}
-
-
-def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
-
-
-def test_sft_trains_adapters(qwen, tmp_path):
-    """TRL adds them to the frozen base, whose files come out unchanged."""
-    peft, trl, datasets = (pytest.importorskip(name) for name in ("peft", "trl", "datasets"))
-    import test_trl
-
-    folder, found = qwen
-    trainer = trl.SFTTrainer(
-        from_pretrained(folder, "fp8", "adapters", dtype=torch.float32),
-        trl.SFTConfig(str(tmp_path / "out"), max_length=16, packing=False, **test_trl.ARGUMENTS),
-        train_dataset=datasets.Dataset.from_dict({"text": ["w1 w2 w3 w4 w5 w6"] * 8}),
-        processing_class=test_trl.tokenizer(),
-        peft_config=peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"]),
-    )
-    trainer.train()
-    adapters = {name: x for name, x in trainer.model.named_parameters() if x.requires_grad}
-    assert adapters and all(x.any() for name, x in adapters.items() if "lora_B" in name)
-    assert_same_tensors(export(trainer.model.unload(), tmp_path / "again"), found)
+    assert_same_tensors(export(adapted.unload(), tmp_path / "unloaded"), found)
 
 
 @pytest.mark.parametrize("recipe", ("fp8", "nvfp4", None))
