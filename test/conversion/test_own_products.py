@@ -74,17 +74,7 @@ def test_gpt_oss_is_refused_with_eager_experts_and_trains_with_the_remedy(master
     assert all(p.grad is not None for name, p in model.named_parameters() if "experts" in name)
 
 
-def test_mamba_is_refused_and_trains_with_the_remedy():
-    model = language_model("Mamba", **SMALL, state_size=8)
-    quantize_(model, FP8, filter_fn=skip_lm_head())
-    with pytest.raises(NotImplementedError, match=REFUSED.format(r"layers\.0\.mixer\.dt_proj")):
-        model(input_ids=IDS, labels=IDS)
-    model = language_model("Mamba", **SMALL, state_size=8)
-    quantize_(model, FP8, filter_fn=skip_lm_head() & skip_fqns("*.dt_proj"))
-    trains(model)
-
-
-# Others train in test_fusion.py and test_expert_models.py.
+# Others train in test_fusion.py and test_expert_models.py. In Mamba dt_proj is refused, as `Caller` is.
 FAMILIES = {
     "Phi3": {**ATTENTION, "pad_token_id": 0},
     # Its layers are no `nn.Linear`; the head is.

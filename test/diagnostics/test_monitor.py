@@ -176,7 +176,7 @@ def test_any_number_of_tokens(count):
 @pytest.mark.parametrize("options", (None, *CHECKPOINTS.values()), ids=("plain", *CHECKPOINTS))
 @pytest.mark.parametrize("config", (FP8, None), ids=("fp8", "unconverted"))
 def test_passes_whose_backward_runs_are_counted_once(config, options):
-    """Recomputed or not, and in evaluation mode, in which `from_pretrained` leaves models; validation is not counted."""
+    """Also recomputed ones, and in evaluation mode, in which `from_pretrained` leaves models; validation is not."""
     runs = []
     for training, how in ((True, None), (True, options), (False, options)):
         model = mlp(config).train(training)
