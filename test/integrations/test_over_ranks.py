@@ -13,6 +13,8 @@ POOLS = (
     {"trainer_checks": (ACCELERATE, TRANSFORMERS), "accelerate_checks": (ACCELERATE, TRANSFORMERS, SAFETENSORS)},
     {"lightning_checks": (LIGHTNING,)},
     {"titan_checks": (TITAN,)},
+    {"deepspeed_checks": (("deepspeed_checks",),)},
+    {"rollout_checks": (("vllm_source",), TRANSFORMERS, ("triton",))},
 )
 
 
