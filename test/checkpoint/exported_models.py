@@ -69,6 +69,14 @@ def save(tensors: dict[str, torch.Tensor], folder: Path) -> None:
     safetensors.save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
+def compressed_tensors(format: object = "float-quantized", block: object = [128, 128], **groups: object) -> dict:
+    """Its settings of files in blocks of FP8. groups: {name: format of its layers}."""
+    weights = {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": block, "dynamic": False}
+    group = {"targets": ["Linear"], "weights": weights}
+    made = {name: group | {"format": x} for name, x in groups.items()} or {"group_0": group}
+    return {"quant_method": "compressed-tensors", "format": format, "config_groups": made}
+
+
 def filled(model: nn.Module, value: float = 1.0) -> nn.Module:
     """The model, all of whose Parameters have this value."""
     with torch.no_grad():

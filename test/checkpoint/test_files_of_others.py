@@ -8,6 +8,7 @@ import pytest
 import torch
 from exported_models import (
     SMALL,
+    compressed_tensors,
     decoded,
     export,
     filled,
@@ -38,12 +39,6 @@ def converted(masters: bool | None, features):
     return mlp(None if masters is None else replace(FP8, master_weights=masters), features)
 
 
-def compressed_tensors(format: str = "float-quantized") -> dict:
-    weights = {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [128, 128], "dynamic": False}
-    groups = {"group_0": {"targets": ["Linear"], "weights": weights, "format": format}}
-    return {"quant_method": "compressed-tensors", "format": format, "config_groups": groups}
-
-
 @masters_quantized_or_plain
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
 def test_fp8_blocks_of_compressed_tensors(dtype, masters, tmp_path):
@@ -70,10 +65,8 @@ def test_layers_of_two_formats_are_read(nested, tmp_path):
     found = {name: x for name, x in fp8.items() if name.startswith("2.")}
     found["2.weight_scale"] = found.pop("2.weight_scale_inv")
     save(found | {name: x for name, x in nvfp4.items() if name.startswith("0.")}, tmp_path / "other")
-    groups = {
-        x: {"format": x, **compressed_tensors(x)["config_groups"]["group_0"]} for x in (layouts.PACKED, layouts.FLOAT)
-    }
-    settings = {"quantization_config": compressed_tensors("mixed-precision") | {"config_groups": groups}}
+    groups = {x: x for x in (layouts.PACKED, layouts.FLOAT)}
+    settings = {"quantization_config": compressed_tensors("mixed-precision", **groups)}
     (tmp_path / "other" / "config.json").write_text(json.dumps({"text_config": settings} if nested else settings))
     model, alike = mlp(), {"fp8": mlp(), "nvfp4": mlp()}
     checkpoint.load(model, tmp_path / "other")
