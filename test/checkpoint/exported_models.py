@@ -151,6 +151,21 @@ def assert_files_hold(operands, found: dict[str, torch.Tensor]) -> None:
     assert held and held == read
 
 
+def losses(model, steps: int = 3, lr: float = 1e-3) -> list[float]:
+    """Of steps of AdamW on what trains, if anything does."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, lr=lr) if parameters else None
+    ids, found = torch.arange(16, device=next(model.parameters()).device).view(2, 8), []
+    for _ in range(steps):
+        loss = model(input_ids=ids, labels=ids).loss
+        found.append(loss.item())
+        if optimizer is not None:
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return found
+
+
 def logits(model) -> torch.Tensor:
     with torch.no_grad():
         return model(torch.arange(8)[None]).logits
@@ -176,18 +191,24 @@ _ALSO = {
 }
 
 
-def tiny_mixture(family: str, device: str = "meta"):
-    """A model without values, on meta, or with random ones."""
+def of_transformers(family: str, cls: str | None = None, device: str = "meta", **options) -> nn.Module:
+    """A model without values, on meta, or with random ones; by default a causal language model where there is one."""
     transformers = pytest.importorskip("transformers", "5.0")
     if family not in transformers.CONFIG_MAPPING:
         pytest.skip(f"transformers {transformers.__version__} has no {family}")
-    default = transformers.AutoConfig.for_model(family)
-    has = {*dir(default), *default.attribute_map}
-    options = {name: x for name, x in (TINY | _ALSO.get(family, {})).items() if name in has}
     config = transformers.AutoConfig.for_model(family, **options)
     torch.manual_seed(0)
     with torch.device(device):
+        if cls is not None:
+            return getattr(transformers, cls)(config)
         try:
             return transformers.AutoModelForCausalLM.from_config(config)
         except ValueError:
             return transformers.AutoModel.from_config(config)
+
+
+def tiny_mixture(family: str, device: str = "meta") -> nn.Module:
+    default = of_transformers(family).config
+    has = {*dir(default), *default.attribute_map}
+    options = {name: x for name, x in (TINY | _ALSO.get(family, {})).items() if name in has}
+    return of_transformers(family, device=device, **options)

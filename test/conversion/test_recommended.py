@@ -32,19 +32,11 @@ OPTIONS = {
 }
 
 
-def of_transformers(family: str, cls: str | None = None, **options) -> nn.Module:
-    """A model without values, by default a causal language model where there is one."""
-    transformers = pytest.importorskip("transformers")
-    if family not in transformers.CONFIG_MAPPING:
-        pytest.skip(f"transformers {transformers.__version__} has no {family}")
-    config = transformers.AutoConfig.for_model(family, **OPTIONS.get(family, {}), **options)
-    with torch.device("meta"):
-        if cls is not None:
-            return getattr(transformers, cls)(config)
-        try:
-            return transformers.AutoModelForCausalLM.from_config(config)
-        except ValueError:
-            return transformers.AutoModel.from_config(config)
+def of_transformers(family: str, cls: str | None = None) -> nn.Module:
+    pytest.importorskip("transformers", "5.0")
+    import exported_models
+
+    return exported_models.of_transformers(family, cls, **OPTIONS.get(family, {}))
 
 
 def left_out(model: nn.Module, config=None) -> dict[str, str]:

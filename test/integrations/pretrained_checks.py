@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from exported_models import FORMATS, export, tensors_in
+from exported_models import FORMATS, export, losses, tensors_in
 from helpers import assert_same_tensors
 from pretrained_models import write
 from ranks import device
@@ -38,21 +38,6 @@ def shard(model) -> None:
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
-
-
-def losses(model, steps: int = 3) -> list[float]:
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(parameters, lr=1e-3) if parameters else None
-    tokens = torch.arange(16, device=device()).view(2, 8)
-    found = []
-    for _ in range(steps):
-        loss = model(input_ids=tokens, labels=tokens).loss
-        found.append(loss.item())
-        if optimizer is not None:
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    return found
 
 
 def every_rank_reads(rank: int, family: str, format: str, trainable: str) -> None:
