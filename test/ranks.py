@@ -206,6 +206,12 @@ def _end(code: int) -> None:
     os._exit(code)
 
 
+def set_environment(rank: int, ranks: int, **more: str) -> None:
+    """As torchrun sets it."""
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks)}
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0", **more}
+
+
 def join(rank: int, ranks: int, port: int, *, seconds: float = 60, name: str = "") -> None:
     """Make the default process group of these ranks; `name` tells one apart from others before it."""
     store = dist.PrefixStore(name, dist.TCPStore("localhost", port, is_master=False))

@@ -275,8 +275,6 @@ def raises_on_all_ranks(rank: int, size: int) -> None:
 
 
 class Gathers(TorchDispatchMode):
-    """Counts the bytes that gathers give."""
-
     nbytes = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -317,19 +315,11 @@ def streams(rank: int, size: int, masters: bool) -> None:
     assert all(0 < b <= a + width * width + width * width // 10 for a, b in zip(few, many)), peaks
 
 
-_CHECKS = {
-    check.__name__: check
-    for check in (
-        gathers_bytes, shards, loads, joins_sharded_nvfp4, reads_what_it_exports, streams, splits_shards,
-        spreads_and_shards_experts, raises_on_all_ranks,
-    )
-}  # fmt: skip
 _BY_TWO = ("masters", "quantized", "ddp", "zero1", "zero2")
 _EITHER = [(format, masters) for format in FEATURES for masters in (True, False)]
 
 
 def _by(kinds) -> list[tuple]:
-    """What any number of ranks do."""
     cases = [(check, *case) for check in ("gathers_bytes", "shards") for case in _EITHER]
     cases += [("shards", "fp8_block", True, True), ("loads", "fsdp", "fp8_block"), ("joins_sharded_nvfp4",)]
     return cases + [("reads_what_it_exports", kind, format) for kind in kinds for format in FEATURES]
@@ -366,4 +356,4 @@ def on_gpus(name, *arguments) -> bool:
 def start(rank: int, ranks: int):
     if device().type != "cpu":
         torch.set_default_device(device())
-    return lambda name, *arguments: _CHECKS[name](rank, ranks, *arguments)
+    return lambda name, *arguments: globals()[name](rank, ranks, *arguments)

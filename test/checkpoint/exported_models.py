@@ -64,7 +64,6 @@ def export(model: nn.Module, folder: Path, format: str = "fp8_block") -> dict[st
 
 
 def save(tensors: dict[str, torch.Tensor], folder: Path) -> None:
-    """The folder has one file, with these tensors."""
     folder.mkdir(exist_ok=True)
     safetensors.save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
@@ -78,7 +77,6 @@ def compressed_tensors(format: object = "float-quantized", block: object = [128,
 
 
 def filled(model: nn.Module, value: float = 1.0) -> nn.Module:
-    """The model, all of whose Parameters have this value."""
     with torch.no_grad():
         for p in model.parameters():
             p.copy_(torch.full(p.shape, value))
@@ -98,7 +96,6 @@ def values_of(x: torch.Tensor) -> torch.Tensor:
 
 
 def operand_of(weight: torch.Tensor) -> Operand:
-    """What products read of a converted weight."""
     return weight.quantized() if isinstance(weight, MasterWeightTensor) else weight.operand()
 
 

@@ -28,8 +28,6 @@ SIZES = (0, 1, 2, 127, 2**31, 2**40, 2**62, 2**63, 2**64 - 1, 2**70, -1, 1.5, "1
 
 
 class Bounded(TorchDispatchMode):
-    """No operation gives more bytes than this."""
-
     def __init__(self, limit: int) -> None:
         super().__init__()
         self.limit = limit
@@ -130,9 +128,6 @@ def test_damaged_files_are_refused_or_read_in_bounds(format, seeds, tmp_path):
                 else:
                     before = {n: x.clone() for n, x in model.state_dict().items()}
     assert refused > len(seeds)
-
-
-# --- places -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ("parent", "absolute", "link", "linked folder", "link without an index"))

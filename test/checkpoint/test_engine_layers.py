@@ -215,8 +215,6 @@ def ignored_in_folder(folder) -> list[str]:
     return ignored_in(json.loads((folder / "config.json").read_text())["quantization_config"])
 
 
-# --- layers that engines fuse -----------------------------------------------------------------------------------------
-
 # Of vLLM 0.33.0, read on 2026-11-26: members in files, by the last parts of names, from packed_modules_mapping and
 # stacked weights of all models. Not here: convolutions, and layers without quantization.
 VLLM = """

@@ -154,9 +154,6 @@ def test_files_in_fp32_say_that_scales_are_powers_of_two(kind, masters, tmp_path
         assert file.read_bytes() == (tmp_path / "again" / file.name).read_bytes(), file.name
 
 
-# --- weights that are quantized again for the files -------------------------------------------------------------------
-
-
 def test_a_cut_block_is_quantized_again(tmp_path):
     """gate and up of experts of 192 rows share the block of rows 128 to 255."""
     model = language_model("Qwen3Moe", moe_intermediate_size=192)
@@ -289,8 +286,6 @@ def test_products_of_experts_read_what_files_hold(config, masters, device, tmp_p
     ends = torch.tensor([2, 4, 6], dtype=torch.int32, device=device)
     check_products(model.to(device), "fp8_block", tmp_path / "out", torch.randn(6, 192, device=device), ends)
 
-
-# --- refusals ---------------------------------------------------------------------------------------------------------
 
 REFUSED = {
     "another name": (lambda: mlp(FP8), "fp8_blok", r"got 'fp8_blok'; did you mean 'fp8_block'"),

@@ -167,9 +167,6 @@ def test_a_norm_called_scale_is_no_scale(tmp_path):
     assert torch.equal(model.scale, torch.ones(3))
 
 
-# --- scales of NVFP4 --------------------------------------------------------------------------------------------------
-
-
 def test_every_factor_comes_back():
     """The number whose reciprocal was stored: written again it is the same, and an amax leads to it."""
     amax = torch.cat((torch.logspace(-30, 30, 5_000), torch.rand(5_000) + 1, torch.tensor([0.0, 1e-34, 1e37])))
@@ -238,8 +235,6 @@ def test_scales_of_activations_are_read_past(tmp_path):
         checkpoint.load(loaded, tmp_path / "out")
     assert torch.equal(model[0].weight.hp, plain[0].weight)
 
-
-# --- scales that are powers of two ------------------------------------------------------------------------------------
 
 WIDE = (384, 640, 256)
 

@@ -30,9 +30,6 @@ def assert_refused(format: str, folder: Path, message: str, error=(ValueError, K
             assert_bitwise_equal(x, before[n], n)
 
 
-# --- tensors ----------------------------------------------------------------------------------------------------------
-
-
 def gone(name: str):
     return lambda t: t.pop(name)
 
@@ -135,9 +132,6 @@ def test_the_last_of_many_files_is_bad(format, tmp_path):
         assert_refused(format, tmp_path, rf"{tmp_path}.*({re.escape(name)}|{last}).*; |({re.escape(name)}|{last}).*; ")
 
 
-# --- settings ---------------------------------------------------------------------------------------------------------
-
-
 MIXED = "mixed-precision"
 SETTINGS = [
     ({"quant_method": "awq"}, "quant_method is 'awq', but only 'fp8', 'compressed-tensors', 'modelopt' and"),
@@ -163,9 +157,6 @@ def test_settings(settings, message, tmp_path):
     export(mlp(FP8, seed=1), tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": settings}))
     assert_refused("fp8_block", tmp_path, message)
-
-
-# --- files ------------------------------------------------------------------------------------------------------------
 
 
 def copied(*names: str):

@@ -172,9 +172,6 @@ lm_head: skip_lm_head: output projection""",
     assert all(skip_reason(m) is None for m in model.modules())
 
 
-# --- in a call of quantize_ -------------------------------------------------------------------------------------------
-
-
 def test_a_filter_works_on_a_root_that_is_a_layer():
     layer = nn.Linear(64, 64)
     with pytest.warns(UserWarning, match="no layer of Linear is converted"):

@@ -58,9 +58,6 @@ def step(model, autocast: bool = False) -> list[torch.Tensor]:
     return [out.logits.detach(), *(p.grad for p in model.parameters())]
 
 
-# --- bits -------------------------------------------------------------------------------------------------------------
-
-
 @every_family
 @both_formats
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32, "autocast"), ids=("bf16", "fp32", "autocast"))
@@ -123,9 +120,6 @@ def test_compiled_and_checkpointed(config, compiled, reentrant):
     assert_same(*results)
 
 
-# --- torchtitan -------------------------------------------------------------------------------------------------------
-
-
 @both_formats
 def test_latent_attention_and_mlp_of_torchtitan(config):
     """Of DeepSeek-V3. Its models without a latent query, and Llama and Qwen3, train in titan_checks.py."""
@@ -155,9 +149,6 @@ def test_latent_attention_and_mlp_of_torchtitan(config):
     assert_same(forward_backward(model, x), expected)
     report = fuse(model, round_once=True)
     assert report.modules[1].reason.startswith("SwiGLU in w2" if config is FP8 else "no SwiGLU: w2 trains in NVFP4")
-
-
-# --- modules that are not changed -------------------------------------------------------------------------------------
 
 
 def test_the_report():
@@ -251,9 +242,6 @@ def test_a_forward_pass_that_is_replaced_later(monkeypatch):
         assert_same([fused(IDS).logits], [expected])
     assert [module.reason for module in report.modules] == ["", "its forward pass was replaced after fuse"]
     assert [module.status for module in fusion_report(fused).modules] == [FUSED] * 2
-
-
-# --- what comes before and after --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("targets", (["q_proj", "v_proj"], ["q_proj", "k_proj", "v_proj", "gate_proj"]), ids=len)

@@ -37,8 +37,6 @@ def test_a_product_is_refused_by_name_and_the_remedy_helps():
     model(X).sum().backward()
 
 
-# --- Hugging Face's models --------------------------------------------------------------------------------------------
-
 IDS = torch.arange(34).view(2, 17)
 
 

@@ -170,8 +170,6 @@ def test_quantized_parameters_are_not_shared_with_other_modules():
         assert kinds(model) == {}
 
 
-# --- wrong calls ------------------------------------------------------------------------------------------------------
-
 CONFIGS = {BlockwiseFP8TrainingConfig: "BlockwiseFP8Config", NVFP4TrainingConfig: "NVFP4Config"}
 every_config = pytest.mark.parametrize("config", CONFIGS)
 
@@ -235,9 +233,6 @@ def test_a_model_that_ddp_has_wrapped(one_rank):
     for model in (ddp, nn.Sequential(ddp), ddp.module):
         with pytest.raises(ValueError, match=r"DistributedDataParallel refers to its weight; .* before DDP"):
             quantize_(model, FP8)
-
-
-# --- a plain quantize_(model, config) ---------------------------------------------------------------------------------
 
 
 class Model(nn.Module):

@@ -83,9 +83,6 @@ def test_each_part_alone_is_unhealthy_and_data_are_json():
     assert data["operations"][0]["checks"] == {"reference": "", "triton": "bits differ"}
 
 
-# --- the self-test ----------------------------------------------------------------------------------------------------
-
-
 @functools.cache
 def recorded() -> list:
     """The cases on a CPU; recording them leaves no trace."""

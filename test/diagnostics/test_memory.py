@@ -247,8 +247,6 @@ def test_nothing_to_differentiate_is_refused():
         memory_report(nn.Linear(D, D).requires_grad_(False), torch.randn(T, D))
 
 
-# --- fused Hugging Face models ----------------------------------------------------------------------------------------
-
 SIZES = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2}
 

@@ -50,9 +50,6 @@ def tensor_of(report, layer, kind, recipe):
     return next(t for t in report.tensors if (t.layer, t.kind, t.recipe) == (layer, kind, recipe))
 
 
-# --- figures ----------------------------------------------------------------------------------------------------------
-
-
 def test_figures_are_those_of_what_conversion_quantizes():
     """Of x, w and dy, in the recipe of the layer and in another, from `ops.quantize` and in float64."""
     model = mlp(FP8)
@@ -234,9 +231,6 @@ def test_nothing_is_said_of_layers_that_are_observed():
         train(model, monitor)
 
 
-# --- which steps ------------------------------------------------------------------------------------------------------
-
-
 def test_steps_that_are_reported_and_nothing_between_them():
     model = mlp(FP8)
     model.append(nn.Linear(32, 8))
@@ -256,9 +250,6 @@ def test_steps_that_are_reported_and_nothing_between_them():
     assert armed()
     monitor.close()
     assert train(model, monitor, 3) == [None, None, None] and not armed()
-
-
-# --- what it refuses --------------------------------------------------------------------------------------------------
 
 
 def test_patterns_choose_layers():

@@ -9,10 +9,10 @@ import torch
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from exported_models import language_model
 from helpers import FP8, NVFP4, assert_same_tensors, replace
-from ranks import values_of
+from ranks import set_environment, values_of
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torchao.quantization import quantize_
-from trainer_checks import set_environment, wrapped_by
+from trainer_checks import wrapped_by
 
 from torchao_blockwise import MasterWeightTensor, linears_and_experts, skip_lm_head
 from torchao_blockwise.distributed import MasterWeightOptimizer

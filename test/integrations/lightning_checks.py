@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 
 import lightning
 import pytest
@@ -13,7 +12,7 @@ from helpers import FP8, assert_same_tensors, mlp
 from lightning.fabric import strategies
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import ModelParallelStrategy
-from ranks import shared_folder, values_of
+from ranks import set_environment, shared_folder, values_of
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torchao.quantization import quantize_
@@ -166,11 +165,6 @@ def fabric_resumes(rank: int, strategy: str, recipe: str) -> None:
         assert_same_tensors(fabric_steps(fabric, resumed, rank, 4, folder / "two.ckpt"), expected)
 
 
-CHECKS = {
-    "resumes": resumes,
-    "needs_conversion_before_shards": needs_conversion_before_shards,
-    "fabric_resumes": fabric_resumes,
-}
 CASES = {
     2: (
         [
@@ -185,11 +179,5 @@ CASES = {
 }
 
 
-def set_environment(rank: int, count: int) -> None:
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(count), "LOCAL_RANK": str(rank), "NODE_RANK": "0",
-                   "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}  # fmt: skip
-
-
-def start(rank: int, count: int):
-    set_environment(rank, count)
-    return lambda name, *arguments: CHECKS[name](rank, *arguments)
+def start(rank: int, count: int) -> None:
+    set_environment(rank, count, NODE_RANK="0")

@@ -108,7 +108,6 @@ def all_ranks_raise(rank: int, family: str, format: str) -> None:
             from_pretrained(path, "fp8", parallelize=shard)
 
 
-_CHECKS = (every_rank_reads, the_first_rank_sends, adapters_are_sharded, all_ranks_raise)
 _CT = "nvfp4_compressed_tensors"
 CASES = {
     2: (
@@ -126,8 +125,3 @@ CASES = {
         ],
     )
 }
-
-
-def start(rank: int, ranks: int):
-    checks = {check.__name__: check for check in _CHECKS}
-    return lambda name, *arguments: checks[name](rank, *arguments)

@@ -28,7 +28,7 @@ VOCABULARY = 128
 Cast = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
-def rollouts(case: str) -> None:
+def rollouts(rank: int, case: str) -> None:
     """KL divergences from the trainer, nats a token."""
     found = divergences(*MODELS[case])
     print(f"KL(trainer | rollout), {case}: {found}")
@@ -119,7 +119,7 @@ def cast_of_vllm(x: torch.Tensor, power_of_2: bool) -> tuple[torch.Tensor, torch
     return (blocks / scale[..., None]).clamp(-448, 448).to(torch.float8_e4m3fn).flatten(-2), scale
 
 
-def scales_of_vllm(power_of_2: bool) -> None:
+def scales_of_vllm(rank: int, power_of_2: bool) -> None:
     """`cast_of_vllm` has the scales of vLLM's kernel in Triton's interpreter, which loses carries of codes in e4m3."""
     x = torch.randn(16, 3 * BLOCK, generator=torch.Generator().manual_seed(0), dtype=torch.bfloat16)
     x[0, :BLOCK] = 0
@@ -200,9 +200,4 @@ def split(block: nn.Module, fused: nn.Module, names: tuple[str, ...]) -> None:
         object.__setattr__(block, name, lambda x, part=part: fused(x)[..., part])
 
 
-CHECKS = {"rollouts": rollouts, "scales_of_vllm": scales_of_vllm}
 CASES = {2: ([], [*(("rollouts", case) for case in MODELS), ("scales_of_vllm", False), ("scales_of_vllm", True)])}
-
-
-def start(rank: int, count: int):
-    return lambda name, *arguments: CHECKS[name](*arguments)

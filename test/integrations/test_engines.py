@@ -97,8 +97,6 @@ def test_a_source_of_vllm_gives_the_weights_of_the_moment(config, format, with_v
 
 
 class Stream:
-    """Knows what was done on it, or before its work."""
-
     def __init__(self):
         self.done = set()
 

@@ -68,7 +68,6 @@ def converted(model) -> dict[str, torch.Tensor]:
 
 
 def quiet(*arguments, **options):
-    """A call that must not warn."""
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         return from_pretrained(*arguments, **options)
@@ -223,9 +222,6 @@ def test_plain_files_become_quantized_parameters(tmp_path):
         assert_bitwise_equal(model.get_parameter(name).qdata, p.qdata, name)
 
 
-# --- training ---------------------------------------------------------------------------------------------------------
-
-
 def test_adapters_train_and_leave_every_payload(qwen, tmp_path):
     peft = pytest.importorskip("peft")
     folder, found = qwen
@@ -248,9 +244,6 @@ def test_full_fine_tuning_learns(recipe, qwen, tmp_path):
     assert all(not torch.equal(x, before[name]) for name, x in model.state_dict().items())
     model.save_pretrained(tmp_path / "saved")
     assert_same_tensors(loaded_by_transformers(tmp_path / "saved", torch.float32).state_dict(), model.state_dict())
-
-
-# --- what is refused --------------------------------------------------------------------------------------------------
 
 
 THREE = {"num_hidden_layers": 3, "layer_types": ["full_attention"] * 3}
@@ -337,9 +330,6 @@ def test_errors_of_transformers_lead_here(format, tmp_path):
     for cls in (BlockwiseFP8Config, NVFP4Config):
         with pytest.raises(ValueError, match=r"from_pretrained\(path, recipe\) of torchao_blockwise\.integrations"):
             transformers.AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=cls())
-
-
-# --- memory and devices -----------------------------------------------------------------------------------------------
 
 
 @both_trainables

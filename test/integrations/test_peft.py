@@ -51,7 +51,6 @@ def plain():
 @both_masters
 @pytest.mark.parametrize("adapts", (LINEAR, EXPERTS), ids=("linear", "experts"))
 def test_an_adapter_comes_back(adapts, masters, config, tmp_path):
-    """A saved adapter over the same base has the same outputs, and the base does not change."""
     model = base(config, masters)
     frozen, before = {name: x.clone() for name, x in model.state_dict().items()}, logits(model)
     adapted = peft.get_peft_model(model, peft.LoraConfig(r=4, **adapts))

@@ -35,7 +35,6 @@ TOKENS = torch.arange(8)[None]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A plain model on disk."""
     torch.manual_seed(0)
     path = tmp_path_factory.mktemp("llama")
     transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)).save_pretrained(path)
@@ -98,7 +97,6 @@ def test_loads_converted_and_remembers_the_recipe(cls, config, masters, folder, 
 @pytest.mark.parametrize("masters", (True, False), ids=("masters", "quantized"))
 @pytest.mark.parametrize("tied", (False, True), ids=("untied", "tied"))
 def test_a_model_that_quantize_converts_is_saved_plain(cls, config, masters, tied, tmp_path):
-    """A plain model loads it, and has the same outputs once it is converted."""
     config = replace(config, master_weights=masters)
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, tie_word_embeddings=tied))

@@ -71,7 +71,6 @@ def folder(tmp_path_factory):
 
 
 def converted(folder, recipe, **options):
-    """A model that `quantize_` converts, by default all layers that the recipe recommends for any depth."""
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
     config = type(RECIPES[recipe][1])(**options)
     quantize_(model, config, filter_fn=recommended_layers(model))
@@ -83,7 +82,6 @@ def hf_config(recipe, **options):
 
 
 def trainer_of(method, model, folder, *, more=None, **options):
-    """options: of the method's config; more: of its trainer."""
     torch.manual_seed(0)
     more = {"reward_funcs": reward} | (more or {}) if method == "GRPO" else more or {}
     options = METHODS[method][0] | ARGUMENTS | ({"beta": 0.1} if method == "GRPO" else {}) | options
@@ -97,7 +95,6 @@ def trainer_of(method, model, folder, *, more=None, **options):
 
 
 def differences(method, *args, **options) -> list[float]:
-    """Train; return the margin or the divergence of each step."""
     trainer = trainer_of(method, *args, **options)
     trainer.train()
     return logged(method, trainer)
@@ -185,7 +182,6 @@ def code_of(page: str, section: str) -> list[str]:
 
 @every_method
 def test_the_page(method, folder):
-    """The examples of docs/integrations.md."""
     [example] = [code for code in code_of("integrations.md", "TRL") if f"{method}Trainer" in code]
     # GRPO's policy is an object, so that `folder` must not be needed.
     names = {

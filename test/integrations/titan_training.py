@@ -76,8 +76,6 @@ def _parts():
         encode = decode = get_vocab_size = None
 
     class Tokens(BaseDataLoader):
-        """Tokens that depend only on the step."""
-
         @dataclass(kw_only=True, slots=True)
         class Config(BaseDataLoader.Config):
             pass
@@ -158,7 +156,6 @@ def config_of(family: str, imports=(), *, layers=2, steps=2, tp=1, ep=1, compile
 
 
 def losses(config, prepare=None) -> list[float]:
-    """Return the loss of each step of torchtitan's trainer. prepare: called with the model when it is built."""
     kind = type(config.model_spec.model)
     build = kind.build
     made = (lambda self, **kwargs: prepare(build(self, **kwargs))) if prepare else build

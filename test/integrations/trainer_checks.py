@@ -16,7 +16,7 @@ from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
 from helpers import FP8, assert_same_tensors
-from ranks import shared_folder, values_of
+from ranks import set_environment, shared_folder, values_of
 from torch.nn.parallel import DistributedDataParallel
 from torchao.quantization import quantize_
 
@@ -164,7 +164,6 @@ def example_resumes(rank: int, wrapper: str) -> None:
         assert_same_tensors(values_of(again), values_of(model))
 
 
-CHECKS = {"resumes": resumes, "compiled": compiled, "example_resumes": example_resumes}
 CASES = {
     2: (
         [("resumes", "ddp", "nvfp4"), ("resumes", "fsdp", "fp8"), ("resumes", "fsdp_shards", "fp8"),
@@ -175,11 +174,4 @@ CASES = {
 }  # fmt: skip
 
 
-def set_environment(rank: int, count: int) -> None:
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(count), "LOCAL_RANK": str(rank),
-                   "LOCAL_WORLD_SIZE": str(count), "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}  # fmt: skip
-
-
-def start(rank: int, count: int):
-    set_environment(rank, count)
-    return lambda name, *arguments: CHECKS[name](rank, *arguments)
+start = set_environment
