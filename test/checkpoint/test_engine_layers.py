@@ -205,14 +205,11 @@ def test_files_of_every_mixture(family, tmp_path):
         found = {}
         for writer, folder in folders.items():
             assert min(check_folder(folder, format).values()) > 0
-            found[writer] = ({name: x.dtype for name, x in tensors_in(folder).items()}, ignored_in_folder(folder))
+            ignored = ignored_in(json.loads((folder / "config.json").read_text())["quantization_config"])
+            found[writer] = ({name: x.dtype for name, x in tensors_in(folder).items()}, ignored)
         assert found["exported"] == found["converted"]
         for folder in folders.values():
             shutil.rmtree(folder)
-
-
-def ignored_in_folder(folder) -> list[str]:
-    return ignored_in(json.loads((folder / "config.json").read_text())["quantization_config"])
 
 
 # Of vLLM 0.33.0, read on 2026-11-26: members in files, by the last parts of names, from packed_modules_mapping and

@@ -207,11 +207,6 @@ def test_files(change, message, tmp_path):
     assert_refused("fp8_block", tmp_path, message, error=(ValueError, FileNotFoundError))
 
 
-def other_files(folder: Path, *names: str) -> None:
-    for name in names:
-        safetensors.save_file({"0.weight": torch.ones(2, 2), "stray": torch.ones(1)}, folder / f"{name}.safetensors")
-
-
 STRAYS = {
     # name: (tensors of a file, other files, what is ignored)
     "one file": (10**9, ("consolidated", "adapter_model"), "adapter_model.safetensors, consolidated.safetensors"),
@@ -223,7 +218,9 @@ STRAYS = {
 @pytest.mark.parametrize(("shard_bytes", "others", "ignored"), STRAYS.values(), ids=STRAYS)
 def test_files_that_are_not_the_checkpoint_are_ignored_and_named(shard_bytes, others, ignored, tmp_path):
     checkpoint.export(mlp(FP8, seed=1), tmp_path / "out", shard_bytes=shard_bytes)
-    other_files(tmp_path / "out", *others)
+    for name in others:
+        file = tmp_path / "out" / f"{name}.safetensors"
+        safetensors.save_file({"0.weight": torch.ones(2, 2), "stray": torch.ones(1)}, file)
     model = mlp(FP8)
     for without_index in (False, True):
         if without_index:
