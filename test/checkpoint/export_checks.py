@@ -1,4 +1,4 @@
-"""What ranks that share a model write and read, against the model on one device, and how much of it travels."""
+"""Exports and loads of models that ranks share, compared with the model on one device; bytes that are gathered."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def joins_sharded_nvfp4(rank: int, size: int) -> None:
 
 
 def loads(rank: int, size: int, kind: str, format: str) -> None:
-    """What one device has written, into shards; written again it is the same, and so are outputs."""
+    """Load files of one device into shards; exported again they are the same, and so are outputs."""
     sizes = {"fsdp": FEATURES[format], "tensor": (256, 512, 256)}
 
     def made(seed: int) -> Any:
@@ -208,7 +208,7 @@ class Routed(nn.Module):
 
 
 def spreads_and_shards_experts(rank: int, size: int, dim: int, format: str) -> None:
-    """As torchtitan does it: experts over one dim of the mesh, FSDP2 over the other, and over both for what is dense.
+    """As torchtitan does it: experts over one dim of the mesh, FSDP2 over the other, and over both for dense layers.
 
     FSDP2 shards whole experts or rows of each. The bytes of one device go out; loaded into a model that is sharded so
     they go out again.
@@ -298,7 +298,7 @@ def gathers_bytes(rank: int, size: int, format: str, masters: bool) -> None:
 
 
 def streams(rank: int, size: int, masters: bool) -> None:
-    """What ranks hold beside their shards, while they write and read, is as much for many layers as for few."""
+    """Export and load take as much memory in addition to the shards for many layers as for few."""
     width, config, peaks, folder = 384, replace(FP8, master_weights=masters), [], folder_of_all()
     for count in (3, 18):
         torch.manual_seed(0)
@@ -349,7 +349,7 @@ CASES = {
 
 
 def on_gpus(name, *arguments) -> bool:
-    """What is counted is the CPU's memory."""
+    """`streams` counts memory of the CPU."""
     return name != "streams"
 
 

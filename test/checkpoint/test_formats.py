@@ -103,7 +103,7 @@ def test_an_engine_gets_the_settings_of_the_files(format, tmp_path):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_models_of_transformers(name, tmp_path):
-    """Names are those of save_pretrained; each weight decodes to what the model trains with."""
+    """Names are those of save_pretrained; each weight decodes to the values that train."""
     checkpoint.export(language_model(name), tmp_path / "out", shard_bytes=200_000)
     language_model(name, None).save_pretrained(tmp_path / "plain")
     found, expected = tensors_in(tmp_path / "out"), tensors_in(tmp_path / "plain")
@@ -323,7 +323,7 @@ which writes scale_fmt: "ue8m0" for scales that are powers of two""",
 
 
 def test_a_convolution_that_files_have_in_parts(tmp_path):
-    """transformers runs those of q, k and v as one, and writes three."""
+    """transformers joins those of q, k and v, and writes three."""
     model = tiny_mixture("bailing_hybrid", "cpu")
     model.save_pretrained(tmp_path / "plain")
     plain = {name: x for name, x in tensors_in(tmp_path / "plain").items() if "conv1d" in name}

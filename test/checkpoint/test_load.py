@@ -1,4 +1,4 @@
-"""What `load` gives a model: payload as it is, or values that quantize to it again; of plain files their values."""
+"""`load` takes payloads as they are, or gives values that quantize to them again; from plain files their values."""
 
 from __future__ import annotations
 
@@ -240,7 +240,7 @@ WIDE = (384, 640, 256)
 
 
 def with_halves(config, dtype=torch.float32):
-    """A model whose blocks' largest values lie around halves and wholes of what a code holds, in all magnitudes."""
+    """A model whose blocks' largest values lie around halves and wholes of the largest code, in all magnitudes."""
     model = mlp(replace(config, master_weights=True), WIDE, seed=1, dtype=dtype)
     peaks = [224 + 8 * i / 6 for i in range(7)] + [448, 464, 231.99, 224.001]
     n = 0

@@ -74,7 +74,7 @@ def test_who_may_read_it(umask, folder, file, tmp_path):
 
 
 def test_the_working_directory_is_not_replaced(tmp_path, monkeypatch):
-    """What runs there would have none."""
+    """Programs that run there would have none."""
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     with pytest.raises(ValueError, match=r"here is the working directory, .* give a folder inside it, .*here/model"):
@@ -115,7 +115,7 @@ def test_a_link_stays_one(leads_to, tmp_path):
 
 
 ERRORS = {
-    # What safetensors raises is no OSError.
+    # safetensors raises its own error, not an OSError.
     "safetensors.torch.save_file": SafetensorError("Error while serializing: I/O error: No space left on device"),
     "transformers.LlamaConfig.save_pretrained": OSError(28, "No space left on device"),
 }

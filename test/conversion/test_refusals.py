@@ -39,7 +39,7 @@ class OwnParameter(nn.Parameter):
 
 
 def changed(layer, change):
-    """What `change` returns of the layer is held by it."""
+    """The layer holds the result of `change`."""
     layer.held = change(layer)
     return layer
 

@@ -182,7 +182,7 @@ def test_a_weight_that_was_replaced_is_told():
 
 
 def test_shared_weights_count_once_and_parametrized_ones_each():
-    """These are computed anew on each access, so nothing may go by the id of a dead one."""
+    """These are computed again on each access, so nothing may go by the id of a dead one."""
     model = ExpertModel()
     model.layers[1].experts.up, model.layers[1].attention = model.layers[0].experts.up, model.layers[0].attention
     model.layers[1].router.weight = model.layers[0].router.weight

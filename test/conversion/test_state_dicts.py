@@ -237,7 +237,7 @@ def test_safetensors(config, tmp_path):
 
 
 @fp8_and_nvfp4
-@pytest.mark.parametrize("owned", (False, True), ids=("alone", "optimizer"))
+@pytest.mark.parametrize("owned", (False, True), ids=("no_optimizer", "optimizer"))
 def test_a_state_dict_changes_nothing(config, owned):
     """Neither the payload between forward and backward, nor masters, nor what compilers guard on."""
     torch._dynamo.reset()
