@@ -178,6 +178,13 @@ def shared_folder():
         dist.barrier()
 
 
+def folder_of_all() -> Path:
+    """One folder for all ranks, which stays."""
+    name = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(name)
+    return Path(name[0])
+
+
 def values_of(model) -> dict[str, torch.Tensor]:
     """Copies of a model's state, gathered where ranks share it."""
     states = model.state_dict().items()

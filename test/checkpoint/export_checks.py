@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import copy
-import tempfile
 import warnings
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from exported_models import FORMATS, OperandsRead, assert_files_hold, export, tensors_in
+from exported_models import FORMATS, OperandsRead, alike_layers, assert_files_hold, export, tensors_in
 from helpers import FP8, NVFP4, assert_same_tensors, mlp, replace
 from live_memory import peak_of
-from ranks import device
+from ranks import device, folder_of_all
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -26,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchao.quantization import quantize_
 
-from torchao_blockwise import checkpoint, experts, linears_and_experts
+from torchao_blockwise import checkpoint, linears_and_experts
 from torchao_blockwise.distributed import ExpertParallel, MasterWeightOptimizer
 from torchao_blockwise.nn import SwiGLUExperts
 from torchao_blockwise.tensors import MasterWeightTensor
@@ -35,12 +33,6 @@ from torchao_blockwise.testing import assert_bitwise_equal
 # Shards end inside of blocks, and unevenly, of a format's first layer at least.
 FEATURES = {"fp8_block": (200, 300, 130), "nvfp4_compressed_tensors": (208, 304, 144)}
 IN_BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-
-
-def folder_of_all() -> Path:
-    folders = [tempfile.mkdtemp()]
-    dist.broadcast_object_list(folders)
-    return Path(folders[0])
 
 
 def mesh_of(size: int) -> DeviceMesh:
@@ -64,6 +56,13 @@ def sharded(model: Any, mesh: DeviceMesh, policy: MixedPrecisionPolicy | None = 
 
 def model_of(format: str, masters: bool = True, **options: Any) -> nn.Sequential:
     return mlp(replace(FORMATS[format], master_weights=masters), **{"features": FEATURES[format]} | options)
+
+
+def converted(make: Callable[[], nn.Module], config: Any, seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    model = make()
+    quantize_(model, config, filter_fn=linears_and_experts())
+    return model
 
 
 def compare(model: nn.Module, reference: nn.Module, format: str = "fp8_block") -> None:
@@ -107,18 +106,11 @@ class Attention(nn.Module):
 
 def joins_sharded_nvfp4(rank: int, size: int) -> None:
     """q, k and v whose largest amaxes lie on different ranks."""
-
-    def made() -> nn.Module:
-        torch.manual_seed(0)
-        model = Attention()
-        quantize_(model, NVFP4)
-        return model
-
-    model = made()
+    model, reference = converted(Attention, NVFP4), converted(Attention, NVFP4).bfloat16()
     fully_shard(model, mesh=mesh_of(size), mp_policy=IN_BF16)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
-        compare(model, made().bfloat16(), "nvfp4_compressed_tensors")
+        compare(model, reference, "nvfp4_compressed_tensors")
 
 
 def loads(rank: int, size: int, kind: str, format: str) -> None:
@@ -126,12 +118,9 @@ def loads(rank: int, size: int, kind: str, format: str) -> None:
     sizes = {"fsdp": FEATURES[format], "tensor": (256, 512, 256)}
 
     def made(seed: int) -> Any:
-        torch.manual_seed(seed)
-        if kind != "experts":
-            return mlp(FORMATS[format], features=sizes[kind], seed=seed)
-        model = nn.Sequential(SwiGLUExperts(3, 192, 96))
-        quantize_(model, FORMATS[format], filter_fn=experts())
-        return model
+        if kind == "experts":
+            return converted(lambda: nn.Sequential(SwiGLUExperts(3, 192, 96)), FORMATS[format], seed)
+        return mlp(FORMATS[format], features=sizes[kind], seed=seed)
 
     folder, reference, model = folder_of_all(), made(0), made(1)
     if rank == 0:
@@ -219,10 +208,7 @@ def spreads_and_shards_experts(rank: int, size: int, dim: int, format: str) -> N
 
     def made(seed: int) -> nn.Module:
         # The first rank of each pair holds three experts, the other two.
-        torch.manual_seed(seed)
-        model = nn.Sequential(Routed(5))
-        quantize_(model, FORMATS[format], filter_fn=linears_and_experts())
-        return model
+        return converted(lambda: nn.Sequential(Routed(5)), FORMATS[format], seed)
 
     def spread(model: Any) -> nn.Module:
         parallelize_module(model, mesh["experts"], {"0.experts": ExpertParallel()})
@@ -301,11 +287,7 @@ def streams(rank: int, size: int, masters: bool) -> None:
     """Export and load take as much memory in addition to the shards for many layers as for few."""
     width, config, peaks, folder = 384, replace(FP8, master_weights=masters), [], folder_of_all()
     for count in (3, 18):
-        torch.manual_seed(0)
-        # All alike: what reading takes depends on values, a little.
-        alike = nn.Linear(width, width, bias=False)
-        model = nn.Sequential(*(copy.deepcopy(alike) for _ in range(count)))
-        quantize_(model, config)
+        model = alike_layers(config, width, count)
         sharded(model, mesh_of(size))(tokens(4, width))
         peaks.append(peak_of(checkpoint.export, model, folder / str(count), shard_bytes=width * width))
         if masters:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import warnings
 from pathlib import Path
@@ -80,6 +81,15 @@ def filled(model: nn.Module, value: float = 1.0) -> nn.Module:
     with torch.no_grad():
         for p in model.parameters():
             p.copy_(torch.full(p.shape, value))
+    return model
+
+
+def alike_layers(config, width: int, count: int) -> nn.Sequential:
+    """All alike: the memory that reading takes depends on values, a little."""
+    torch.manual_seed(0)
+    layer = nn.Linear(width, width, bias=False)
+    model = nn.Sequential(*(copy.deepcopy(layer) for _ in range(count)))
+    quantize_(model, config)
     return model
 
 

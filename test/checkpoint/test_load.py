@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 
 import pytest
@@ -10,6 +9,7 @@ import torch
 from exported_models import (
     FORMATS,
     MODELS,
+    alike_layers,
     decoded,
     digest,
     export,
@@ -302,23 +302,14 @@ WIDTH = 512
 LAYER = WIDTH * WIDTH
 
 
-def layers(config, count: int) -> nn.Module:
-    """All alike: what reading takes depends on values, a little."""
-    torch.manual_seed(0)
-    layer = nn.Linear(WIDTH, WIDTH, bias=False)
-    model = nn.Sequential(*(copy.deepcopy(layer) for _ in range(count)))
-    quantize_(model, config)
-    return model
-
-
 @masters_or_not
 @pytest.mark.parametrize("format", ("fp8_block", "nvfp4_compressed_tensors"))
 def test_export_and_load_hold_a_layer(format, masters, tmp_path):
     """Its payload and what it takes to quantize it, and the file that fills."""
     config, written, read = replace(FORMATS[format], master_weights=masters), [], []
     for count in (3, 24):
-        folder = tmp_path / str(count)
-        written.append(peak_of(checkpoint.export, layers(config, count), folder, format, shard_bytes=LAYER))
-        read.append(peak_of(checkpoint.load, layers(config, count), folder))
+        folder, model = tmp_path / str(count), alike_layers(config, WIDTH, count)
+        written.append(peak_of(checkpoint.export, model, folder, format, shard_bytes=LAYER))
+        read.append(peak_of(checkpoint.load, alike_layers(config, WIDTH, count), folder))
     for few, many in (written, read):
         assert 0 < many <= few + LAYER // 10, (few, many)
