@@ -264,21 +264,6 @@ def test_lora(targets):
     assert statuses == {"self_attn": UNFUSED, "mlp": UNFUSED if "gate_proj" in targets else FUSED}
 
 
-def test_hooks_are_called():
-    model, calls = convert(language_model(num_hidden_layers=1)), []
-    expected = step(model)
-    fuse(model)
-    attention = model.model.layers[0].self_attn
-    for name in ("q_proj", "o_proj"):
-        getattr(attention, name).register_forward_hook(lambda module, args, out, name=name: calls.append(name))
-    attention.register_forward_hook(lambda *_: calls.append("attention"))
-    assert_same(step(model), expected)
-    assert calls == ["q_proj", "o_proj", "attention"]
-    assert [module.reason for module in fusion_report(model).modules] == [
-        "q_proj has hooks, or a separate forward pass", "",
-    ]  # fmt: skip
-
-
 @both_formats
 def test_names_and_state_dicts_stay_and_unconvert_ends_it(config):
     model, plain, other = convert(language_model(), config), language_model(), convert(language_model(), config)

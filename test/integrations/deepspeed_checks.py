@@ -26,20 +26,21 @@ def batch(rank: int, number: int) -> torch.Tensor:
     return torch.randn(8, 64, generator=torch.Generator().manual_seed(10 * number + rank))
 
 
-def engine_of(model, stage: int):
-    import deepspeed
-
-    zero = {"stage": stage, "overlap_comm": False}
-    if stage == 3:
-        # Shard Parameters of any size.
-        zero["stage3_param_persistence_threshold"] = 0
-    config = {
-        "train_micro_batch_size_per_gpu": 8,
-        "gradient_accumulation_steps": ACCUMULATED,
-        "zero_optimization": zero,
+def config_of(stage: int, batch: int, of_stage_3: dict) -> dict:
+    return {
+        "train_micro_batch_size_per_gpu": batch,
+        "zero_optimization": {"stage": stage, "overlap_comm": False} | (of_stage_3 if stage == 3 else {}),
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
     }
+
+
+def engine_of(model, stage: int):
+    import deepspeed
+
+    # Shards Parameters of any size.
+    config = config_of(stage, 8, {"stage3_param_persistence_threshold": 0})
+    config["gradient_accumulation_steps"] = ACCUMULATED
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
 
@@ -141,14 +142,7 @@ def trainer(rank: int, stage: int) -> None:
 
     from torchao_blockwise.integrations.transformers import BlockwiseFP8Config
 
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "zero_optimization": {"stage": stage, "overlap_comm": False},
-        "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,
-    }
-    if stage == 3:
-        config["zero_optimization"] |= {"stage3_gather_16bit_weights_on_model_save": True}
+    config = config_of(stage, 2, {"stage3_gather_16bit_weights_on_model_save": True})
     with ranks.shared_folder() as folder:
         if rank == 0:
             plain_model().save_pretrained(folder / "plain")

@@ -54,7 +54,6 @@ every_case = pytest.mark.parametrize(
     ],
     ids="-".join,
 )
-both_trainables = pytest.mark.parametrize("trainable", ("full", "adapters"))
 
 
 @pytest.fixture
@@ -332,7 +331,7 @@ def test_errors_of_transformers_lead_here(format, tmp_path):
             transformers.AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=cls())
 
 
-@both_trainables
+@pytest.mark.parametrize("trainable", ("full", "adapters"))
 def test_it_streams(trainable, tmp_path):
     """In addition to the model, memory holds some copies of one weight, however many layers there are."""
     from live_memory import peak_of
