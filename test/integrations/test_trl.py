@@ -162,19 +162,6 @@ def test_a_synchronized_reference_follows_the_policy(method, recipe, folder):
         differences(method, converted(folder, recipe), folder, **config, **options)
 
 
-@both_recipes
-def test_generation_with_unchanged_weights(recipe, folder):
-    """Two microbatches and four completions of a prompt: the same completions, gradients and weights."""
-    options = {"num_generations": 4, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
-    runs = []
-    for callbacks in ([], [ours.UnchangedWeights()]):
-        model = converted(folder, recipe)
-        differences("GRPO", model, folder, more={"callbacks": callbacks}, **options)
-        runs.append(model.state_dict())
-    for name, x in runs[0].items():
-        assert_bitwise_equal(runs[1][name], x, name)
-
-
 def code_of(page: str, section: str) -> list[str]:
     text = (Path(__file__).parents[2] / "docs" / page).read_text(encoding="utf-8")
     return re.findall(r"```python\n(.*?)```", re.search(rf"^## {section}\n(.*?)^## ", text, re.S | re.M)[1], re.S)
