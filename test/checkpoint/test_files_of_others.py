@@ -7,7 +7,6 @@ import json
 import pytest
 import torch
 from exported_models import (
-    SMALL,
     compressed_tensors,
     decoded,
     export,
@@ -129,16 +128,10 @@ def test_experts_in_one_tensor_are_read(name, masters, tmp_path):
     assert_same_tensors(export(other, tmp_path / "again"), first)
 
 
-def gpt_oss():
-    transformers = pytest.importorskip("transformers", "5.0")
-    options = SMALL | {"num_local_experts": 3, "num_experts_per_tok": 2, "intermediate_size": 256}
-    torch.manual_seed(0)
-    return transformers.AutoModelForCausalLM.from_config(transformers.GptOssConfig(**options))
-
-
 def test_gpt_oss_in_fp8_is_read(tmp_path):
     """`gate_up_proj_scale_inv` of experts [E, H, 2I]."""
-    gpt_oss().save_pretrained(tmp_path / "out")
+    sizes = {"num_local_experts": 3, "num_experts_per_tok": 2, "intermediate_size": 256}
+    language_model("GptOss", None, **sizes).save_pretrained(tmp_path / "out")
     found = tensors_in(tmp_path / "out")
     names = [name for name in found if name.endswith("_proj") and ".experts." in name]
     for name in names:
@@ -147,15 +140,7 @@ def test_gpt_oss_in_fp8_is_read(tmp_path):
         found[f"{name}_scale_inv"] = torch.rand(experts, -(-rows // 128), -(-columns // 128)) + 0.5
     assert len(names) == 4
     save(found, tmp_path / "out")
-    model = gpt_oss()
+    model = language_model("GptOss", None, **sizes)
     checkpoint.load(model, tmp_path / "out")
     for name in names:
         assert_bitwise_equal(model.get_parameter(name).detach(), decoded(found, name), name)
-
-
-def test_mxfp4_is_named_with_a_remedy(tmp_path):
-    """GPT-OSS is published so."""
-    gpt_oss().save_pretrained(tmp_path / "out")
-    (tmp_path / "out" / "config.json").write_text('{"quantization_config": {"quant_method": "mxfp4"}}')
-    with pytest.raises(ValueError, match=r"quant_method is 'mxfp4', but only 'fp8',.*; use a plain checkpoint"):
-        checkpoint.load(gpt_oss(), tmp_path / "out")

@@ -99,6 +99,12 @@ def test_an_engine_gets_the_settings_of_the_files(format, tmp_path):
     assert settings == json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
     assert "lm_head" in settings.get("modules_to_not_convert", settings.get("ignore"))
     assert ("scale_fmt" in settings) == (config is FP8_POW2)
+    if format == "nvfp4_modelopt":
+        other = json.loads((tmp_path / "out" / "hf_quant_config.json").read_text())["quantization"]
+        assert settings["quant_method"] == "modelopt"
+        assert settings["quant_algo"] == other["quant_algo"] == "W4A16_NVFP4"
+        assert settings["ignore"] == other["exclude_modules"] == ["lm_head", "model.embed_tokens"]
+        assert other["group_size"] == 16 and other["kv_cache_quant_algo"] is None
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -118,16 +124,6 @@ def test_models_of_transformers(name, tmp_path):
     assert index["weight_map"].keys() == found.keys()
     assert index["metadata"]["total_size"] == sum(x.nbytes for x in found.values())
     assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".")] == []
-
-
-def test_settings_of_model_optimizer(tmp_path):
-    export(language_model("Llama", NVFP4), tmp_path / "out", "nvfp4_modelopt")
-    settings = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
-    other = json.loads((tmp_path / "out" / "hf_quant_config.json").read_text())["quantization"]
-    assert settings["quant_method"] == "modelopt"
-    assert settings["quant_algo"] == other["quant_algo"] == "W4A16_NVFP4"
-    assert settings["ignore"] == other["exclude_modules"] == ["lm_head", "model.embed_tokens"]
-    assert other["group_size"] == 16 and other["kv_cache_quant_algo"] is None
 
 
 @masters_or_not
