@@ -247,18 +247,15 @@ def test_nothing_to_differentiate_is_refused():
         memory_report(nn.Linear(D, D).requires_grad_(False), torch.randn(T, D))
 
 
-SIZES = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
-SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+def report_of(kind, config, device, fused=True):
+    pytest.importorskip("transformers", "5.0")
+    import exported_models
 
-
-def report_of(kind, config, device, fused=True, **more):
-    transformers = pytest.importorskip("transformers", "5.0")
-    options = {"experts_implementation": "grouped_mm"} if kind == "Mixtral" else {}
-    torch.manual_seed(0)
+    sizes = {"vocab_size": 128, "hidden_size": 64, "head_dim": 16, "intermediate_size": 128}
     with torch.device(device):
-        made = getattr(transformers, f"{kind}Config")(**SIZES | more)
-        model = transformers.AutoModelForCausalLM.from_config(made, dtype=torch.bfloat16, **options)
-        ids = torch.arange(32)[None] % 128
+        model, ids = exported_models.language_model(kind, None, **sizes).bfloat16(), torch.arange(32)[None]
+    if kind == "Mixtral":
+        model.set_experts_implementation("grouped_mm")
     quantize_(model, config, filter_fn=linears_and_experts() & skip_lm_head())
     if fused:
         fuse(model)
@@ -269,12 +266,11 @@ def report_of(kind, config, device, fused=True, **more):
 @pytest.mark.parametrize(("kind", "shared"), (("Llama", 3), ("Mixtral", 2)))
 def test_predictions_for_fused_models(kind, shared, config):
     """They are what a step takes, on the meta device too. shared: copies of a layer that fusion does not save."""
-    more = {"num_local_experts": 4} if kind == "Mixtral" else {}
-    report, unreal = (report_of(kind, config, device, **more) for device in ("cpu", "meta"))
+    report, unreal = (report_of(kind, config, device) for device in ("cpu", "meta"))
     assert report.notes == () and unreal.predicted == report.predicted and unreal.unconverted == report.unconverted
     for name in STEP:
         assert getattr(report.predicted, name) == getattr(report.measured, name), name
-    apart = report_of(kind, config, "meta", fused=False, **more).predicted
+    apart = report_of(kind, config, "meta", fused=False).predicted
     copies = 2 * shared * config.activation_format.nbytes(64, 32)
     assert report.predicted.saved == apart.saved - copies and report.predicted.weights == apart.weights
     assert report.predicted.peak < apart.peak

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable
 
 import torch
 import torch.distributed as dist
-import transformers
 import vllm_source
+from exported_models import language_model
 from helpers import FP8, FP8_POW2
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -45,11 +45,8 @@ def rollouts(rank: int, case: str) -> None:
 
 
 def divergences(config, dtype: torch.dtype) -> dict[str, float]:
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 256, "intermediate_size": 384, "num_hidden_layers": 2, "vocab_size": VOCABULARY}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
-    settings = transformers.LlamaConfig(**sizes, **heads, attn_implementation="eager")
-    model = transformers.LlamaForCausalLM(settings)
+    sizes = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 384, "vocab_size": VOCABULARY}
+    model = language_model("Llama", None, **sizes, attn_implementation="eager")
     # Of a new model, probabilities are nearly uniform.
     with torch.no_grad():
         model.lm_head.weight.mul_(8)

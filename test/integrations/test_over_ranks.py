@@ -14,7 +14,7 @@ POOLS = (
     {"lightning_checks": (LIGHTNING,)},
     {"titan_checks": (TITAN,)},
     {"deepspeed_checks": (("deepspeed_checks",),)},
-    {"rollout_checks": (("vllm_source",), TRANSFORMERS, ("triton",))},
+    {"rollout_checks": (("vllm_source",), TRANSFORMERS, SAFETENSORS, ("triton",))},
 )
 
 
