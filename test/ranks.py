@@ -145,6 +145,20 @@ def _start(rank: int, worker, ranks: int, port: int, files: list[Path], device_t
     _end(0)
 
 
+def run_each(runs: dict[str, Callable], rank: int, cases: Sequence[tuple], file: str) -> None:
+    """Run `runs[name](rank, *arguments)` of each case (name, *arguments); `file` holds what each raised, or None."""
+    results = {}
+    for case in cases:
+        name, *arguments = case
+        try:
+            runs[name](rank, *arguments)
+            results[case] = None
+        except BaseException as e:  # such as pytest's, where nothing was raised
+            traceback.print_exc()
+            results[case] = f"{type(e).__name__}: {e}"
+        torch.save(results, file)
+
+
 def run_in_turn(run: Callable, cases: Sequence, size_of: Callable, rank: int, file: str) -> None:
     """Run `run(case)` on the first size_of(case) ranks, together, up to one that raises; then leave.
 

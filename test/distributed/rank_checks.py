@@ -8,7 +8,7 @@ import time
 
 import pytest
 import torch.distributed as dist
-from ranks import join, run_in_turn
+from ranks import join, run_each, run_in_turn
 
 
 def one_computes_alone(rank: int, ranks: int, port: int, file: str, cases, seconds: float) -> None:
@@ -30,12 +30,14 @@ def one_crashes(rank: int, ranks: int, port: int, file: str, cases) -> None:
     run_in_turn(computes_or_crashes, cases, lambda case: ranks, rank, file)
 
 
-def nothing_raises(rank: int, ranks: int, port: int, file: str) -> None:
+def nothing_raises(rank: int, ranks: int, port: int, file: str, in_turn: bool) -> None:
     """What pytest raises there is no `Exception`."""
 
-    def expects(case):
+    def expects(rank):
         with pytest.raises(ValueError):
             pass
 
     join(rank, ranks, port)
-    run_in_turn(expects, ["case"], lambda case: ranks, rank, file)
+    if in_turn:
+        run_in_turn(expects, ["case"], lambda case: ranks, rank, file)
+    run_each({"case": expects}, rank, [("case",)], file)

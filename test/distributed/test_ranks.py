@@ -54,6 +54,7 @@ def test_of_a_crash_one_learns_the_signal_and_where_each_rank_was(tmp_path):
         assert "in computes_or_crashes" in left["crashes"] and "behind" not in left
 
 
-def test_where_nothing_was_raised_the_case_says_so(tmp_path):
-    (left,) = ranks.spawn(nothing_raises, 1, tmp_path)
+@pytest.mark.parametrize("in_turn", (True, False))
+def test_where_nothing_was_raised_the_case_says_so(in_turn, tmp_path):
+    (left,) = ranks.spawn(nothing_raises, 1, tmp_path, in_turn)
     assert "DID NOT RAISE" in "".join(left.values())
