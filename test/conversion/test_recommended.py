@@ -167,14 +167,8 @@ def test_routers_and_heads(model, expected):
     assert left_out(model) == expected
 
 
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
-
-
 def blocks(count, kind=nn.ModuleList):
-    made = [Block() for _ in range(count)]
+    made = [nn.ModuleDict({"up": nn.Linear(16, 32), "down": nn.Linear(32, 16)}) for _ in range(count)]
     if kind is nn.ModuleDict:
         return kind({str(i): block for i, block in enumerate(made)})
     return kind(*made) if kind is nn.Sequential else kind(made)
@@ -203,7 +197,7 @@ def test_the_last_blocks(towers, config, count, kept):
     """Of every tower 15 % in NVFP4, rounded up."""
     chosen = recommended(nn.ModuleDict(towers), config, last_blocks=count)
     for tower, stay in zip(towers.values(), kept, strict=True):
-        converted = [chosen(block.up, "up") for block in tower.children()]
+        converted = [chosen(block["up"], "up") for block in tower.children()]
         assert converted == [True] * (len(converted) - stay) + [False] * stay
 
 
