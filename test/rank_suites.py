@@ -3,7 +3,8 @@
 A suite is a module with
 
 - CASES: {processes of its pool: (cases of the default tier, cases that are slow)}; a case is a tuple of arguments,
-- start(rank, ranks): called in each process, returns `run(*case)`, which raises where something is wrong,
+- start(rank, ranks): called in each process, if there is one; may return `run(*case)`, which raises where something is
+  wrong. By default a case is the name of a function of the suite and what it takes after the rank,
 - ranks_of(*case), if a case may take only the first ranks of the pool; on_gpus(*case), if it may run on GPUs.
 """
 
@@ -76,5 +77,10 @@ def check(case, raised: list[dict]) -> None:
 
 def _run(rank: int, ranks: int, port: int, file: str, cases) -> None:
     join(rank, ranks, port, seconds=180)
-    suites = {name: importlib.import_module(name).start(rank, ranks) for name in dict.fromkeys(c[0] for c in cases)}
+    suites = {name: _started(importlib.import_module(name), rank, ranks) for name in dict.fromkeys(c[0] for c in cases)}
     run_in_turn(lambda case: suites[case[0]](*case[2:]), cases, size_of, rank, file)
+
+
+def _started(suite, rank: int, ranks: int):
+    run = suite.start(rank, ranks) if hasattr(suite, "start") else None
+    return run or (lambda check, *arguments: getattr(suite, check)(rank, *arguments))

@@ -192,6 +192,13 @@ def shared_folder():
         dist.barrier()
 
 
+def folder_of_all() -> Path:
+    """One folder for all ranks, which stays."""
+    name = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(name)
+    return Path(name[0])
+
+
 def values_of(model) -> dict[str, torch.Tensor]:
     """Copies of a model's state, gathered where ranks share it."""
     states = model.state_dict().items()
@@ -218,6 +225,12 @@ def _end(code: int) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def set_environment(rank: int, ranks: int, **more: str) -> None:
+    """As torchrun sets it."""
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks)}
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0", **more}
 
 
 def join(rank: int, ranks: int, port: int, *, seconds: float = 60, name: str = "") -> None:

@@ -1,21 +1,19 @@
-"""What ranks that share a model write and read, against the model on one device, and how much of it travels."""
+"""Exports and loads of models that ranks share, compared with the model on one device; bytes that are gathered."""
 
 from __future__ import annotations
 
-import copy
-import tempfile
 import warnings
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
-import safetensors.torch
 import torch
 import torch.distributed as dist
-from exported_models import FORMATS, OperandsRead, assert_files_hold, export, tensors_in
+from exported_models import FORMATS, OperandsRead, alike_layers, assert_files_hold, export, tensors_in
 from helpers import FP8, NVFP4, assert_same_tensors, mlp, replace
 from live_memory import peak_of
-from ranks import device
+from ranks import device, folder_of_all
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -26,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchao.quantization import quantize_
 
-from torchao_blockwise import checkpoint, experts, linears_and_experts
+from torchao_blockwise import checkpoint, linears_and_experts
 from torchao_blockwise.distributed import ExpertParallel, MasterWeightOptimizer
 from torchao_blockwise.nn import SwiGLUExperts
 from torchao_blockwise.tensors import MasterWeightTensor
@@ -35,12 +33,6 @@ from torchao_blockwise.testing import assert_bitwise_equal
 # Shards end inside of blocks, and unevenly, of a format's first layer at least.
 FEATURES = {"fp8_block": (200, 300, 130), "nvfp4_compressed_tensors": (208, 304, 144)}
 IN_BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-
-
-def folder_of_all() -> Path:
-    folders = [tempfile.mkdtemp()]
-    dist.broadcast_object_list(folders)
-    return Path(folders[0])
 
 
 def mesh_of(size: int) -> DeviceMesh:
@@ -64,6 +56,13 @@ def sharded(model: Any, mesh: DeviceMesh, policy: MixedPrecisionPolicy | None = 
 
 def model_of(format: str, masters: bool = True, **options: Any) -> nn.Sequential:
     return mlp(replace(FORMATS[format], master_weights=masters), **{"features": FEATURES[format]} | options)
+
+
+def converted(make: Callable[[], nn.Module], config: Any, seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    model = make()
+    quantize_(model, config, filter_fn=linears_and_experts())
+    return model
 
 
 def compare(model: nn.Module, reference: nn.Module, format: str = "fp8_block") -> None:
@@ -107,31 +106,21 @@ class Attention(nn.Module):
 
 def joins_sharded_nvfp4(rank: int, size: int) -> None:
     """q, k and v whose largest amaxes lie on different ranks."""
-
-    def made() -> nn.Module:
-        torch.manual_seed(0)
-        model = Attention()
-        quantize_(model, NVFP4)
-        return model
-
-    model = made()
+    model, reference = converted(Attention, NVFP4), converted(Attention, NVFP4).bfloat16()
     fully_shard(model, mesh=mesh_of(size), mp_policy=IN_BF16)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
-        compare(model, made().bfloat16(), "nvfp4_compressed_tensors")
+        compare(model, reference, "nvfp4_compressed_tensors")
 
 
 def loads(rank: int, size: int, kind: str, format: str) -> None:
-    """What one device has written, into shards; written again it is the same, and so are outputs."""
+    """Load files of one device into shards; exported again they are the same, and so are outputs."""
     sizes = {"fsdp": FEATURES[format], "tensor": (256, 512, 256)}
 
     def made(seed: int) -> Any:
-        torch.manual_seed(seed)
-        if kind != "experts":
-            return mlp(FORMATS[format], features=sizes[kind], seed=seed)
-        model = nn.Sequential(SwiGLUExperts(3, 192, 96))
-        quantize_(model, FORMATS[format], filter_fn=experts())
-        return model
+        if kind == "experts":
+            return converted(lambda: nn.Sequential(SwiGLUExperts(3, 192, 96)), FORMATS[format], seed)
+        return mlp(FORMATS[format], features=sizes[kind], seed=seed)
 
     folder, reference, model = folder_of_all(), made(0), made(1)
     if rank == 0:
@@ -208,7 +197,7 @@ class Routed(nn.Module):
 
 
 def spreads_and_shards_experts(rank: int, size: int, dim: int, format: str) -> None:
-    """As torchtitan does it: experts over one dim of the mesh, FSDP2 over the other, and over both for what is dense.
+    """As torchtitan does it: experts over one dim of the mesh, FSDP2 over the other, and over both for dense layers.
 
     FSDP2 shards whole experts or rows of each. The bytes of one device go out; loaded into a model that is sharded so
     they go out again.
@@ -219,10 +208,7 @@ def spreads_and_shards_experts(rank: int, size: int, dim: int, format: str) -> N
 
     def made(seed: int) -> nn.Module:
         # The first rank of each pair holds three experts, the other two.
-        torch.manual_seed(seed)
-        model = nn.Sequential(Routed(5))
-        quantize_(model, FORMATS[format], filter_fn=linears_and_experts())
-        return model
+        return converted(lambda: nn.Sequential(Routed(5)), FORMATS[format], seed)
 
     def spread(model: Any) -> nn.Module:
         parallelize_module(model, mesh["experts"], {"0.experts": ExpertParallel()})
@@ -266,29 +252,15 @@ def raises_on_all_ranks(rank: int, size: int) -> None:
     if rank == 0:
         (folder / "there").mkdir()
         (folder / "there" / "file").write_text("")
+    full = mock.Mock(side_effect=OSError(28, "No space left on device") if rank == 0 else None)
     for name, error in (("there", FileExistsError), ("full", OSError)):
-        if rank == 0:
-            safetensors.torch.save_file, kept = _no_space, safetensors.torch.save_file
-        try:
+        with mock.patch("safetensors.torch.save_file", full), pytest.raises(error):
             checkpoint.export(model, folder / name, shard_bytes=50_000)
-        except error:
-            pass
-        else:
-            raise AssertionError(f"{name}: nothing was raised")
-        finally:
-            if rank == 0:
-                safetensors.torch.save_file = kept
     dist.barrier()
     assert [p.name for p in folder.iterdir()] == ["there"], list(folder.iterdir())
 
 
-def _no_space(*args, **kwargs):
-    raise OSError(28, "No space left on device")
-
-
 class Gathers(TorchDispatchMode):
-    """Counts the bytes that gathers give."""
-
     nbytes = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -312,14 +284,10 @@ def gathers_bytes(rank: int, size: int, format: str, masters: bool) -> None:
 
 
 def streams(rank: int, size: int, masters: bool) -> None:
-    """What ranks hold beside their shards, while they write and read, is as much for many layers as for few."""
+    """Export and load take as much memory in addition to the shards for many layers as for few."""
     width, config, peaks, folder = 384, replace(FP8, master_weights=masters), [], folder_of_all()
     for count in (3, 18):
-        torch.manual_seed(0)
-        # All alike: what reading takes depends on values, a little.
-        alike = nn.Linear(width, width, bias=False)
-        model = nn.Sequential(*(copy.deepcopy(alike) for _ in range(count)))
-        quantize_(model, config)
+        model = alike_layers(config, width, count)
         sharded(model, mesh_of(size))(tokens(4, width))
         peaks.append(peak_of(checkpoint.export, model, folder / str(count), shard_bytes=width * width))
         if masters:
@@ -329,19 +297,11 @@ def streams(rank: int, size: int, masters: bool) -> None:
     assert all(0 < b <= a + width * width + width * width // 10 for a, b in zip(few, many)), peaks
 
 
-_CHECKS = {
-    check.__name__: check
-    for check in (
-        gathers_bytes, shards, loads, joins_sharded_nvfp4, reads_what_it_exports, streams, splits_shards,
-        spreads_and_shards_experts, raises_on_all_ranks,
-    )
-}  # fmt: skip
 _BY_TWO = ("masters", "quantized", "ddp", "zero1", "zero2")
 _EITHER = [(format, masters) for format in FEATURES for masters in (True, False)]
 
 
 def _by(kinds) -> list[tuple]:
-    """What any number of ranks do."""
     cases = [(check, *case) for check in ("gathers_bytes", "shards") for case in _EITHER]
     cases += [("shards", "fp8_block", True, True), ("loads", "fsdp", "fp8_block"), ("joins_sharded_nvfp4",)]
     return cases + [("reads_what_it_exports", kind, format) for kind in kinds for format in FEATURES]
@@ -371,11 +331,11 @@ CASES = {
 
 
 def on_gpus(name, *arguments) -> bool:
-    """What is counted is the CPU's memory."""
+    """`streams` counts memory of the CPU."""
     return name != "streams"
 
 
 def start(rank: int, ranks: int):
     if device().type != "cpu":
         torch.set_default_device(device())
-    return lambda name, *arguments: _CHECKS[name](rank, ranks, *arguments)
+    return lambda name, *arguments: globals()[name](rank, ranks, *arguments)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import warnings
 from pathlib import Path
@@ -64,16 +65,31 @@ def export(model: nn.Module, folder: Path, format: str = "fp8_block") -> dict[st
 
 
 def save(tensors: dict[str, torch.Tensor], folder: Path) -> None:
-    """The folder has one file, with these tensors."""
     folder.mkdir(exist_ok=True)
     safetensors.save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
+def compressed_tensors(format: object = "float-quantized", block: object = [128, 128], **groups: object) -> dict:
+    """Its settings of files in blocks of FP8. groups: {name: format of its layers}."""
+    weights = {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": block, "dynamic": False}
+    group = {"targets": ["Linear"], "weights": weights}
+    made = {name: group | {"format": x} for name, x in groups.items()} or {"group_0": group}
+    return {"quant_method": "compressed-tensors", "format": format, "config_groups": made}
+
+
 def filled(model: nn.Module, value: float = 1.0) -> nn.Module:
-    """The model, all of whose Parameters have this value."""
     with torch.no_grad():
         for p in model.parameters():
             p.copy_(torch.full(p.shape, value))
+    return model
+
+
+def alike_layers(config, width: int, count: int) -> nn.Sequential:
+    """All alike: the memory that reading takes depends on values, a little."""
+    torch.manual_seed(0)
+    layer = nn.Linear(width, width, bias=False)
+    model = nn.Sequential(*(copy.deepcopy(layer) for _ in range(count)))
+    quantize_(model, config)
     return model
 
 
@@ -90,7 +106,6 @@ def values_of(x: torch.Tensor) -> torch.Tensor:
 
 
 def operand_of(weight: torch.Tensor) -> Operand:
-    """What products read of a converted weight."""
     return weight.quantized() if isinstance(weight, MasterWeightTensor) else weight.operand()
 
 
@@ -143,6 +158,21 @@ def assert_files_hold(operands, found: dict[str, torch.Tensor]) -> None:
     assert held and held == read
 
 
+def losses(model, steps: int = 3, lr: float = 1e-3) -> list[float]:
+    """Of steps of AdamW on what trains, if anything does."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, lr=lr) if parameters else None
+    ids, found = torch.arange(16, device=next(model.parameters()).device).view(2, 8), []
+    for _ in range(steps):
+        loss = model(input_ids=ids, labels=ids).loss
+        found.append(loss.item())
+        if optimizer is not None:
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return found
+
+
 def logits(model) -> torch.Tensor:
     with torch.no_grad():
         return model(torch.arange(8)[None]).logits
@@ -168,18 +198,24 @@ _ALSO = {
 }
 
 
-def tiny_mixture(family: str, device: str = "meta"):
-    """A model without values, on meta, or with random ones."""
+def of_transformers(family: str, cls: str | None = None, device: str = "meta", **options) -> nn.Module:
+    """A model without values, on meta, or with random ones; by default a causal language model where there is one."""
     transformers = pytest.importorskip("transformers", "5.0")
     if family not in transformers.CONFIG_MAPPING:
         pytest.skip(f"transformers {transformers.__version__} has no {family}")
-    default = transformers.AutoConfig.for_model(family)
-    has = {*dir(default), *default.attribute_map}
-    options = {name: x for name, x in (TINY | _ALSO.get(family, {})).items() if name in has}
     config = transformers.AutoConfig.for_model(family, **options)
     torch.manual_seed(0)
     with torch.device(device):
+        if cls is not None:
+            return getattr(transformers, cls)(config)
         try:
             return transformers.AutoModelForCausalLM.from_config(config)
         except ValueError:
             return transformers.AutoModel.from_config(config)
+
+
+def tiny_mixture(family: str, device: str = "meta") -> nn.Module:
+    default = of_transformers(family).config
+    has = {*dir(default), *default.attribute_map}
+    options = {name: x for name, x in (TINY | _ALSO.get(family, {})).items() if name in has}
+    return of_transformers(family, device=device, **options)

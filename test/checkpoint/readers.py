@@ -131,7 +131,7 @@ def asked(weights: dict[str, tuple[bool, int]]) -> Iterator[tuple[str, str, bool
     quantized = {_layer(name) for name, (is_quantized, _) in weights.items() if is_quantized}
     for name, (is_quantized, dims) in weights.items():
         layer = _layer(name)
-        # What a quantized layer has beside its weight is read with it.
+        # Other tensors of a quantized layer are read with its weight.
         if dims > 1 and (is_quantized or layer not in quantized):
             # A Parameter that lies among quantized layers is not a layer.
             is_layer = not any(other.startswith(layer) for other in quantized - {layer})

@@ -44,21 +44,6 @@ def test_it_is_of_bytes(dtype):
     assert not torch.equal(checkpoint.checksum(torch.cat((x, torch.zeros(1, 9).to(dtype)))), same)
 
 
-def test_every_change_of_a_word_and_every_swap_is_found():
-    x = torch.randint(256, (64,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)).view(torch.int32)
-    found = {int(checkpoint.checksum(x))}
-    for i in range(16):
-        for bit in range(32):
-            other = x.clone()
-            other[i] ^= torch.tensor(1 << bit).to(torch.int32)
-            found.add(int(checkpoint.checksum(other)))
-        for j in range(i):
-            other = x.clone()
-            other[[i, j]] = x[[j, i]]
-            found.add(int(checkpoint.checksum(other)))
-    assert len(found) == 1 + 16 * 32 + 16 * 15 // 2
-
-
 @pytest.mark.parametrize("format", ("fp8_block", "nvfp4_compressed_tensors"))
 def test_a_receiver_and_files_have_those_of_the_sender(format, tmp_path, capsys):
     model = mlp(FORMATS[format], features=(208, 304, 130))

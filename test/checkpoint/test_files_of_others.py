@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 from exported_models import (
-    SMALL,
+    compressed_tensors,
     decoded,
     export,
     filled,
@@ -38,12 +38,6 @@ def converted(masters: bool | None, features):
     return mlp(None if masters is None else replace(FP8, master_weights=masters), features)
 
 
-def compressed_tensors(format: str = "float-quantized") -> dict:
-    weights = {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [128, 128], "dynamic": False}
-    groups = {"group_0": {"targets": ["Linear"], "weights": weights, "format": format}}
-    return {"quant_method": "compressed-tensors", "format": format, "config_groups": groups}
-
-
 @masters_quantized_or_plain
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
 def test_fp8_blocks_of_compressed_tensors(dtype, masters, tmp_path):
@@ -70,10 +64,8 @@ def test_layers_of_two_formats_are_read(nested, tmp_path):
     found = {name: x for name, x in fp8.items() if name.startswith("2.")}
     found["2.weight_scale"] = found.pop("2.weight_scale_inv")
     save(found | {name: x for name, x in nvfp4.items() if name.startswith("0.")}, tmp_path / "other")
-    groups = {
-        x: {"format": x, **compressed_tensors(x)["config_groups"]["group_0"]} for x in (layouts.PACKED, layouts.FLOAT)
-    }
-    settings = {"quantization_config": compressed_tensors("mixed-precision") | {"config_groups": groups}}
+    groups = {x: x for x in (layouts.PACKED, layouts.FLOAT)}
+    settings = {"quantization_config": compressed_tensors("mixed-precision", **groups)}
     (tmp_path / "other" / "config.json").write_text(json.dumps({"text_config": settings} if nested else settings))
     model, alike = mlp(), {"fp8": mlp(), "nvfp4": mlp()}
     checkpoint.load(model, tmp_path / "other")
@@ -136,16 +128,10 @@ def test_experts_in_one_tensor_are_read(name, masters, tmp_path):
     assert_same_tensors(export(other, tmp_path / "again"), first)
 
 
-def gpt_oss():
-    transformers = pytest.importorskip("transformers", "5.0")
-    options = SMALL | {"num_local_experts": 3, "num_experts_per_tok": 2, "intermediate_size": 256}
-    torch.manual_seed(0)
-    return transformers.AutoModelForCausalLM.from_config(transformers.GptOssConfig(**options))
-
-
 def test_gpt_oss_in_fp8_is_read(tmp_path):
     """`gate_up_proj_scale_inv` of experts [E, H, 2I]."""
-    gpt_oss().save_pretrained(tmp_path / "out")
+    sizes = {"num_local_experts": 3, "num_experts_per_tok": 2, "intermediate_size": 256}
+    language_model("GptOss", None, **sizes).save_pretrained(tmp_path / "out")
     found = tensors_in(tmp_path / "out")
     names = [name for name in found if name.endswith("_proj") and ".experts." in name]
     for name in names:
@@ -154,15 +140,7 @@ def test_gpt_oss_in_fp8_is_read(tmp_path):
         found[f"{name}_scale_inv"] = torch.rand(experts, -(-rows // 128), -(-columns // 128)) + 0.5
     assert len(names) == 4
     save(found, tmp_path / "out")
-    model = gpt_oss()
+    model = language_model("GptOss", None, **sizes)
     checkpoint.load(model, tmp_path / "out")
     for name in names:
         assert_bitwise_equal(model.get_parameter(name).detach(), decoded(found, name), name)
-
-
-def test_mxfp4_is_named_with_a_remedy(tmp_path):
-    """GPT-OSS is published so."""
-    gpt_oss().save_pretrained(tmp_path / "out")
-    (tmp_path / "out" / "config.json").write_text('{"quantization_config": {"quant_method": "mxfp4"}}')
-    with pytest.raises(ValueError, match=r"quant_method is 'mxfp4', but only 'fp8',.*; use a plain checkpoint"):
-        checkpoint.load(gpt_oss(), tmp_path / "out")

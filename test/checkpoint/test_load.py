@@ -1,8 +1,7 @@
-"""What `load` gives a model: payload as it is, or values that quantize to it again; of plain files their values."""
+"""`load` takes payloads as they are, or gives values that quantize to them again; from plain files their values."""
 
 from __future__ import annotations
 
-import copy
 import json
 
 import pytest
@@ -10,6 +9,7 @@ import torch
 from exported_models import (
     FORMATS,
     MODELS,
+    alike_layers,
     decoded,
     digest,
     export,
@@ -167,9 +167,6 @@ def test_a_norm_called_scale_is_no_scale(tmp_path):
     assert torch.equal(model.scale, torch.ones(3))
 
 
-# --- scales of NVFP4 --------------------------------------------------------------------------------------------------
-
-
 def test_every_factor_comes_back():
     """The number whose reciprocal was stored: written again it is the same, and an amax leads to it."""
     amax = torch.cat((torch.logspace(-30, 30, 5_000), torch.rand(5_000) + 1, torch.tensor([0.0, 1e-34, 1e37])))
@@ -239,13 +236,11 @@ def test_scales_of_activations_are_read_past(tmp_path):
     assert torch.equal(model[0].weight.hp, plain[0].weight)
 
 
-# --- scales that are powers of two ------------------------------------------------------------------------------------
-
 WIDE = (384, 640, 256)
 
 
 def with_halves(config, dtype=torch.float32):
-    """A model whose blocks' largest values lie around halves and wholes of what a code holds, in all magnitudes."""
+    """A model whose blocks' largest values lie around halves and wholes of the largest code, in all magnitudes."""
     model = mlp(replace(config, master_weights=True), WIDE, seed=1, dtype=dtype)
     peaks = [224 + 8 * i / 6 for i in range(7)] + [448, 464, 231.99, 224.001]
     n = 0
@@ -307,23 +302,14 @@ WIDTH = 512
 LAYER = WIDTH * WIDTH
 
 
-def layers(config, count: int) -> nn.Module:
-    """All alike: what reading takes depends on values, a little."""
-    torch.manual_seed(0)
-    layer = nn.Linear(WIDTH, WIDTH, bias=False)
-    model = nn.Sequential(*(copy.deepcopy(layer) for _ in range(count)))
-    quantize_(model, config)
-    return model
-
-
 @masters_or_not
 @pytest.mark.parametrize("format", ("fp8_block", "nvfp4_compressed_tensors"))
 def test_export_and_load_hold_a_layer(format, masters, tmp_path):
     """Its payload and what it takes to quantize it, and the file that fills."""
     config, written, read = replace(FORMATS[format], master_weights=masters), [], []
     for count in (3, 24):
-        folder = tmp_path / str(count)
-        written.append(peak_of(checkpoint.export, layers(config, count), folder, format, shard_bytes=LAYER))
-        read.append(peak_of(checkpoint.load, layers(config, count), folder))
+        folder, model = tmp_path / str(count), alike_layers(config, WIDTH, count)
+        written.append(peak_of(checkpoint.export, model, folder, format, shard_bytes=LAYER))
+        read.append(peak_of(checkpoint.load, alike_layers(config, WIDTH, count), folder))
     for few, many in (written, read):
         assert 0 < many <= few + LAYER // 10, (few, many)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from exported_models import FORMATS, export, safetensors, save
+from exported_models import FORMATS, compressed_tensors, export, safetensors, save
 from helpers import FP8, mlp, replace
 
 from torchao_blockwise import checkpoint
@@ -28,9 +28,6 @@ def assert_refused(format: str, folder: Path, message: str, error=(ValueError, K
             checkpoint.load(model, folder)
         for n, x in model.state_dict().items():
             assert_bitwise_equal(x, before[n], n)
-
-
-# --- tensors ----------------------------------------------------------------------------------------------------------
 
 
 def gone(name: str):
@@ -135,32 +132,23 @@ def test_the_last_of_many_files_is_bad(format, tmp_path):
         assert_refused(format, tmp_path, rf"{tmp_path}.*({re.escape(name)}|{last}).*; |({re.escape(name)}|{last}).*; ")
 
 
-# --- settings ---------------------------------------------------------------------------------------------------------
-
-
-def compressed(format: object = "float-quantized", block: object = [128, 128], **groups: object) -> dict:
-    weights = {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": block, "dynamic": False}
-    group = {"targets": ["Linear"], "weights": weights}
-    made = {name: group | {"format": x} for name, x in groups.items()} or {"group_0": group}
-    return {"quant_method": "compressed-tensors", "format": format, "config_groups": made}
-
-
 MIXED = "mixed-precision"
 SETTINGS = [
-    ({"quant_method": "awq"}, "quant_method is 'awq', but only 'fp8', 'compressed-tensors', 'modelopt' and"),
+    # GPT-OSS is published so.
+    ({"quant_method": "mxfp4"}, "quant_method is 'mxfp4', but only 'fp8', .*'modelopt' and .*; use a plain checkpoint"),
     ({"quant_method": "fp8"}, r"weight_block_size is None; only \[128, 128\] is supported"),
     ({"quant_method": "fp8", "weight_block_size": 128}, r"quantization_config of 'fp8' cannot be read"),
     ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, r"quant_algo is 'W4A8_AWQ'; for modelopt, only"),
-    (compressed(block=None), r"block_structure is None; only \[128, 128\] is supported"),
-    (compressed(block=[64, 64]), r"block_structure is \[64, 64\]"),
-    (compressed("pack-quantized"), r"format is 'pack-quantized'; .*only 'nvfp4-pack-quantized' and"),
-    (compressed() | {"config_groups": None}, r"quantization_config of .* cannot be read"),
+    (compressed_tensors(block=None), r"block_structure is None; only \[128, 128\] is supported"),
+    (compressed_tensors(block=[64, 64]), r"block_structure is \[64, 64\]"),
+    (compressed_tensors("pack-quantized"), r"format is 'pack-quantized'; .*only 'nvfp4-pack-quantized' and"),
+    (compressed_tensors() | {"config_groups": None}, r"quantization_config of .* cannot be read"),
     (
-        compressed(MIXED, first="float-quantized", second="pack-quantized"),
+        compressed_tensors(MIXED, first="float-quantized", second="pack-quantized"),
         r"second of 'mixed-precision': format is 'pack-quantized'; for compressed-tensors, only ",
     ),
-    (compressed(MIXED, first="float-quantized", second=None), r"second of 'mixed-precision': format is None"),
-    (compressed(MIXED, first=MIXED), r"first of 'mixed-precision': format is 'mixed-precision'"),
+    (compressed_tensors(MIXED, first="float-quantized", second=None), r"second of 'mixed-precision': format is None"),
+    (compressed_tensors(MIXED, first=MIXED), r"first of 'mixed-precision': format is 'mixed-precision'"),
     ([1], "quantization_config of .* is a list"),
 ]
 
@@ -170,9 +158,6 @@ def test_settings(settings, message, tmp_path):
     export(mlp(FP8, seed=1), tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": settings}))
     assert_refused("fp8_block", tmp_path, message)
-
-
-# --- files ------------------------------------------------------------------------------------------------------------
 
 
 def copied(*names: str):
@@ -211,9 +196,7 @@ FILES = {
         r"3 files .* their names say 1 and 2; .*remove other ones",
     ),
     "index of more": (indexed("0.weight", "9.bias"), r"index\.json lists 9\.bias in model.*, which lacks it; copy"),
-    "index cut": (written(INDEX, '{"weight'), r"index\.json is not valid JSON .*copy it again"),
     "index of nothing": (written(INDEX, "{}"), r"index\.json has no weight_map"),
-    "config cut": (written("config.json", '{"a'), r"config\.json is not valid JSON"),
     "config of a list": (written("config.json", "[]"), r"config\.json contains a list, not an object"),
 }
 
@@ -223,11 +206,6 @@ def test_files(change, message, tmp_path):
     export(mlp(FP8, seed=1), tmp_path)
     change(tmp_path)
     assert_refused("fp8_block", tmp_path, message, error=(ValueError, FileNotFoundError))
-
-
-def other_files(folder: Path, *names: str) -> None:
-    for name in names:
-        safetensors.save_file({"0.weight": torch.ones(2, 2), "stray": torch.ones(1)}, folder / f"{name}.safetensors")
 
 
 STRAYS = {
@@ -241,7 +219,9 @@ STRAYS = {
 @pytest.mark.parametrize(("shard_bytes", "others", "ignored"), STRAYS.values(), ids=STRAYS)
 def test_files_that_are_not_the_checkpoint_are_ignored_and_named(shard_bytes, others, ignored, tmp_path):
     checkpoint.export(mlp(FP8, seed=1), tmp_path / "out", shard_bytes=shard_bytes)
-    other_files(tmp_path / "out", *others)
+    for name in others:
+        file = tmp_path / "out" / f"{name}.safetensors"
+        safetensors.save_file({"0.weight": torch.ones(2, 2), "stray": torch.ones(1)}, file)
     model = mlp(FP8)
     for without_index in (False, True):
         if without_index:

@@ -115,7 +115,7 @@ class Stack(nn.Module):
      (0.15, 20, 3), (0.1, 10, 1)),
 )  # fmt: skip
 def test_keep_last_blocks(count, blocks, kept):
-    """Entries of a list inside of a block, as one of experts, are no blocks."""
+    """Entries of a list inside of a block, such as experts, are not blocks."""
     for inner in (0, 9):
         model = Stack(blocks, inner)
         converted = {name.split(".")[1] for name in accepted(keep_last_blocks(model, count), model)}
@@ -170,9 +170,6 @@ lm_head: skip_lm_head: output projection""",
     assert skip_reason(model.lm_head) == "skip_fqns: matches 'lm_head'"
     accepted(is_linear() | experts(), model)
     assert all(skip_reason(m) is None for m in model.modules())
-
-
-# --- in a call of quantize_ -------------------------------------------------------------------------------------------
 
 
 def test_a_filter_works_on_a_root_that_is_a_layer():

@@ -32,19 +32,11 @@ OPTIONS = {
 }
 
 
-def of_transformers(family: str, cls: str | None = None, **options) -> nn.Module:
-    """A model without values, by default a causal language model where there is one."""
-    transformers = pytest.importorskip("transformers")
-    if family not in transformers.CONFIG_MAPPING:
-        pytest.skip(f"transformers {transformers.__version__} has no {family}")
-    config = transformers.AutoConfig.for_model(family, **OPTIONS.get(family, {}), **options)
-    with torch.device("meta"):
-        if cls is not None:
-            return getattr(transformers, cls)(config)
-        try:
-            return transformers.AutoModelForCausalLM.from_config(config)
-        except ValueError:
-            return transformers.AutoModel.from_config(config)
+def of_transformers(family: str, cls: str | None = None) -> nn.Module:
+    pytest.importorskip("transformers", "5.0")
+    import exported_models
+
+    return exported_models.of_transformers(family, cls, **OPTIONS.get(family, {}))
 
 
 def left_out(model: nn.Module, config=None) -> dict[str, str]:
@@ -175,14 +167,8 @@ def test_routers_and_heads(model, expected):
     assert left_out(model) == expected
 
 
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
-
-
 def blocks(count, kind=nn.ModuleList):
-    made = [Block() for _ in range(count)]
+    made = [nn.ModuleDict({"up": nn.Linear(16, 32), "down": nn.Linear(32, 16)}) for _ in range(count)]
     if kind is nn.ModuleDict:
         return kind({str(i): block for i, block in enumerate(made)})
     return kind(*made) if kind is nn.Sequential else kind(made)
@@ -211,7 +197,7 @@ def test_the_last_blocks(towers, config, count, kept):
     """Of every tower 15 % in NVFP4, rounded up."""
     chosen = recommended(nn.ModuleDict(towers), config, last_blocks=count)
     for tower, stay in zip(towers.values(), kept, strict=True):
-        converted = [chosen(block.up, "up") for block in tower.children()]
+        converted = [chosen(block["up"], "up") for block in tower.children()]
         assert converted == [True] * (len(converted) - stay) + [False] * stay
 
 

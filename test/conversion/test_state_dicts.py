@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 from expert_modules import ENDS, Model, X
-from helpers import FP8, NVFP4, RECIPES, Tied, both_formats, mlp, replace, saved_and_loaded
+from helpers import FP8, NVFP4, RECIPES, Tied, assert_same_tensors, both_formats, mlp, replace, saved_and_loaded
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torchao.quantization import quantize_
@@ -42,13 +42,6 @@ def models(config, seed: int = 0):
     return converted, plain
 
 
-def assert_same(a: dict, b: dict) -> None:
-    assert list(a) == list(b)
-    for name in a:
-        assert type(a[name]) is type(b[name]) is torch.Tensor
-        assert_bitwise_equal(a[name], b[name], name)
-
-
 @both_formats
 def test_names_and_types_are_those_of_the_plain_model(config):
     converted, plain = models(config)
@@ -72,7 +65,7 @@ def test_both_directions(config, assign, through_file, direction):
     saved = saved_and_loaded(saved) if through_file else {k: v.clone() for k, v in saved.items()}
     result = target.load_state_dict(saved, assign=assign, strict=True)
     assert not result.missing_keys and not result.unexpected_keys
-    assert_same(target.state_dict(), source.state_dict())
+    assert_same_tensors(target.state_dict(), source.state_dict())
     for weight in (target.blocks[0][0].weight, target.experts.layers[0].experts.up):
         assert type(weight) is (nn.Parameter if direction == "to_plain" else MasterWeightTensor)
         assert isinstance(weight, nn.Parameter) and weight.requires_grad
@@ -244,7 +237,7 @@ def test_safetensors(config, tmp_path):
 
 
 @fp8_and_nvfp4
-@pytest.mark.parametrize("owned", (False, True), ids=("alone", "optimizer"))
+@pytest.mark.parametrize("owned", (False, True), ids=("no_optimizer", "optimizer"))
 def test_a_state_dict_changes_nothing(config, owned):
     """Neither the payload between forward and backward, nor masters, nor what compilers guard on."""
     torch._dynamo.reset()
@@ -263,9 +256,6 @@ def test_a_state_dict_changes_nothing(config, owned):
             assert_bitwise_equal(optimizer.master(model[0].weight), before)
             optimizer.step()
     assert counter.frame_count == 1
-
-
-# --- experts ----------------------------------------------------------------------------------------------------------
 
 
 @both_formats

@@ -79,13 +79,13 @@ def test_converted_again(config, master_weights):
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
 def test_quantized_parameters_become_their_masters(config, dtype):
     model = mlp(replace(config, master_weights=False), dtype=dtype)
-    owned, alone = model[0].weight, model[2].weight
+    owned, other = model[0].weight, model[2].weight
     optimizer = MasterWeightOptimizer(torch.optim.SGD, model, params=[owned], lr=0.1)
-    master, decoded = optimizer.master(owned).clone(), alone.dequantize()
+    master, decoded = optimizer.master(owned).clone(), other.dequantize()
     unconvert(model)
     assert model[0].weight is owned and type(owned) is nn.Parameter and owned.dtype == dtype
     assert_bitwise_equal(owned.detach(), master.to(dtype))
-    assert torch.allclose(alone.detach(), decoded, rtol=2 * torch.finfo(dtype).eps, atol=0)
+    assert torch.allclose(other.detach(), decoded, rtol=2 * torch.finfo(dtype).eps, atol=0)
 
 
 def test_tied_frozen_and_experts_weights():

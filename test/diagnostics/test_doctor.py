@@ -6,6 +6,7 @@ import functools
 import json
 import sys
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -83,9 +84,6 @@ def test_each_part_alone_is_unhealthy_and_data_are_json():
     assert data["operations"][0]["checks"] == {"reference": "", "triton": "bits differ"}
 
 
-# --- the self-test ----------------------------------------------------------------------------------------------------
-
-
 @functools.cache
 def recorded() -> list:
     """The cases on a CPU; recording them leaves no trace."""
@@ -132,10 +130,6 @@ def test_an_exception_of_a_broken_installation_is_a_problem(monkeypatch):
     assert found.findings[0] == Finding(PROBLEM, "the self-test ended with RuntimeError: CUDA error: no kernel image")
 
 
-def _raise(*args):
-    raise RuntimeError("out of\nluck")
-
-
 def doubled(right):
     return right._replace(scale=(right.scale.float() * 2).to(right.scale.dtype))
 
@@ -145,7 +139,7 @@ BROKEN = {
     "shape": (transpose_op, lambda right: right._replace(scale=right.scale[:1]), "bits differ from the reference"),
     "sums": (matmul_op, lambda right: right * 1.25, "differs from the reference by 0.25"),
     "not a number": (matmul_op, lambda right: right * float("nan"), "differs from the reference by inf"),
-    "error": (matmul_op, _raise, "RuntimeError: out of"),
+    "error": (matmul_op, mock.Mock(side_effect=RuntimeError("out of\nluck")), "RuntimeError: out of"),
     "within rounding": (matmul_op, lambda right: right * (1 + 2.0**-8), ""),
 }
 

@@ -50,9 +50,6 @@ def tensor_of(report, layer, kind, recipe):
     return next(t for t in report.tensors if (t.layer, t.kind, t.recipe) == (layer, kind, recipe))
 
 
-# --- figures ----------------------------------------------------------------------------------------------------------
-
-
 def test_figures_are_those_of_what_conversion_quantizes():
     """Of x, w and dy, in the recipe of the layer and in another, from `ops.quantize` and in float64."""
     model = mlp(FP8)
@@ -136,20 +133,6 @@ CHECKPOINTS = {
 }
 
 
-@pytest.mark.parametrize("options", CHECKPOINTS.values(), ids=CHECKPOINTS)
-def test_recomputed_activations_are_counted_once(options):
-    results = []
-    for wrap in (False, True):
-        model = mlp(FP8)
-        run = lambda x, m=model: checkpoint(m, x.requires_grad_(), **options) if wrap else m(x)  # noqa: B023, E731
-        with NumericsMonitor(model, what_if=("nvfp4",)) as monitor:
-            reports = train(model, monitor, 2, run)
-        results.append((reports[0].tensors, reports[0].gradients, [p.detach().clone() for p in model.parameters()]))
-    assert results[0][0] == results[1][0] and results[0][1] == results[1][1]
-    for a, b in zip(results[0][2], results[1][2]):
-        assert torch.equal(getattr(a, "hp", a), getattr(b, "hp", b))
-
-
 def test_modes_do_not_see_what_the_monitor_computes():
     """Such as selective checkpointing, which would save it, and counters of operations."""
     model, counts = mlp(FP8), []
@@ -161,15 +144,6 @@ def test_modes_do_not_see_what_the_monitor_computes():
             monitor.step()
             counts.append({op: count for op, count in counter.ran.items() if "torchao_blockwise" in str(op)})
     assert counts[0] == counts[1] and counter.quantized == 4
-
-
-@pytest.mark.parametrize("wrap", (False, True), ids=("plain", "checkpoint"))
-def test_unconverted_layers_are_counted_once(wrap):
-    model = mlp()
-    run = (lambda x: checkpoint(model, x.requires_grad_(), use_reentrant=False)) if wrap else model
-    with NumericsMonitor(model, what_if=("fp8",)) as monitor:
-        (report,) = train(model, monitor, run=run)
-    assert [t.elements for t in report.tensors] == [3200, 3200, 10240, 8000, 8000, 8000, 8000, 5120, 1600, 1600]
 
 
 def test_the_first_layer_with_nan_is_named():
@@ -198,20 +172,22 @@ def test_any_number_of_tokens(count):
 
 @pytest.mark.parametrize("options", (None, *CHECKPOINTS.values()), ids=("plain", *CHECKPOINTS))
 @pytest.mark.parametrize("config", (FP8, None), ids=("fp8", "unconverted"))
-def test_in_evaluation_mode_passes_count_whose_backward_runs(config, options):
-    """`from_pretrained` leaves models in this mode. Validation is not counted, with gradients enabled or not."""
-    reports = []
-    for training in (True, False):
+def test_passes_whose_backward_runs_are_counted_once(config, options):
+    """Also recomputed ones, and in evaluation mode, in which `from_pretrained` leaves models; validation is not."""
+    runs = []
+    for training, how in ((True, None), (True, options), (False, options)):
         model = mlp(config).train(training)
-        run = model if options is None else lambda x, m=model: checkpoint(m, x.requires_grad_(), **options)
+        run = model if how is None else lambda x, m=model: checkpoint(m, x.requires_grad_(), **options)
         with NumericsMonitor(model, what_if=("nvfp4",)) as monitor:
             if not training:
                 model(tokens(7))
                 with torch.no_grad():
                     model(tokens(8))
-            reports += train(model, monitor, run=run)
-    assert reports[0].tensors == reports[1].tensors and reports[0].gradients == reports[1].gradients
-    assert {t.elements for t in reports[1].tensors if t.tensor == "x" and t.layer == "0"} == {TOKENS * 64}
+            (report,) = train(model, monitor, run=run)
+        runs.append((report.tensors, report.gradients, [getattr(p, "hp", p).tolist() for p in model.parameters()]))
+    assert runs[0] == runs[1] == runs[2]
+    elements = [t.elements for t in runs[0][0] if t.recipe == "nvfp4"]
+    assert elements == [3200, 3200, 10240, 8000, 8000, 8000, 8000, 5120, 1600, 1600]
 
 
 NOT_RUN = (
@@ -255,9 +231,6 @@ def test_nothing_is_said_of_layers_that_are_observed():
         train(model, monitor)
 
 
-# --- which steps ------------------------------------------------------------------------------------------------------
-
-
 def test_steps_that_are_reported_and_nothing_between_them():
     model = mlp(FP8)
     model.append(nn.Linear(32, 8))
@@ -277,9 +250,6 @@ def test_steps_that_are_reported_and_nothing_between_them():
     assert armed()
     monitor.close()
     assert train(model, monitor, 3) == [None, None, None] and not armed()
-
-
-# --- what it refuses --------------------------------------------------------------------------------------------------
 
 
 def test_patterns_choose_layers():

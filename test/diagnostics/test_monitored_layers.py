@@ -60,12 +60,6 @@ def test_layers_with_a_parametrized_or_pruned_weight_are_left_out():
     assert seen(report_of(model, lambda: model(weight(50, 64)))) == {"0": ALL, "2": ALL}
 
 
-LAYERS = {
-    "norm": (lambda dtype: NormLinear(64, 96, dtype=dtype), {"linear": ALL}),
-    "swiglu": (lambda dtype: SwiGLUMLP(64, 96, dtype=dtype), {"gate_up": ALL, "down": ALL}),
-}
-
-
 @both_formats
 def test_fused_modules(config):
     """Layers that share their input stay fused, and figures are those without fusion."""
@@ -78,16 +72,16 @@ def test_fused_modules(config):
 
 
 @both_formats
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
 @pytest.mark.parametrize(
-    ("kind", "dtype"), (("norm", torch.float32), ("norm", torch.bfloat16), ("swiglu", torch.float32)), ids=str
+    ("make", "layers"), ((NormLinear, ["linear"]), (SwiGLUMLP, ["gate_up", "down"])), ids=("norm", "swiglu")
 )
-def test_layers_that_compute_their_activation(kind, dtype, config):
-    make, expected = LAYERS[kind]
-    model, x = make(dtype), weight(30, 64, dtype=dtype).requires_grad_()
+def test_layers_that_compute_their_activation(make, layers, dtype, config):
+    model, x = make(64, 96, dtype=dtype), weight(30, 64, dtype=dtype).requires_grad_()
     quantize_(model, config)
     report = report_of(model, lambda: model(x))
-    assert seen(report) == expected
-    if kind == "norm":
+    assert seen(report) == dict.fromkeys(layers, ALL)
+    if make is NormLinear:
         y = model.norm(x.detach().float()).to(dtype)
         amax = next(t.amax for t in report.tensors if t.tensor == "x")
         assert amax == pytest.approx(y.abs().max().item(), rel=1e-2)

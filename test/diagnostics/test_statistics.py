@@ -167,9 +167,6 @@ def test_merging_is_tallying_together():
     close(total.sums.tolist(), whole.sums.tolist())
 
 
-# --- gradients of weights ---------------------------------------------------------------------------------------------
-
-
 def probes_of(x, dy, seed=0, ends=None, first_x=0, first_dy=0, first_group=0):
     groups = None if ends is None else formats.Groups(torch.tensor(ends, dtype=torch.int32))
     projected = statistics.project(x, seed, first_x), statistics.project(dy, seed + 1, first_dy)

@@ -115,9 +115,6 @@ def test_a_writer_that_fails_warns_once_and_is_left_out(tmp_path):
         assert {row["step"] for row in csv.DictReader(file)} == {"0", "1", "2"}
 
 
-# --- the page ---------------------------------------------------------------------------------------------------------
-
-
 def page_of(path, **options):
     """Reports, the text of the page, and the data in it."""
     found = reports(HTMLWriter(path), **options)

@@ -8,11 +8,11 @@ import itertools
 import torch
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from exported_models import language_model
-from helpers import FP8, NVFP4, replace
-from ranks import values_of
+from helpers import FP8, NVFP4, assert_same_tensors, replace
+from ranks import set_environment, values_of
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torchao.quantization import quantize_
-from trainer_checks import set_environment, wrapped_by
+from trainer_checks import wrapped_by
 
 from torchao_blockwise import MasterWeightTensor, linears_and_experts, skip_lm_head
 from torchao_blockwise.distributed import MasterWeightOptimizer
@@ -102,16 +102,11 @@ def trains(rank: int, kind: str, config: str, precision: str, loads_on_one: bool
             optimizer = torch.optim.AdamW(m.parameters(), lr=1e-2)
         with context:
             runs.append(train(m, optimizer, rank, backward))
-    assert_same_and_training(*runs)
-
-
-def assert_same_and_training(got: list[dict], expected: list[dict]) -> None:
-    """Every value changes with every step, and is the expected one, bit for bit."""
-    still = [name for name in got[0] for old, new in itertools.pairwise(got) if torch.equal(old[name], new[name])]
-    assert not still, f"did not change: {still}"
-    for step, (a, b) in enumerate(zip(got, expected)):
-        differ = [name for name in b if not torch.equal(a[name], b[name])]
-        assert a.keys() == b.keys() and not differ, f"step {step}: {differ}"
+    for got, expected in zip(*runs, strict=True):
+        assert_same_tensors(got, expected)
+    for old, new in itertools.pairwise(runs[0]):
+        still = [name for name in old if torch.equal(old[name], new[name])]
+        assert not still, f"did not change: {still}"
 
 
 # (model, recipe, precision, whether only one rank loads)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import tempfile
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from exported_models import FORMATS, export, tensors_in
+from exported_models import FORMATS, export, losses, tensors_in
 from helpers import assert_same_tensors
 from pretrained_models import write
-from ranks import device
+from ranks import device, folder_of_all
 from torch.distributed.checkpoint import state_dict as dsd
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -22,11 +21,9 @@ from torchao_blockwise.testing import assert_bitwise_equal
 RECIPE_OF = {format: "fp8" if format.startswith("fp8") else "nvfp4" for format in FORMATS}
 
 
-def folder_of_all(family: str, format: str) -> Path:
+def written(family: str, format: str) -> Path:
     """The folder of a checkpoint that the first rank has written."""
-    folders = [tempfile.mkdtemp()]
-    dist.broadcast_object_list(folders)
-    folder = Path(folders[0])
+    folder = folder_of_all()
     if dist.get_rank() == 0:
         write(family, format, folder / "x")
     dist.barrier()
@@ -40,24 +37,9 @@ def shard(model) -> None:
     fully_shard(model, mesh=mesh)
 
 
-def losses(model, steps: int = 3) -> list[float]:
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(parameters, lr=1e-3) if parameters else None
-    tokens = torch.arange(16, device=device()).view(2, 8)
-    found = []
-    for _ in range(steps):
-        loss = model(input_ids=tokens, labels=tokens).loss
-        found.append(loss.item())
-        if optimizer is not None:
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    return found
-
-
 def every_rank_reads(rank: int, family: str, format: str, trainable: str) -> None:
     """The losses of the model on one device, bit for bit, and every byte of the files, which the first rank writes."""
-    folder, options = folder_of_all(family, format), {"dtype": torch.float32, "device": device()}
+    folder, options = written(family, format), {"dtype": torch.float32, "device": device()}
     model = from_pretrained(folder / "x", RECIPE_OF[format], trainable, parallelize=shard, **options)
     assert all(hasattr(p, "placements") for p in model.parameters())
     export(model, folder / "out", format)
@@ -76,7 +58,7 @@ def every_rank_reads(rank: int, family: str, format: str, trainable: str) -> Non
 
 def the_first_rank_sends(rank: int, family: str, format: str) -> None:
     """PyTorch broadcasts the state dict of the first rank to models without values."""
-    folder, recipe = folder_of_all(family, format), RECIPE_OF[format]
+    folder, recipe = written(family, format), RECIPE_OF[format]
     state = from_pretrained(folder / "x", recipe, dtype=torch.float32).state_dict() if rank == 0 else {}
     model = from_pretrained(folder / "x", recipe, dtype=torch.float32, device="meta", parallelize=shard)
     options = dsd.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
@@ -91,7 +73,7 @@ def adapters_are_sharded(rank: int, family: str, format: str) -> None:
     """LoRA on a frozen base: added to the whole model, which is sharded after; as on one device."""
     import peft
 
-    folder, made = folder_of_all(family, format), []
+    folder, made = written(family, format), []
     for is_sharded in (True, False):
         base = from_pretrained(folder / "x", RECIPE_OF[format], "adapters", dtype=torch.float32)
         torch.manual_seed(0)
@@ -109,7 +91,7 @@ def adapters_are_sharded(rank: int, family: str, format: str) -> None:
 
 def all_ranks_raise(rank: int, family: str, format: str) -> None:
     """The error of the rank whose files are damaged, or missing."""
-    folder = folder_of_all(family, format)
+    folder = written(family, format)
     mine = [folder / "x"] * 2
     if rank == 1:
         mine = [folder / "damaged", folder / "empty"]
@@ -123,7 +105,6 @@ def all_ranks_raise(rank: int, family: str, format: str) -> None:
             from_pretrained(path, "fp8", parallelize=shard)
 
 
-_CHECKS = (every_rank_reads, the_first_rank_sends, adapters_are_sharded, all_ranks_raise)
 _CT = "nvfp4_compressed_tensors"
 CASES = {
     2: (
@@ -141,8 +122,3 @@ CASES = {
         ],
     )
 }
-
-
-def start(rank: int, ranks: int):
-    checks = {check.__name__: check for check in _CHECKS}
-    return lambda name, *arguments: checks[name](rank, *arguments)

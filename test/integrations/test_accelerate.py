@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 from helpers import FP8, both_formats, mlp, replace, saved_and_loaded
@@ -21,12 +19,11 @@ from accelerate.utils import AORecipeKwargs  # noqa: E402
 pytestmark = pytest.mark.usefixtures("no_interpreter")
 
 
-def dispatched(folder, device_map):
+def dispatched(folder, device_map, config=None):
     plain = mlp()
     torch.save(plain.state_dict(), folder / "model.bin")
     with accelerate.init_empty_weights():
-        model = copy.deepcopy(mlp())
-        model.to("meta")
+        model = mlp(config)
     model = accelerate.load_checkpoint_and_dispatch(
         model, str(folder / "model.bin"), device_map=device_map, offload_folder=str(folder)
     )
@@ -47,12 +44,7 @@ def test_models_are_converted_after_they_are_dispatched(tmp_path):
 
 def test_weights_that_a_dispatch_replaces_are_said(tmp_path):
     """Converted before it: accelerate puts plain weights in the converted ones' place."""
-    plain = mlp()
-    torch.save(plain.state_dict(), tmp_path / "model.bin")
-    with accelerate.init_empty_weights():
-        model = mlp()
-    quantize_(model, FP8)
-    model = accelerate.load_checkpoint_and_dispatch(model, str(tmp_path / "model.bin"), device_map={"": "cpu"})
+    _, model = dispatched(tmp_path, {"": "cpu"}, FP8)
     with pytest.warns(UserWarning, match="in high precision, because its weight was replaced") as caught:
         model(torch.randn(4, 64))
     assert sorted(str(w.message).split()[0] for w in caught) == ["0", "2"]
@@ -65,8 +57,6 @@ def test_what_is_offloaded_is_refused(tmp_path):
         quantize_(model, FP8)
     assert not isinstance(model[0].weight, MasterWeightTensor)
 
-
-# --- its float8 recipe ------------------------------------------------------------------------------------------------
 
 REASONS = {
     ("BlockwiseFP8TrainingConfig", True): "1.weight can be .*, got torch.float8_e4m3fn; use only one recipe",

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 import pytest
 import torch
 from helpers import FP8, NVFP4, mlp
-from torch import nn
 
 from torchao_blockwise import checkpoint
 from torchao_blockwise.integrations import sglang, vllm
@@ -66,21 +65,14 @@ def with_vllm(monkeypatch):
     sys.modules[vllm._BASE].__dict__.update(WeightSource=WeightSource, ParamMeta=ParamMeta)
 
 
-class WithCounter(nn.Sequential):
-    """A buffer without dims, as that of a batch norm."""
-
-    def __init__(self, *modules):
-        super().__init__(*modules)
-        self.register_buffer("seen", torch.tensor(3))
-
-
 @pytest.mark.parametrize(
     ("config", "format"),
     ((FP8, "fp8_block"), (NVFP4, "nvfp4_compressed_tensors"), (NVFP4, "nvfp4_modelopt")),
     ids=("fp8_block", "nvfp4_compressed_tensors", "nvfp4_modelopt"),
 )
 def test_a_source_of_vllm_gives_the_weights_of_the_moment(config, format, with_vllm):
-    model = WithCounter(*mlp(config, features=(208, 304, 144)))
+    model = mlp(config, features=(208, 304, 144))
+    model.register_buffer("without_dims", torch.tensor(3))
     source = vllm.weight_source(model, format)
     assert isinstance(source, WeightSource)
     for _ in range(2):
@@ -97,8 +89,6 @@ def test_a_source_of_vllm_gives_the_weights_of_the_moment(config, format, with_v
 
 
 class Stream:
-    """Knows what was done on it, or before its work."""
-
     def __init__(self):
         self.done = set()
 

@@ -1,4 +1,4 @@
-"""Frameworks over ranks: bitwise identical to the same steps by hand, and after a run resumes; public loops."""
+"""Frameworks over ranks: bitwise identical to the same steps by hand, and after a run resumes."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ TITAN = ("torchtitan.config.override", None, "needs torchtitan 0.3")
 POOLS = (
     {"pretrained_checks": (TRANSFORMERS, SAFETENSORS)},
     {"trainer_checks": (ACCELERATE, TRANSFORMERS), "accelerate_checks": (ACCELERATE, TRANSFORMERS, SAFETENSORS)},
-    {"lightning_checks": (LIGHTNING,), "public_loop_checks": (LIGHTNING,)},
+    {"lightning_checks": (LIGHTNING,)},
     {"titan_checks": (TITAN,)},
+    {"deepspeed_checks": (("deepspeed_checks",),)},
+    {"rollout_checks": (("vllm_source",), TRANSFORMERS, SAFETENSORS, ("triton",))},
 )
 
 

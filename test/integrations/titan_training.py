@@ -12,34 +12,28 @@ import torch
 SECTION = "torchao_blockwise.integrations.torchtitan"
 
 
-class _CPU(types.ModuleType):
-    """The functions of a device that torchtitan calls and that torch.cpu lacks."""
-
-    def __init__(self):
-        super().__init__("cpu_device")
-        self.get_device_name = lambda *_: "CPU"
-        self.get_device_properties = lambda *_: types.SimpleNamespace(total_memory=2**30)
-        self.current_device = lambda: 0
-        self.memory_stats = lambda *_: {}
-        self.reset_peak_memory_stats = self.empty_cache = lambda *_: None
-
-    def __getattr__(self, name):
-        return getattr(torch.cpu, name)
-
-
-def import_for_cpu(name: str) -> types.ModuleType:
-    """Import a module of torchtitan, which looks for its device at import."""
-    cpu = _CPU()
-    with (
-        mock.patch("torch._utils._get_available_device_type", lambda: "cpu"),
-        mock.patch("torch._utils._get_device_module", lambda _: cpu),
-    ):
-        return importlib.import_module(name)
+# torchtitan calls functions of a device that torch.cpu lacks.
+_CPU = types.SimpleNamespace(
+    **vars(torch.cpu)
+    | {
+        "get_device_name": lambda *_: "CPU",
+        "get_device_properties": lambda *_: types.SimpleNamespace(total_memory=2**30),
+        "current_device": lambda: 0,
+        "memory_stats": lambda *_: {},
+        "reset_peak_memory_stats": lambda *_: None,
+        "empty_cache": lambda *_: None,
+    }
+)
 
 
 def load() -> types.ModuleType:
     """Import torchtitan's trainer for a CPU, gloo and the installed PyTorch."""
-    trainer = import_for_cpu("torchtitan.trainer")
+    # It looks for its device at import.
+    with (
+        mock.patch("torch._utils._get_available_device_type", lambda: "cpu"),
+        mock.patch("torch._utils._get_device_module", lambda _: _CPU),
+    ):
+        trainer = importlib.import_module("torchtitan.trainer")
     fsdp = importlib.import_module("torchtitan.distributed.fsdp")
     # PyTorch 2.13 lacks torch.distributed.set_timeout, and gloo lacks reductions that also divide.
     importlib.import_module("torchtitan.distributed.utils").set_pg_timeouts = lambda **_: None
@@ -76,8 +70,6 @@ def _parts():
         encode = decode = get_vocab_size = None
 
     class Tokens(BaseDataLoader):
-        """Tokens that depend only on the step."""
-
         @dataclass(kw_only=True, slots=True)
         class Config(BaseDataLoader.Config):
             pass
@@ -158,7 +150,6 @@ def config_of(family: str, imports=(), *, layers=2, steps=2, tp=1, ep=1, compile
 
 
 def losses(config, prepare=None) -> list[float]:
-    """Return the loss of each step of torchtitan's trainer. prepare: called with the model when it is built."""
     kind = type(config.model_spec.model)
     build = kind.build
     made = (lambda self, **kwargs: prepare(build(self, **kwargs))) if prepare else build

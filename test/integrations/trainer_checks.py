@@ -16,7 +16,7 @@ from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
 from helpers import FP8, assert_same_tensors
-from ranks import shared_folder, values_of
+from ranks import set_environment, shared_folder, values_of
 from torch.nn.parallel import DistributedDataParallel
 from torchao.quantization import quantize_
 
@@ -58,6 +58,14 @@ def rows(count: int) -> list[dict]:
     return [{"input_ids": row, "labels": row} for row in torch.randint(0, 64, (count, 8), generator=generator)]
 
 
+def arguments(out: Path, **options):
+    return transformers.TrainingArguments(
+        str(out), per_device_train_batch_size=PER_RANK, gradient_accumulation_steps=ACCUMULATED, learning_rate=1e-2,
+        lr_scheduler_type="constant", save_steps=2, report_to=[], use_cpu=True, disable_tqdm=True, max_grad_norm=0,
+        train_sampling_strategy="sequential", optim="adamw_torch", **options,
+    )  # fmt: skip
+
+
 def trainer(folder: Path, out: Path, wrapper: str, recipe: str, data: list[dict] | None = None, **options):
     config = RECIPES[recipe][0]()
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, quantization_config=config)
@@ -65,11 +73,7 @@ def trainer(folder: Path, out: Path, wrapper: str, recipe: str, data: list[dict]
         saved_as = "SHARDED_STATE_DICT" if wrapper == "fsdp_shards" else "FULL_STATE_DICT"
         fsdp = {"version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "state_dict_type": saved_as}
         options |= {"fsdp": True, "fsdp_config": fsdp}
-    args = transformers.TrainingArguments(
-        str(out), max_steps=STEPS, per_device_train_batch_size=PER_RANK, gradient_accumulation_steps=ACCUMULATED,
-        learning_rate=1e-2, lr_scheduler_type="constant", save_steps=2, report_to=[], use_cpu=True, disable_tqdm=True,
-        max_grad_norm=0, train_sampling_strategy="sequential", optim="adamw_torch", **options,
-    )  # fmt: skip
+    args = arguments(out, max_steps=STEPS, **options)
     data = data or rows(STEPS * ACCUMULATED * PER_RANK * dist.get_world_size())
     return transformers.Trainer(model, args, train_dataset=data, callbacks=[UnchangedWeights(), RecipeState()])
 
@@ -160,7 +164,6 @@ def example_resumes(rank: int, wrapper: str) -> None:
         assert_same_tensors(values_of(again), values_of(model))
 
 
-CHECKS = {"resumes": resumes, "compiled": compiled, "example_resumes": example_resumes}
 CASES = {
     2: (
         [("resumes", "ddp", "nvfp4"), ("resumes", "fsdp", "fp8"), ("resumes", "fsdp_shards", "fp8"),
@@ -171,11 +174,4 @@ CASES = {
 }  # fmt: skip
 
 
-def set_environment(rank: int, count: int) -> None:
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(count), "LOCAL_RANK": str(rank),
-                   "LOCAL_WORLD_SIZE": str(count), "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}  # fmt: skip
-
-
-def start(rank: int, count: int):
-    set_environment(rank, count)
-    return lambda name, *arguments: CHECKS[name](rank, *arguments)
+start = set_environment

@@ -1,7 +1,11 @@
 """vLLM's own linear layers, FP8 config and loaders, from its files, without CUDA and without installing it.
 
-$VLLM_SOURCE is a folder that holds `vllm/`: an unpacked wheel or a checkout of 0.33. Only the modules in `_REAL` are
-executed. Every other module of vLLM is replaced by mocks.
+$VLLM_SOURCE is a folder that holds `vllm/`, such as a checkout of 0.33, or a wheel:
+
+    pip download vllm==0.33.0 --no-deps && unzip vllm-*.whl -d vllm-source
+    VLLM_SOURCE=vllm-source pytest -m slow -s test/integrations/test_over_ranks.py -k rollout
+
+Only the modules in `_REAL` are executed. Every other module of vLLM is replaced by mocks.
 """
 
 from __future__ import annotations
@@ -18,11 +22,13 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
 
+import pytest
 import torch
 from torch import nn
 
 SOURCE = Path(os.environ.get("VLLM_SOURCE", ""))
-IS_THERE = (SOURCE / "vllm" / "model_executor").is_dir()
+if not (SOURCE / "vllm" / "model_executor").is_dir():
+    pytest.skip("VLLM_SOURCE names no folder with vLLM's sources", allow_module_level=True)
 _LAYERS = "vllm.model_executor.layers"
 _REAL = {
     "vllm.model_executor.parameter",
