@@ -183,7 +183,7 @@ def energy(results: Results) -> str:
 
 def _small(results: Results) -> Iterable[Row]:
     """Steps that Python launches, one operation after the other, and steps that one CUDA graph launches."""
-    recipes = FUSED | {"FP8, 128×128, saved weights, `fuse`": "fp8_128x128_saved_fused_once"}
+    recipes = FUSED | SAVED
     for stem, what in {
         "throughput_1b_compiled": "1.07 billion parameters, compiled",
         "throughput_125m_compiled": "125 million parameters, compiled",
@@ -192,6 +192,7 @@ def _small(results: Results) -> Iterable[Row]:
         "throughput_moe_400m": "400 million parameters, a mixture of experts, eager",
         "throughput_350m_compiled_graph": "350 million parameters, compiled, in a CUDA graph",
         "throughput_125m_compiled_graph": "125 million parameters, compiled, in a CUDA graph",
+        "throughput_moe_400m_compiled_graph": "400 million parameters, a mixture, compiled, in a CUDA graph",
     }.items():
         name = f"{stem}_nvidia_h100_80gb_hbm3"
         rows = results.rows(name)
