@@ -29,6 +29,9 @@ _ALL = RECIPES | {
     "nvfp4_per_expert_nearest": replace(PER_EXPERT, stochastic_rounding=False),
 }
 CONFIGS = {name: replace(config, backend="reference") for name, config in _ALL.items()}
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in CONFIGS if name not in ("fp8", "nvfp4")]
+every_config = pytest.mark.parametrize("config", ("fp8", "nvfp4", "mixed", *SLOW))
+both = pytest.mark.parametrize("config", ("fp8", "nvfp4"))
 # Steps must be bitwise identical; on a GPU foreach, the default only for plain tensors, divides differently.
 FOR_LOOP = {"foreach": False}
 # Results of other kernels, whose sums differ in the last bits: some elements that are quantized next round the other

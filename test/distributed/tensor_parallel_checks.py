@@ -275,7 +275,6 @@ def splits_tokens_alone(mesh, config):
 
 def redistributes_what_lies_otherwise(mesh, config):
     """Whatever the placement of x, it is brought to where the weight needs it."""
-    x = tokens()
     for style, n, k in ((ColwiseParallel, 512, 160), (RowwiseParallel, 160, 512)):
         x = random_values(*TOKENS, k, seed=1) / 64
         alone, model = layer(config, n, k), layer(config, n, k)

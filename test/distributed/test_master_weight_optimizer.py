@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from fsdp_models import CONFIGS, adamw
+from fsdp_models import adamw, both, every_config
 from helpers import FP8, mlp, replace
 from primary_weight_checks import assert_holds_masters, assert_masters, batch, net, primary, quantized, train
 from torch import nn
@@ -18,9 +18,6 @@ from torchao_blockwise.tensors import QuantizedTensor
 from torchao_blockwise.testing import assert_bitwise_equal
 
 pytestmark = pytest.mark.usefixtures("no_interpreter")
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in CONFIGS if name not in ("fp8", "nvfp4")]
-every_config = pytest.mark.parametrize("config", ("fp8", "nvfp4", "mixed", *SLOW))
-both = pytest.mark.parametrize("config", ("fp8", "nvfp4"))
 
 
 def trains_alike(run, config="mixed", optimizer_class=torch.optim.AdamW, params=None, make=net, **options):

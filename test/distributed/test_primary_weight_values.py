@@ -11,7 +11,7 @@ import weakref
 
 import pytest
 import torch
-from fsdp_models import CONFIGS, adamw
+from fsdp_models import CONFIGS, adamw, both, every_config
 from helpers import RECIPES, Tied, both_formats, every_recipe, replace, saved_and_loaded
 from primary_weight_checks import assert_holds_masters, assert_masters, net, primary, quantized, train
 from torch import nn
@@ -22,9 +22,6 @@ from torchao_blockwise.tensors.state_values import plain_values
 from torchao_blockwise.testing import assert_bitwise_equal
 
 pytestmark = pytest.mark.usefixtures("no_interpreter")
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in CONFIGS if name not in ("fp8", "nvfp4")]
-every_config = pytest.mark.parametrize("config", ("fp8", "nvfp4", "mixed", *SLOW))
-both = pytest.mark.parametrize("config", ("fp8", "nvfp4"))
 
 
 @pytest.fixture(autouse=True)

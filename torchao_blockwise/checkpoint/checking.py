@@ -16,8 +16,9 @@ def checksum(x: torch.Tensor) -> torch.Tensor:
     """Return bytes + Σ word[i] · (2i + 1) mod 2^64 over the bytes of `x`, int64 [].
 
     word: int32, little-endian, in row-major order; the last one is padded with zeros.
-    Runs on the device of `x` and does not synchronize. Changing one word, or exchanging two different ones, always
-    changes the checksum. It detects accidental errors; it is not a cryptographic hash.
+    Runs on the device of `x` and does not synchronize. Changing one word always changes the checksum, and so does
+    exchanging two different words, if `x` has at most 16 GiB. It detects accidental errors; it is not a cryptographic
+    hash.
     """
     data = x.detach().reshape(-1).contiguous().view(torch.uint8)
     total = torch.full((), data.numel(), dtype=torch.int64, device=data.device)
