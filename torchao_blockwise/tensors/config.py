@@ -166,7 +166,7 @@ class BlockwiseFP8TrainingConfig(TrainingConfig):
         quantizes both copies of a master weight in forward, in one read, and saves the columnwise one: 1 byte a
         parameter more until backward, and faster if there are few tokens a parameter, as in experts. Gradients are
         bitwise identical. It has no effect on weights that FSDP2 gathers (backward transposes the gathered bytes), on
-        casts of weights, and where `weights_unchanged` keeps copies.
+        casts of weights, and on eager layers inside `weights_unchanged`, whose copies compiled layers do not use.
     save_activations: "quantized" (default) saves the columnwise FP8 copy of the input for `grad_weight`, 1 byte an
         element. "high_precision" saves the input itself and quantizes it in backward. Gradients are bitwise identical.
     power_of_2_scales: round scales to powers of two.
