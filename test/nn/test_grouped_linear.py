@@ -62,7 +62,10 @@ def test_grouped_mm_comes_here(config, call, dtype):
         assert_bitwise_equal(a, b, name)
 
 
-@pytest.mark.parametrize("config", (*RECIPES.values(), HADAMARD), ids=(*RECIPES, "hadamard"))
+SAVED = replace(FP8, save_weights="quantized")
+
+
+@pytest.mark.parametrize("config", (*RECIPES.values(), HADAMARD, SAVED), ids=(*RECIPES, "hadamard", "saved"))
 def test_experts_stored_transposed(config):
     """[E, K, N], as GPT-OSS has them, give what [E, N, K] give: blocks are square."""
     x, w, ends, dy = case(config, sizes=(5, 130, 41))
