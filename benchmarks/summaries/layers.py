@@ -51,36 +51,57 @@ FUSED = SQUARE | {"FP8, `fuse`": "fp8_fused_once", "FP8, 128×128, `fuse`": "fp8
 
 
 class Row(NamedTuple):
-    """What was measured, in which recipe; and ranges of its ratios: to bf16, to each of TORCHAO, of peak memory."""
+    """What was measured, on which GPU, in which recipe; and ranges of its ratios: to bf16, to each of TORCHAO, of peak
+    memory."""
 
     what: str
+    gpu: str
     recipe: str
     fast: str
     peers: Mapping[str, str] = {}
     memory: str = MISSING
 
     def cells(self) -> list[str]:
-        return [self.what, self.recipe, self.fast, *(self.peers.get(peer, MISSING) for peer in TORCHAO), self.memory]
+        peers = (self.peers.get(peer, MISSING) for peer in TORCHAO)
+        return [self.what, self.gpu, self.recipe, self.fast, *peers, self.memory]
 
 
-def layers(results: Results) -> str:
-    columns = ("what", "recipe", "× bf16", *(f"× {peer}" for peer in TORCHAO), "peak memory, × bf16")
-    parts = (_linear, _tracker, _models, _experts, _fsdp, _convergence, _on_an_h100, _small)
-    return table(columns, (row.cells() for part in parts for row in part(results)), left=2)
+def _table(*parts: Iterable[Row]) -> str:
+    """A table of rows, without the columns that they do not have."""
+    columns = ("what", "GPU", "recipe", "× bf16", *(f"× {peer}" for peer in TORCHAO), "peak memory, × bf16")
+    rows = [row.cells() for part in parts for row in part]
+    there = [place for place in range(len(columns)) if any(row[place] != MISSING for row in rows)]
+    return table([columns[place] for place in there], ([row[place] for place in there] for row in rows), left=3)
 
 
-def _linear(results: Results) -> Iterable[Row]:
+def linear(results: Results) -> str:
+    """Forward and backward of linear layers."""
     name = "linear_nvidia_h200"
-    return _linear_rows(
-        results, name, f"{link('a linear layer', name)}, three shapes, forward and backward", PARAMETERS
-    )
+    rows = _linear_rows(results, name, "H200", PARAMETERS)
+    return _table(rows, _tracker(results), _linear_rows(results, LINEAR_H100, "H100", SQUARE))
 
 
-def _linear_rows(results: Results, name: str, what: str, recipes: Mapping[str, str]) -> Iterable[Row]:
+def models(results: Results) -> str:
+    """Steps of large models."""
+    h100 = _model_rows(results, MODEL_H100, f"{link('four Llama-8B layers', MODEL_H100)}, DeepGEMM", "H100", FUSED)
+    return _table(_models(results), _fsdp(results), _convergence(results), h100)
+
+
+def experts(results: Results) -> str:
+    """Forward and backward of experts' MLPs."""
+    return _table(_experts(results), _experts_h100(results))
+
+
+def small(results: Results) -> str:
+    """Steps of small models."""
+    return _table(_small(results))
+
+
+def _linear_rows(results: Results, name: str, gpu: str, recipes: Mapping[str, str]) -> Iterable[Row]:
     for recipe, key in recipes.items():
         rows = results.rows(name, recipe=key)
         peers = {peer: span(column(rows, f"x {other}")) for peer, other in TORCHAO.items()}
-        yield Row(what, recipe, span(column(rows, "x bf16")), peers)
+        yield Row(link("three shapes", name), gpu, recipe, span(column(rows, "x bf16")), peers)
 
 
 def _tracker(results: Results) -> Iterable[Row]:
@@ -90,8 +111,8 @@ def _tracker(results: Results) -> Iterable[Row]:
     for model, shapes in models.items():
         for recipe, key in PARAMETERS.items():
             rows = results.rows(name, recipe=key, shape=shapes)
-            what = f"{link('linear layers', name)} of DeepSeek-V3 {model}'s dense FFN, 4096 tokens"
-            yield Row(what, recipe, span(column(rows, "x bf16")))
+            what = f"{link(f'DeepSeek-V3 {model}', name)}, dense FFN, 4096 tokens"
+            yield Row(what, "H200", recipe, span(column(rows, "x bf16")))
 
 
 def _models(results: Results) -> Iterable[Row]:
@@ -100,21 +121,21 @@ def _models(results: Results) -> Iterable[Row]:
     fp8 = {"FP8": "fp8"}
     fused = fp8 | {"FP8, `fuse`": "fp8_fused", "FP8, `fuse`, `round_once`": "fp8_fused_once"}
     for name, what, recipes in (
-        (four, f"{link('four Llama-8B layers', four)}, 8192 tokens, AdamW", fp8),
+        (four, link("four Llama-8B layers", four), fp8),
         # Layers as Hugging Face has them.
-        (fuse, f"{link('the same', fuse)}, q, k, v, gate and up separate, DeepGEMM installed", fused),
+        (fuse, f"{link('the same', fuse)}, separate projections, DeepGEMM", fused),
         (every, link("all 32 layers", every), fp8),
     ):
-        yield from _model_rows(results, name, what, recipes)
+        yield from _model_rows(results, name, what, "H200", recipes)
 
 
-def _model_rows(results: Results, name: str, what: str, recipes: Mapping[str, str]) -> Iterable[Row]:
+def _model_rows(results: Results, name: str, what: str, gpu: str, recipes: Mapping[str, str]) -> Iterable[Row]:
     for mode in ("eager", "compiled"):
         rows = results.rows(name, mode=mode)
         for recipe, key in recipes.items():
             peers = {peer: _over(rows, key, "tokens/s", other) for peer, other in TORCHAO.items()}
             fast, memory = (_over(rows, key, column) for column in ("tokens/s", "peak GiB"))
-            yield Row(f"{what}, {mode}", recipe, fast, peers, memory)
+            yield Row(f"{what}, {mode}", gpu, recipe, fast, peers, memory)
 
 
 def _experts(results: Results) -> Iterable[Row]:
@@ -125,9 +146,15 @@ def _experts(results: Results) -> Iterable[Row]:
             ours = [row for row in rows if sizes(row["shape"])[1] == count]
             theirs = [row for row in select(compared, recipe=peer) if sizes(row["shape"])[1] == count]
             peers = {"torchao blockwise": span(column(theirs, "x torchao"))}
-            what = f"{link('an expert MLP', MOE)} with {count} experts, forward and backward"
             memory = _over(ours, key, "memory MiB", same=("shape", "routing"))
-            yield Row(what, recipe, span(column(select(ours, recipe=key), "x bf16")), peers, memory)
+            yield Row(
+                link(f"{count} experts", MOE),
+                "H200",
+                recipe,
+                span(column(select(ours, recipe=key), "x bf16")),
+                peers,
+                memory,
+            )
 
 
 def _fsdp(results: Results) -> Iterable[Row]:
@@ -137,33 +164,30 @@ def _fsdp(results: Results) -> Iterable[Row]:
             fast, memory = (_over(rows, key, column, same=()) for column in ("tokens/s", "peak GiB"))
             # With an all-gather in FP8.
             peers = {"tensorwise": _over(rows, key, "tokens/s", "torchao_fp8_gather", same=())}
-            yield Row(f"{link('FSDP2 on two GPUs', name)}, four Llama-8B layers, {mode}", recipe, fast, peers, memory)
+            yield Row(
+                f"{link('the four layers, FSDP2 on two GPUs', name)}, {mode}", "H200", recipe, fast, peers, memory
+            )
 
 
 def _convergence(results: Results) -> Iterable[Row]:
     name = "convergence_1b_nvidia_h200"
     written = results.load(name)
     parameters, steps = written["config"]["parameters"] / 1e9, written["config"]["steps"]
-    what = f"{link(f'a decoder of {parameters:.2f} billion parameters', name)}, {steps} steps on text, compiled"
+    what = f"{link(f'{parameters:.2f} billion parameters', name)}, {steps} steps on text, compiled"
     for recipe, key in {"FP8": "fp8", "NVFP4": "nvfp4_full"}.items():
         fast, memory = (_over(written["table"], key, column, same=()) for column in ("tokens_per_second", "peak_bytes"))
-        yield Row(what, recipe, fast, memory=memory)
+        yield Row(what, "H200", recipe, fast, memory=memory)
 
 
-def _on_an_h100(results: Results) -> Iterable[Row]:
-    """Three benchmarks on one card, with both blocks of `grad_weight`."""
-    linear = f"on an H100, {link('a linear layer', LINEAR_H100)}, three shapes, forward and backward"
-    yield from _linear_rows(results, LINEAR_H100, linear, SQUARE)
-    model = f"on an H100, {link('four Llama-8B layers', MODEL_H100)}, DeepGEMM installed"
-    yield from _model_rows(results, MODEL_H100, model, FUSED)
+def _experts_h100(results: Results) -> Iterable[Row]:
     for shape in dict.fromkeys(row["shape"] for row in results.rows(MOE_H100)):
         rows = results.rows(MOE_H100, shape=shape)
-        what = f"on an H100, {link('an expert MLP', MOE_H100)} with {sizes(shape)[1]} experts, forward and backward"
         for recipe, key in SAVED.items():
             own = select(rows, recipe=key)
             peers = {"torchao blockwise": span(column(own, "x torchao"))}
             memory = _over(rows, key, "memory MiB", same=("routing",))
-            yield Row(what, recipe, span(column(own, "x bf16")), peers, memory)
+            what = link(f"{sizes(shape)[1]} experts", MOE_H100)
+            yield Row(what, "H100", recipe, span(column(own, "x bf16")), peers, memory)
 
 
 def energy(results: Results) -> str:
@@ -185,21 +209,21 @@ def _small(results: Results) -> Iterable[Row]:
     """Steps that Python launches, one operation after the other, and steps that one CUDA graph launches."""
     recipes = FUSED | SAVED
     for stem, what in {
-        "throughput_1b_compiled": "1.07 billion parameters, compiled",
-        "throughput_125m_compiled": "125 million parameters, compiled",
-        "throughput_125m": "125 million parameters, eager",
-        "throughput_moe_400m_compiled": "400 million parameters, a mixture of experts, compiled",
-        "throughput_moe_400m": "400 million parameters, a mixture of experts, eager",
-        "throughput_350m_compiled_graph": "350 million parameters, compiled, in a CUDA graph",
-        "throughput_125m_compiled_graph": "125 million parameters, compiled, in a CUDA graph",
-        "throughput_moe_400m_compiled_graph": "400 million parameters, a mixture, compiled, in a CUDA graph",
+        "1b_compiled": "1.07 B, compiled",
+        "350m_compiled_graph": "350 M, compiled, in a CUDA graph",
+        "125m": "125 M, eager",
+        "125m_compiled": "125 M, compiled",
+        "125m_compiled_graph": "125 M, compiled, in a CUDA graph",
+        "moe_400m": "400 M, a mixture of experts, eager",
+        "moe_400m_compiled": "400 M, a mixture of experts, compiled",
+        "moe_400m_compiled_graph": "400 M, a mixture of experts, compiled, in a CUDA graph",
     }.items():
-        name = f"{stem}_nvidia_h100_80gb_hbm3"
+        name = f"throughput_{stem}_nvidia_h100_80gb_hbm3"
         rows = results.rows(name)
         for recipe, key in recipes.items():
             if select(rows, recipe=key):
                 fast, memory = (_over(rows, key, column, same=()) for column in ("tokens/s", "peak GiB"))
-                yield Row(f"on an H100, {link('a decoder', name)} of {what}", recipe, fast, memory=memory)
+                yield Row(link(what, name), "H100", recipe, fast, memory=memory)
 
 
 def _over(
