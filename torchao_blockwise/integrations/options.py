@@ -76,8 +76,8 @@ def parse(recipe: str, given: Mapping[str, Any]) -> tuple[TrainingConfig, Select
     names = sorted(selection | {field.name for field in fields(RECIPES[recipe])} - {"master_weights"})
     for name in given:
         if name not in names:
-            remedy = did_you_mean(name, names) or "; leave it out"
-            raise ValueError(f"{recipe}: options are {', '.join(names)}; got {name!r}{remedy}")
+            meant = "" if name == "master_weights" else did_you_mean(name, names)
+            raise ValueError(f"{recipe}: options are {', '.join(names)}; got {name!r}{meant or '; leave it out'}")
     of_config = {name: value for name, value in given.items() if name not in selection}
     chosen: dict[str, Any] = {
         name: tuple(x) if isinstance(x, list) else x for name, x in given.items() if name in selection
