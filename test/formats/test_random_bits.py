@@ -45,10 +45,11 @@ def test_use_may_be_a_tensor():
     assert torch.equal(by_tensor, by_number)
 
 
-@pytest.mark.parametrize("numbers", ((-1, 0, 0), (2**64, 0, 0), (0, 2**32, 0), (0, 0, -1), (0, 0, 2**32)))
+@pytest.mark.parametrize("numbers", ({"seed": -1}, {"seed": 2**64}, {"stream": 2**32}, {"use": -1}, {"use": 2**32},
+                                     {"expert": 2**32}), ids=str)  # fmt: skip
 def test_numbers_of_more_bits_are_refused(numbers):
     with pytest.raises(ValueError, match="must be from 0 to 2"):
-        key_of(StochasticRounding(*numbers), CPU)
+        key_of(StochasticRounding(**{"seed": 0, "stream": 0, "use": 0, **numbers}), CPU)
 
 
 def _decoded(y: torch.Tensor, random: torch.Tensor) -> torch.Tensor:
