@@ -105,7 +105,8 @@ class TrainingConfig(AOBaseConfig, metaclass=ConfigClass):
         """Raise TypeError for an unknown option, with the most similar one."""
         known = [field.name for field in fields(cls)]
         for name in (name for name in options if name not in known):
-            meant = did_you_mean(name, known)
+            others = [c.__name__ for c in TrainingConfig.__subclasses__() if name in [f.name for f in fields(c)]]
+            meant = f"; it is an option of {others[0]}" if others else did_you_mean(name, known)
             raise TypeError(f"{cls.__name__}: unknown option {name!r}; the options are {', '.join(known)}{meant}")
         return super().__new__(cls)
 
