@@ -47,9 +47,9 @@ def test_blocks_of_grad_weight_belong_to_fp8():
     assert BlockwiseFP8TrainingConfig(grad_weight_blocks="128x128").grad_weight_format is FP8_128X128
     with pytest.raises(ValueError, match="grad_weight_blocks must be '1x128' or '128x128', got '128'"):
         BlockwiseFP8TrainingConfig(grad_weight_blocks="128")
-    with pytest.raises(TypeError, match="unknown option 'grad_weight_blocks'.*; it is an option of BlockwiseFP8Train"):
+    with pytest.raises(TypeError, match=r"unknown option 'grad_weight_blocks'.*; it is an option of BlockwiseFP8Train"):
         NVFP4TrainingConfig(grad_weight_blocks="1x128")
-    with pytest.raises(TypeError, match="unknown option 'hadamard'.*; it is an option of NVFP4TrainingConfig"):
+    with pytest.raises(TypeError, match=r"unknown option 'hadamard'.*; it is an option of NVFP4TrainingConfig"):
         BlockwiseFP8TrainingConfig(hadamard=False)
 
 
