@@ -16,7 +16,7 @@ from collections.abc import Iterable
 import pytest
 import torch.distributed as dist
 from helpers import selected_cases
-from ranks import join, run_in_turn, spawn_cases
+from ranks import gpus, join, run_in_turn, spawn_cases
 
 
 def cases_of(pools: Iterable[dict[str, tuple]]):
@@ -51,25 +51,28 @@ def size_of(case) -> int:
     return _answer(case, "ranks_of", case[1])
 
 
-def _on_gpus(case) -> bool:
-    return _answer(case, "on_gpus", False)
+def _runs(case) -> bool:
+    """Whether the case runs here: on a CPU, or on as many GPUs as it has ranks."""
+    return not gpus() or (size_of(case) <= gpus() and _answer(case, "on_gpus", False))
 
 
 def raised_by_ranks(request, tmp_path_factory) -> list[dict]:
     """Return, of each rank, what it raised in each selected case of the module that requests it."""
     left: list[dict] = [{} for _ in range(4)]
-    selected = selected_cases(request)
+    selected = [case for case in selected_cases(request) if _runs(case)]
     for pool in request.module.POOLS:
         for processes in range(1, 5):
             cases = [case for case in selected if case[0] in pool and case[1] == processes]
             folder = tmp_path_factory.mktemp(f"of_{processes}_ranks")
-            for results, of_rank in zip(left, spawn_cases(_run, processes, folder, cases, size_of, _on_gpus)):
+            for results, of_rank in zip(left, spawn_cases(_run, processes, folder, cases)):
                 results.update(of_rank)
     return left
 
 
 def check(case, raised: list[dict]) -> None:
     """No rank of the case has raised anything."""
+    if not _runs(case):
+        pytest.skip("needs a CPU, or more GPUs")
     results = [of_rank.get(case, "not reached") for of_rank in raised[: size_of(case)]]
     failures = [f"rank {rank}: {result}" for rank, result in enumerate(results) if result is not None]
     assert not failures, "\n".join(failures)

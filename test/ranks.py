@@ -1,7 +1,7 @@
 """Ranks: how tests start processes, join them in a process group, and end them.
 
 Ranks compute on the CPU and talk over gloo. With TORCHAO_BLOCKWISE_TEST_DEVICE=cuda, cases that need no more ranks than
-there are GPUs run on those, one a rank, over NCCL; all others stay where they are.
+there are GPUs run on those, one a rank, over NCCL; all others are skipped.
 """
 
 from __future__ import annotations
@@ -59,26 +59,22 @@ def gpus() -> int:
     return count if wanted == "cuda" else 0
 
 
-def spawn_cases(
-    worker, ranks: int, folder: Path, cases: Sequence, size_of: Callable, on_gpus: Callable = lambda case: True
-) -> list[dict]:
+def spawn_cases(worker, ranks: int, folder: Path, cases: Sequence) -> list[dict]:
     """Run worker(rank, ranks, port, file, cases) in `ranks` processes; returns {case: what a rank left of it} a rank.
 
-    size_of: of a case, how many ranks it needs. on_gpus: of a case, whether it may run on GPUs.
     A worker leaves a dict and may end at a case that fails: the ones behind it run in new processes.
     """
+    ranks, device_type = (min(ranks, gpus()), "cuda") if gpus() else (ranks, "cpu")
     left: list[dict] = [{} for _ in range(ranks)]
-    fit = [case for case in cases if size_of(case) <= gpus() and on_gpus(case)]
-    for device_type, waiting in (("cuda", fit), ("cpu", [case for case in cases if case not in fit])):
-        ranks_there = min(ranks, gpus()) if device_type == "cuda" else ranks
-        while waiting:
-            place = folder / f"{device_type}_{len(waiting)}"
-            place.mkdir()
-            for results, of_rank in zip(left, spawn(worker, ranks_there, place, waiting, device_type=device_type)):
-                results.update(of_rank or {})
-            behind = [case for case in waiting if not any(case in results for results in left)]
-            # Where not even one was begun, the next attempt would end as this one did.
-            waiting = behind if len(behind) < len(waiting) else []
+    waiting = list(cases)
+    while waiting:
+        place = folder / str(len(waiting))
+        place.mkdir()
+        for results, of_rank in zip(left, spawn(worker, ranks, place, waiting, device_type=device_type)):
+            results.update(of_rank or {})
+        behind = [case for case in waiting if not any(case in results for results in left)]
+        # Where not even one was begun, the next attempt would end as this one did.
+        waiting = behind if len(behind) < len(waiting) else []
     return left
 
 
@@ -143,20 +139,6 @@ def _start(rank: int, worker, ranks: int, port: int, files: list[Path], device_t
         traceback.print_exc()
         _end(1)
     _end(0)
-
-
-def run_each(runs: dict[str, Callable], rank: int, cases: Sequence[tuple], file: str) -> None:
-    """Run `runs[name](rank, *arguments)` of each case (name, *arguments); `file` holds what each raised, or None."""
-    results = {}
-    for case in cases:
-        name, *arguments = case
-        try:
-            runs[name](rank, *arguments)
-            results[case] = None
-        except BaseException as e:  # such as pytest's, where nothing was raised
-            traceback.print_exc()
-            results[case] = f"{type(e).__name__}: {e}"
-        torch.save(results, file)
 
 
 def run_in_turn(run: Callable, cases: Sequence, size_of: Callable, rank: int, file: str) -> None:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from fsdp_models import CONFIGS, adamw, blocks, shard, train
 from helpers import replace
 from primary_weight_checks import Net, net
-from ranks import device, join, run_each, run_in_turn
+from ranks import device, join, run_in_turn
 from torch.distributed.device_mesh import DeviceMesh
 from torchao.quantization import quantize_
 
@@ -123,7 +123,7 @@ def one_crashes(rank: int, ranks: int, port: int, file: str, cases) -> None:
     run_in_turn(computes_or_crashes, cases, lambda case: ranks, rank, file)
 
 
-def nothing_raises(rank: int, ranks: int, port: int, file: str, in_turn: bool) -> None:
+def nothing_raises(rank: int, ranks: int, port: int, file: str) -> None:
     """What pytest raises there is no `Exception`."""
 
     def expects(rank):
@@ -131,6 +131,4 @@ def nothing_raises(rank: int, ranks: int, port: int, file: str, in_turn: bool) -
             pass
 
     join(rank, ranks, port)
-    if in_turn:
-        run_in_turn(expects, ["case"], lambda case: ranks, rank, file)
-    run_each({"case": expects}, rank, [("case",)], file)
+    run_in_turn(expects, ["case"], lambda case: ranks, rank, file)
