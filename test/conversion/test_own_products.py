@@ -8,7 +8,14 @@ from helpers import FP8, replace
 from torch import nn
 from torchao.quantization import quantize_
 
-from torchao_blockwise import MasterWeightTensor, is_linear, linears_and_experts, skip_fqns, skip_lm_head
+from torchao_blockwise import (
+    MasterWeightTensor,
+    is_linear,
+    linears_and_experts,
+    recommended_layers,
+    skip_fqns,
+    skip_lm_head,
+)
 
 pytestmark = pytest.mark.usefixtures("no_interpreter")
 X = torch.randn(4, 32, generator=torch.Generator().manual_seed(0))
@@ -61,11 +68,12 @@ def test_gpt_oss_is_refused_with_eager_experts_and_trains_with_the_remedy(master
     assert all(p.grad is not None for name, p in model.named_parameters() if "experts" in name)
 
 
-# Others train in test_fusion.py and test_expert_models.py. In Mamba dt_proj is refused, as `Caller` is.
+# Others train in test_fusion.py and test_expert_models.py.
 FAMILIES = {
     "Phi3": {"pad_token_id": 0},
     # Its layers are no `nn.Linear`; the head is.
     "GPT2": {},
+    "Mamba": {"state_size": 8},
     "Mamba2": {"num_heads": 8, "head_dim": 48, "state_size": 8, "n_groups": 2},
 }
 
@@ -73,7 +81,7 @@ FAMILIES = {
 @pytest.mark.parametrize("family", FAMILIES)
 def test_models_that_train_are_not_refused(family):
     model = language_model(family, **FAMILIES[family])
-    quantize_(model, FP8, filter_fn=is_linear() if family == "GPT2" else skip_lm_head())
+    quantize_(model, FP8, filter_fn=is_linear() if family == "GPT2" else recommended_layers(model))
     model(input_ids=IDS, labels=IDS).loss.backward()
     converted = [p for p in model.parameters() if isinstance(p, MasterWeightTensor)]
     assert converted and all(p.grad is not None for p in converted)

@@ -59,12 +59,14 @@ def test_mixtures_of_experts(family):
     routers = [name for name, reason in reasons.items() if reason == "router or gate"]
     assert ", ".join(routers) == ROUTERS[family]
     others = {name for name, reason in reasons.items() if reason != "router or gate"}
+    others -= {"mamba.dt_proj"} if family == "jamba" else set()
     assert others <= {"lm_head", "score"} and len(others) == (model.get_output_embeddings() is not None)
     has_weights = any(expert_weights(m) for m in model.modules())
     assert has_weights or family in ("nllb-moe", "switch_transformers")
 
 
 TIED, NO_EXPERTS = "output head, tied to ", "not named like experts"
+DT_PROJ = "Mamba multiplies by its weight without calling the layer"
 # {what: (family, class, what is left out)}
 OTHERS = {
     "llama": ("llama", None, {"lm_head": "output head"}),
@@ -76,6 +78,7 @@ OTHERS = {
     "t5": ("t5", "T5ForConditionalGeneration", {"lm_head": f"{TIED}decoder.embed_tokens"}),
     "image classifier": ("vit", "ViTForImageClassification", {"classifier": "output head"}),
     "image encoder": ("vit", "ViTModel", {"pooler.dense": "last layer, after the blocks"}),
+    "mamba": ("mamba", None, {"mixer.dt_proj": DT_PROJ, "lm_head": f"{TIED}backbone.embeddings"}),
     # Heads of attention and recurrent gates are Parameters [E, N, K] too, which no grouped GEMM reads.
     "xlnet": ("xlnet", None, {"rel_attn": NO_EXPERTS, "lm_loss": f"{TIED}transformer.word_embedding"}),
     "recurrent": ("recurrent_gemma", None, {"temporal_block.rg_lru": NO_EXPERTS,

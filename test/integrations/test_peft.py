@@ -150,6 +150,16 @@ TUNERS = {
 }
 
 
+# Their layers call PEFT's `resolve_quantization_backend`, which needs to know how to quantize a merged weight.
+BACKEND_TUNERS = {
+    "oft": TUNERS["oft"],
+    "boft": lambda: peft.BOFTConfig(boft_block_size=4, **LINEAR),
+    "vera": lambda: peft.VeraConfig(r=4, **LINEAR),
+    "miss": lambda: peft.MissConfig(r=4, **LINEAR),
+    "shira": lambda: peft.ShiraConfig(r=4, **LINEAR),
+}
+
+
 @pytest.mark.parametrize("tuner", TUNERS.values(), ids=TUNERS)
 def test_what_other_tuners_add_is_left_out(tuner):
     model = plain()
@@ -162,6 +172,20 @@ def test_what_other_tuners_add_is_left_out(tuner):
     for layer in conversion_report(adapted).layers:
         assert layer.status == "converted" or "adapter" in layer.reason or ".mlp." in layer.fqn, layer
     adapted(input_ids=IDS, labels=IDS).loss.backward()
+
+
+@both_formats
+@both_masters
+@pytest.mark.parametrize("tuner", BACKEND_TUNERS.values(), ids=BACKEND_TUNERS)
+def test_tuners_that_look_up_a_quantization_backend_train_and_merge(tuner, masters, config):
+    model = base(config, masters, prepare=lambda model: model.requires_grad_(False))
+    adapted = peft.get_peft_model(model, tuner())
+    losses(adapted, 2, 1e-2)
+    kind = type(q_proj(adapted).get_base_layer().weight.data)
+    before = q_proj(adapted).get_base_layer().weight.dequantize()
+    merged = adapted.merge_and_unload().model.layers[0].self_attn.q_proj.weight
+    assert type(merged.data) is kind and merged.config == replace(config, master_weights=masters)
+    assert not torch.equal(merged.dequantize(), before)
 
 
 def test_lora_of_converted_layers_is_pickled_and_copied():

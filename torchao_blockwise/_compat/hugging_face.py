@@ -30,27 +30,45 @@ def adapters_in(model: torch.nn.Module) -> set[torch.nn.Module]:
     return found
 
 
-def tell_lora_how_to_merge(kind: type) -> None:
-    """Make PEFT's LoRA on a converted layer use the config of the weight, of class `kind`, when it merges.
+def tell_peft_how_to_merge(kind: type) -> None:
+    """Make PEFT's tuners on a converted layer use the config of the weight, of class `kind`, when they merge.
 
-    PEFT merges by calling `quantize_`, but has a config only for models that transformers has loaded quantized. Each
+    PEFT merges by calling `quantize_`, but has a config only for models that transformers has loaded quantized. Without
+    a config, LoRA refuses to merge, and the tuners that call `resolve_quantization_backend` refuse the layer. Each
     conversion calls this; it does nothing if PEFT is not imported.
     """
-    lora = getattr(sys.modules.get("peft.tuners.lora.torchao"), "TorchaoLoraLinear", None)
-    if lora is None or hasattr(lora.__init__, "__wrapped__"):
-        return
-    own = lora.__init__
 
-    @functools.wraps(own)
-    def init(self: Any, base_layer: Any, *args: Any, **options: Any) -> None:
+    def add_config(base_layer: Any, options: dict[str, Any]) -> None:
         inner = base_layer.get_base_layer() if hasattr(base_layer, "get_base_layer") else base_layer
-        config = getattr(inner.weight, "config", None)
-        if isinstance(config, kind):
+        config = getattr(getattr(inner, "weight", None), "config", None)
+        if isinstance(config, kind) and options.get("get_apply_tensor_subclass") is None:
             # A partial and not a lambda, because it is pickled with the layer.
-            options.setdefault("get_apply_tensor_subclass", functools.partial(copy.copy, config))
-        own(self, base_layer, *args, **options)
+            options["get_apply_tensor_subclass"] = functools.partial(copy.copy, config)
 
-    lora.__init__ = init
+    lora = getattr(sys.modules.get("peft.tuners.lora.torchao"), "TorchaoLoraLinear", None)
+    if lora is not None and not hasattr(lora.__init__, "__wrapped__"):
+        own = lora.__init__
+
+        @functools.wraps(own)
+        def init(self: Any, base_layer: Any, *args: Any, **options: Any) -> None:
+            add_config(base_layer, options)
+            own(self, base_layer, *args, **options)
+
+        lora.__init__ = init
+
+    # PEFT ≥ 0.20
+    resolve = getattr(sys.modules.get("peft.utils"), "resolve_quantization_backend", None)
+    if resolve is not None and not hasattr(resolve, "__wrapped__"):
+
+        @functools.wraps(resolve)
+        def resolve_with_config(base_layer: Any, **options: Any) -> Any:
+            add_config(base_layer, options)
+            return resolve(base_layer, **options)
+
+        # Each tuner has imported the function by name.
+        for name, module in list(sys.modules.items()):
+            if name.startswith("peft.") and vars(module).get("resolve_quantization_backend") is resolve:
+                vars(module)["resolve_quantization_backend"] = resolve_with_config
 
 
 def is_offloaded_by_accelerate(module: torch.nn.Module) -> bool:

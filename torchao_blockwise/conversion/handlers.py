@@ -191,7 +191,7 @@ def convert_module(module: nn.Module, config: TrainingConfig, *, parameter_name:
         )
     if filter_fn is _compat.default_filter():
         warn_of_plain(model, config, reasons)
-    hugging_face.tell_lora_how_to_merge(TrainingConfig)
+    hugging_face.tell_peft_how_to_merge(TrainingConfig)
     numbers = {weight: number for number, weight in enumerate(held)}
     for fqn in reasons:
         target = model.get_submodule(fqn)
