@@ -198,12 +198,16 @@ _ALSO = {
 }
 
 
-def of_transformers(family: str, cls: str | None = None, device: str = "meta", **options) -> nn.Module:
-    """A model without values, on meta, or with random ones; by default a causal language model where there is one."""
+def config_of_transformers(family: str, **options):
     transformers = pytest.importorskip("transformers", "5.0")
     if family not in transformers.CONFIG_MAPPING:
         pytest.skip(f"transformers {transformers.__version__} has no {family}")
-    config = transformers.AutoConfig.for_model(family, **options)
+    return transformers.AutoConfig.for_model(family, **options)
+
+
+def of_transformers(family: str, cls: str | None = None, device: str = "meta", **options) -> nn.Module:
+    """A model without values, on meta, or with random ones; by default a causal language model where there is one."""
+    transformers, config = pytest.importorskip("transformers", "5.0"), config_of_transformers(family, **options)
     torch.manual_seed(0)
     with torch.device(device):
         if cls is not None:
@@ -215,7 +219,8 @@ def of_transformers(family: str, cls: str | None = None, device: str = "meta", *
 
 
 def tiny_mixture(family: str, device: str = "meta") -> nn.Module:
-    default = of_transformers(family).config
+    # The defaults of some families make no model.
+    default = config_of_transformers(family)
     has = {*dir(default), *default.attribute_map}
     options = {name: x for name, x in (TINY | _ALSO.get(family, {})).items() if name in has}
     return of_transformers(family, device=device, **options)
