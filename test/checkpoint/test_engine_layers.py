@@ -157,6 +157,20 @@ def test_where_engines_want_all_or_nothing_a_warning_says_so(tmp_path):
         settings(model, tmp_path / "again")
 
 
+def test_all_experts_in_one_tensor_are_warned_of_because_transformers_loads_their_codes(tmp_path):
+    transformers = pytest.importorskip("transformers", "5.0")
+    model = language_model("GptOss", None, hidden_size=256, head_dim=64, intermediate_size=256, num_local_experts=2)
+    quantize_(model, FP8, filter_fn=linears_and_experts() & skip_lm_head())
+    with pytest.warns(UserWarning, match=r"loads the codes of .*experts\.gate_up_proj.* as values"):
+        checkpoint.export(model, tmp_path / "out")
+    config = transformers.FineGrainedFP8Config(dequantize=True)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", quantization_config=config)
+    assert theirs.model.layers[0].mlp.experts.gate_up_proj.abs().max() > 100, "decoded"
+    expected = model.model.layers[0].mlp.experts.gate_up_proj.abs().max()
+    checkpoint.load(model, tmp_path / "out")
+    assert model.model.layers[0].mlp.experts.gate_up_proj.abs().max() == expected
+
+
 def test_whole_models_warn_of_nothing(tmp_path):
     model = language_model("Qwen3Moe", None, hidden_size=256, head_dim=64)
     quantize_(model, FP8, filter_fn=is_linear() & skip_lm_head())
