@@ -13,7 +13,7 @@ import torch
 from expecttest import assert_expected_inline
 from expert_modules import ROUTERS
 from exported_models import FORMATS, MODELS, language_model, save, tensors_in, tiny_mixture
-from helpers import FP8, NVFP4
+from helpers import FP8, NVFP4, assert_same_tensors
 from readers import check_folder, check_names, ignored_in, transformers_skips
 from torch import nn
 from torchao.quantization import quantize_
@@ -155,6 +155,34 @@ def test_where_engines_want_all_or_nothing_a_warning_says_so(tmp_path):
     experts.down_proj = nn.Parameter(experts.down_proj.hp.detach())
     with pytest.warns(UserWarning, match=r"fuse model\.layers\.0\.mlp\.experts and"):
         settings(model, tmp_path / "again")
+
+
+def test_all_experts_in_one_tensor_are_warned_of_because_transformers_loads_their_codes(tmp_path):
+    transformers = pytest.importorskip("transformers", "5.0")
+    model = language_model("GptOss", None, hidden_size=256, head_dim=64, intermediate_size=256, num_local_experts=2)
+    quantize_(model, FP8, filter_fn=linears_and_experts() & skip_lm_head())
+    with pytest.warns(UserWarning, match=r"loads the codes of .*experts\.gate_up_proj.* as values"):
+        checkpoint.export(model, tmp_path / "out")
+    config = transformers.FineGrainedFP8Config(dequantize=True)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", quantization_config=config)
+    assert theirs.model.layers[0].mlp.experts.gate_up_proj.abs().max() > 100, "decoded"
+    expected = model.model.layers[0].mlp.experts.gate_up_proj.abs().max()
+    checkpoint.load(model, tmp_path / "out")
+    assert model.model.layers[0].mlp.experts.gate_up_proj.abs().max() == expected
+
+
+@pytest.mark.parametrize("name", ("Llama", "Qwen3Moe"))
+def test_a_model_that_transformers_has_dequantized_is_exported(name, tmp_path):
+    transformers = pytest.importorskip("transformers", "5.0")
+    model = language_model(name, None, hidden_size=256, head_dim=64, intermediate_size=256)
+    quantize_(model, FP8, filter_fn=recommended_layers(model))
+    checkpoint.export(model, tmp_path / "out")
+    options = {"quantization_config": transformers.FineGrainedFP8Config(dequantize=True), "dtype": torch.float32}
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", **options)
+    quantize_(theirs, FP8, filter_fn=recommended_layers(theirs))
+    checkpoint.load(theirs, tmp_path / "out")
+    checkpoint.export(theirs, tmp_path / "again")
+    assert_same_tensors(tensors_in(tmp_path / "again"), tensors_in(tmp_path / "out"))
 
 
 def test_whole_models_warn_of_nothing(tmp_path):

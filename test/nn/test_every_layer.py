@@ -11,6 +11,7 @@ from helpers import FP8, FP8_SQUARES, NVFP4, both_formats, forward_backward, rep
 from shared_inputs import OPS, Counter, assert_same, counting_backend
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
 from torchao_blockwise import MasterWeightTensor, weights_unchanged
@@ -191,6 +192,22 @@ def test_checkpointing(model, config, how, save):
         assert_same(results(layer, x, compiled if how == "compiled" else run), expected)
     # In forward, in the recomputation and in backward; a compiler need not compute again.
     assert calls.columnwise == count and (calls.quantize == 3 * count or how == "compiled")
+
+
+@every_model
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_saved_tensors_may_move_to_the_cpu(model, config):
+    """With `pin_memory`, which `offload_wrapper` sets, PyTorch copies saved weights into plain tensors."""
+    layer, x = make(model, config), tokens(model)
+    expected = results(layer, x)
+    with save_on_cpu():
+        assert_same(results(layer, x), expected)
+    with save_on_cpu(pin_memory=True):
+        if config.master_weights:
+            assert_same(results(layer, x), expected)
+        else:
+            with pytest.raises(NotImplementedError, match="pin_memory=False"):
+                layer(x)
 
 
 GRAPHS = CONFIGS | {"out_dtype": replace(FP8, out_dtype=torch.bfloat16)}

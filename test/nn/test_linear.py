@@ -124,3 +124,11 @@ def test_wrong_inputs(call, error, message, kind):
     w = weight(40, 72)
     with pytest.raises(error, match=message):
         call(MasterWeightTensor(w, FP8) if kind == "master" else QUANTIZED[kind].from_hp(w))
+
+
+@pytest.mark.parametrize("x", (X.double(), X[:, 1:], X.to("meta")), ids=("dtype", "k", "device"))
+def test_wrong_inputs_of_a_model_name_the_layer(x):
+    model = nn.Sequential(nn.Linear(72, 40))
+    quantize_(model, FP8)
+    with pytest.raises((TypeError, ValueError), match=r"^linear: .*\(0\.weight\)"):
+        model(x)

@@ -214,4 +214,14 @@ def reverted(model: torch.nn.Module, state: dict[str, torch.Tensor]) -> dict[str
     from transformers import core_model_loading
 
     model_of_theirs: Any = model
-    return core_model_loading.revert_weight_conversion(model_of_theirs, state)
+    # Those of a model that transformers has dequantized would quantize its weights again. Without them, it uses those
+    # of the model's class.
+    loaded_by = getattr(model, "_weight_conversions", None)
+    operations = [type(op) for x in loaded_by or () for op in getattr(x, "operations", ())]
+    if any(op.__module__ == "transformers.integrations.finegrained_fp8" for op in operations):
+        model_of_theirs._weight_conversions = None
+    try:
+        return core_model_loading.revert_weight_conversion(model_of_theirs, state)
+    finally:
+        if loaded_by is not None:
+            model_of_theirs._weight_conversions = loaded_by

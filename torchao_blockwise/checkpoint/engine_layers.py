@@ -119,7 +119,7 @@ def warn_of_readers(tensors: Iterable[Part], block: int | None) -> None:
     if the rows of any but the last are not a multiple of `block`.
     transformers computes the height of a block as the number of rows over the number of rows of scales. That is right
     if `block` divides the rows, or if there is only one row of scales. Else its values are wrong, or it raises. The
-    same holds for columns.
+    same holds for columns. It does not decode a tensor that holds all experts of a layer.
     block: None if each row has separate scales.
     Source: transformers 5.23, integrations/finegrained_fp8.py, `Fp8Dequantize`.
     """
@@ -154,6 +154,12 @@ def warn_of_readers(tensors: Iterable[Part], block: int | None) -> None:
             "if transformers dequantizes the files, as it does without an FP8 GPU, it raises or loads wrong values for "
             f"{shown([f'{x.name} {list(x.shape)}' for x in cut])}, because it supports dims above {block} only if "
             "they are multiples of it; use checkpoint.load instead, or leave these layers unconverted"
+        )
+    if whole := [x.name for x in tensors if x.is_quantized and block and len(x.shape) == DIMS_OF_EXPERTS]:
+        found.append(
+            "if transformers dequantizes the files, as it does without an FP8 GPU, it loads the codes of "
+            f"{shown(whole)} as values, because each holds all experts of a layer; use checkpoint.load instead, or "
+            "leave these experts unconverted"
         )
     for what in found:
         # At the call of `export`.

@@ -190,7 +190,8 @@ def gradients(
     columnwise, rowwise = dy.pop(), dy.pop()
     grad = grad_w = None
     weight = weights.pop(0)
-    if spec.rounded_to is not None:
+    if not isinstance(weight, WEIGHTS):
+        # The values of a cast's source, or a copy that `save_on_cpu` made.
         weight = MasterWeightTensor(weight, spec.config)
     dtype, keeps = spec.rounded_to or weight.dtype, kind.reads_prepared and rowwise is not None
     if weight_first and columnwise is not None:

@@ -18,6 +18,7 @@ from torchao_blockwise.tensors import (
     NVFP4TrainingConfig,
     TrainingConfig,
 )
+from torchao_blockwise.tensors.base import layers_of
 from torchao_blockwise.tensors.rounding import start_key, streams_by_hand
 
 # The types of weights that layers accept.
@@ -78,17 +79,24 @@ def check_square_blocks(op: str, name: str, weight: torch.Tensor) -> None:
         )
 
 
+def _in_layer(weight: torch.Tensor) -> str:
+    """Return the name of the weight for an error, or nothing if it has none."""
+    name = layers_of([weight], unnamed="")
+    return f" ({name})" if name else ""
+
+
 def check_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
     """Raise TypeError or ValueError for operands that a linear layer on one device does not support."""
     if x.dtype not in HIGH_PRECISION_DTYPES:
-        check_dtype("linear", x)
+        check_dtype("linear", x, f"x{_in_layer(weight)}")
     if weight.dim() != 2:
         raise ValueError(f"linear: weight must be [N, K], got shape {list(weight.shape)}")
     if x.dim() == 0 or x.shape[-1] != weight.shape[1]:
         got = f"{list(x.shape)} and {list(weight.shape)}"
-        raise ValueError(f"linear: x [.., K] and weight [N, K] must agree in K, got {got}")
+        raise ValueError(f"linear: x [.., K] and weight [N, K] must agree in K, got {got}{_in_layer(weight)}")
     if x.device != weight.device:
-        raise ValueError(f"linear: x is on {x.device}, weight on {weight.device}; move one of them")
+        devices = f"x is on {x.device}, weight on {weight.device}"
+        raise ValueError(f"linear: {devices}{_in_layer(weight)}; move one of them")
     if isinstance(weight, NVFP4Tensor):
         check_square_blocks("linear", "a weight", weight)
     if bias is not None and tuple(bias.shape) != (weight.shape[0],):
