@@ -20,6 +20,15 @@ def tokens(count: int) -> torch.Tensor:
     return torch.randn(count, 64, generator=torch.Generator().manual_seed(count))
 
 
+@pytest.mark.parametrize("config", ("fp8", "nvfp4"))
+def test_inference_is_exported_for_any_number_of_tokens(config):
+    layer, batch = make("two", CONFIGS[config]), torch.export.Dim("batch", min=2)
+    with torch.no_grad():
+        program = torch.export.export(layer, (tokens(33),), dynamic_shapes=({0: batch},))
+        for count in (2, 128, 300):
+            assert_bitwise_equal(program.module()(tokens(count)), layer(tokens(count)))
+
+
 @every_model
 @pytest.mark.parametrize("config", ("fp8", "nvfp4"))
 def test_layers_of_a_kind_compile_with_dynamic_shapes(model, config):
