@@ -36,8 +36,10 @@ from torchao.quantization import quantize_
 from torchao_blockwise.conversion import experts as experts_filter
 from torchao_blockwise.nn import SwiGLUExperts
 
-OURS_BY_DEFAULT = ("fp8", "fp8_saved", "fp8_128x128", "fp8_128x128_saved", "fp8_primary")
-DEFAULT_RECIPES = (*OURS_BY_DEFAULT, "bf16", "bf16_compiled", "torchao")
+DEFAULT_RECIPES = (
+    *("fp8", "fp8_saved", "fp8_128x128", "fp8_128x128_saved", "fp8_primary"),
+    *("bf16", "bf16_compiled", "torchao"),
+)
 RECIPES = (*DEFAULT_RECIPES, "nvfp4", "nvfp4_full", "nvfp4_per_expert")
 COLUMNS = ("shape", "routing", *layers.COLUMNS, "quantize %")
 # Of two GEMMs, one on what the other gives.

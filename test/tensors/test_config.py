@@ -41,6 +41,16 @@ def test_signature_names_each_option_with_its_default(cls):
     assert "Literal['quantized', 'high_precision']" in str(shown["save_activations"])
 
 
+def test_only_master_weights_of_fp8_are_saved_quantized():
+    assert BlockwiseFP8TrainingConfig(save_weights="quantized").save_weights == "quantized"
+    with pytest.raises(ValueError, match="save_weights must be 'quantized' or 'high_precision', got 'fp8'"):
+        BlockwiseFP8TrainingConfig(save_weights="fp8")
+    with pytest.raises(ValueError, match="save_weights='quantized' needs master_weights=True"):
+        BlockwiseFP8TrainingConfig(save_weights="quantized", master_weights=False)
+    with pytest.raises(TypeError, match="unknown option 'save_weights'"):
+        NVFP4TrainingConfig(save_weights="quantized")
+
+
 def test_blocks_of_grad_weight_belong_to_fp8():
     fp8, nvfp4 = (cls() for cls in CONFIGS)
     assert (fp8.grad_weight_format, nvfp4.grad_weight_format) == (FP8_1X128, NVFP4_1X16)

@@ -112,17 +112,20 @@ def quantize(
     return ops.quantize_by(x, options, spec.groups, tensor_amax=amax, rounding_bits=rounding_bits, backend=backend)
 
 
-def weight_copies(weight: Any, spec: GemmSpec) -> tuple[Operand, Operand] | None:
-    """Return the copies of a master weight for output and grad_input, from one read; None if it saves no copy."""
+def weight_copies(weight: Any, spec: GemmSpec) -> tuple[Any, tuple[Any, ...]]:
+    """Return the copy of a master weight for output, and the tensors of that for grad_input, from one read.
+
+    They are the weight itself and no tensors if backward quantizes it again, or need not.
+    """
     if not isinstance(weight, MasterWeightTensor) or spec.rounded_to is not None:
-        return None
+        return weight, ()
     compiling = torch.compiler.is_compiling()
     if not compiling and kept_copies(weight.hp) is not None:
-        return None
+        return weight, ()
     # As in `weight_gemm`, a graph reads the weight itself.
-    x, options = weight if compiling else weight.hp, weight_options(spec.config, columnwise=True, both=True)
+    x, options = weight if compiling else weight.hp, weight_options(spec.config, True, True)
     rowwise, columnwise = ops.quantize_by(x, options, backend=ops.casting_backend(spec.config.backend))
-    return (columnwise, rowwise) if spec.transposed else (rowwise, columnwise)
+    return (columnwise, rowwise[:3]) if spec.transposed else (rowwise, columnwise[:3])
 
 
 def weight_gemm(
@@ -140,24 +143,24 @@ def weight_gemm(
     config = spec.config
     backend: Any = config.backend
     traced = modes.is_intercepted(a)
-    if isinstance(weight, Operand):
-        multiply: Callable[..., torch.Tensor] = quantized_matmul_op if traced else _quantized_matmul
-        return multiply(a, weight, a.qdata.shape[1], False, out_dtype, bias, spec.groups, backend)
     if isinstance(weight, MasterWeightTensor):
         # A graph reads the weight itself: its values would be a second input, whose changes the graph would not see.
         hp = weight if torch.compiler.is_compiling() else weight.hp
-        multiply = master_matmul_op if traced else _master_matmul
-        options, over = weight_options(config, columnwise), spec.amax_groups.weight
+        multiply: Callable[..., torch.Tensor] = master_matmul_op if traced else _master_matmul
+        options, over = weight_options(config, not columnwise, columnwise), spec.amax_groups.weight
         return multiply(a, hp, options, over, spec.rounded_to, out_dtype, bias, spec.groups, backend)
-    quantized: Any = weight
-    if quantized.pending_master is not None and not torch.compiler.is_compiling():
-        quantized.pending_master.free()
-    # Not `weight.operand()`: in compiled code methods can return only tensors, and `fmt` is not always known.
-    fmt = config.weight_format if torch.compiler.is_compiling() else quantized.fmt
-    qdata, scale, global_scale = quantized.operand_tensors()
-    b = Operand(qdata, scale, global_scale, fmt.name)
+    if isinstance(weight, Operand):
+        b, columns, columnwise = weight, a.qdata.shape[1], False
+    else:
+        quantized: Any = weight
+        if quantized.pending_master is not None and not torch.compiler.is_compiling():
+            quantized.pending_master.free()
+        # Not `weight.operand()`: in compiled code methods can return only tensors, and `fmt` is not always known.
+        fmt = config.weight_format if torch.compiler.is_compiling() else quantized.fmt
+        qdata, scale, global_scale = quantized.operand_tensors()
+        b, columns = Operand(qdata, scale, global_scale, fmt.name), quantized.shape[-1]
     multiply = quantized_matmul_op if traced else _quantized_matmul
-    return multiply(a, b, quantized.shape[-1], columnwise, out_dtype, bias, spec.groups, backend)
+    return multiply(a, b, columns, columnwise, out_dtype, bias, spec.groups, backend)
 
 
 def grad_weight(

@@ -91,20 +91,18 @@ class Layer(torch.autograd.Function):
                 saves_copy = saves and needs[at] and spec.config.saves_quantized_activations
                 if copies is None:
                     copies = kind.quantize(prepared, spec, True, saves_copy)
-                both = None
+                b, weight_copy = weight, ()
                 if saves and spec.config.save_weights == QUANTIZED and any(needs[:at]):
-                    both = weight_copies(weight, spec)
-                b = weight if both is None else both[0]
+                    b, weight_copy = weight_copies(weight, spec)
                 out = weight_gemm(copies.rowwise, b, spec, spec.transposed, spec.out_dtype, bias)
                 observers.append(observe_gemm(weight, kind, prepared, spec, saves))
                 if saves:
                     saves_prepared = (needs[at] and not saves_copy) or (kind.reads_prepared and any(needs[:at]))
                     # For a cast, save the values themselves, because autograd counts their changes.
-                    weight_copy = () if both is None else both[1][:3]
                     saved.append([weight if spec.rounded_to is None else weight.hp, rounding_key, *weight_copy])
                     saved.append([*prepared] if saves_prepared else [])
                     saved.append([*copies.columnwise[:3]] if saves_copy else [])
-                copies = both = b = None
+                copies = b = None
                 if i + 1 < len(steps):
                     inputs = out.chunk(2, 1)
         if x.dim() != 2:

@@ -116,9 +116,10 @@ class TrainingConfig(AOBaseConfig, metaclass=ConfigClass):
             object.__setattr__(self, "save_activations", QUANTIZED)
         object.__setattr__(self, "backend", get_backend(self.backend))
         name = type(self).__name__
-        if self.save_activations not in (QUANTIZED, "high_precision"):
-            wanted = f"{QUANTIZED!r} or 'high_precision'"
-            raise ValueError(f"{name}: save_activations must be {wanted}, got {self.save_activations!r}")
+        for field in ("save_activations", "save_weights"):
+            if getattr(self, field) not in (QUANTIZED, "high_precision"):
+                wanted = f"{QUANTIZED!r} or 'high_precision'"
+                raise ValueError(f"{name}: {field} must be {wanted}, got {getattr(self, field)!r}")
         for field in ("master_weights", "power_of_2_scales", "stochastic_rounding", "scale_per_expert"):
             if not isinstance(getattr(self, field), bool):
                 raise TypeError(f"{name}: {field} must be True or False, got {getattr(self, field)!r}")
@@ -194,9 +195,6 @@ class BlockwiseFP8TrainingConfig(TrainingConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         name = type(self).__name__
-        if self.save_weights not in ("high_precision", QUANTIZED):
-            wanted = f"'high_precision' or {QUANTIZED!r}"
-            raise ValueError(f"{name}: save_weights must be {wanted}, got {self.save_weights!r}")
         if self.save_weights == QUANTIZED and not self.master_weights:
             raise ValueError(
                 f"{name}: save_weights='quantized' needs master_weights=True, because a quantized Parameter is never "

@@ -120,7 +120,7 @@ class MasterWeightTensor(WeightTensor):
 
     def quantized(self, *, columnwise: bool = False) -> Operand:
         """Return the operand of GEMMs: `hp` quantized in `config.weight_format`, rowwise or columnwise."""
-        return weight_operand(self.hp, weight_options(self.config, columnwise))
+        return weight_operand(self.hp, weight_options(self.config, not columnwise, columnwise))
 
     # FSDP2 calls them to get the tensors that this rank sends, and the weight that layers use until it is resharded.
     fsdp_pre_all_gather = fsdp.pre_all_gather

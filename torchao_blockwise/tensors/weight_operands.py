@@ -23,10 +23,9 @@ from torchao_blockwise.ops.quantization.operations import hadamard_amax_bits_op,
 from torchao_blockwise.tensors.config import TrainingConfig
 
 
-def weight_options(config: TrainingConfig, columnwise: bool, both: bool = False) -> CastOptions:
-    """Return how a weight of this config is quantized: rowwise or columnwise, or both."""
+def weight_options(config: TrainingConfig, rowwise: bool, columnwise: bool) -> CastOptions:
+    """Return how the requested copies of a weight of this config are quantized."""
     fmt, scale_per_group = config.weight_format, config.scale_per_expert
-    rowwise, columnwise = both or not columnwise, both or columnwise
     return CastOptions(fmt, rowwise, columnwise, config.power_of_2_scales, scale_per_group=scale_per_group)
 
 

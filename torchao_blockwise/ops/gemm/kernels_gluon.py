@@ -123,14 +123,12 @@ def _launch(
         target if out_tile is None else (target, out_tile), None if groups is None else target, M, N, K,
         B=build, num_warps=WARPGROUP,
     )  # fmt: skip
-    if is_split and out.dtype == torch.float32 and bias is None and not accumulate:
-        torch.sum(target, 0, out=out)
-    elif is_split:
-        product = target.sum(0)
+    if is_split:
+        product = torch.sum(target, 0, out=out if out.dtype == torch.float32 and not accumulate else None)
         product = product if bias is None else product.add_(bias)
         if accumulate:
             out.add_(product)
-        else:
+        elif product is not out:
             out.copy_(product)
 
 
