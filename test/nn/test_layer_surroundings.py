@@ -194,8 +194,8 @@ def test_graphs_hold_payloads_until_backward_and_no_transposed_copies(model, con
     run = layer if backend is None else torch.compile(layer, backend=backend, fullgraph=True)
     for weight in matrices(layer).values():
         if backend is not None:
-            saved = run(x).grad_fn.saved_tensors
-            held = [t.view(torch.uint8) for t in saved if t.dtype == weight.qdata.dtype]
+            out = run(x)
+            held = [t.view(torch.uint8) for t in out.grad_fn.saved_tensors if t.dtype == weight.qdata.dtype]
             assert any(t.data_ptr() == weight.qdata.data_ptr() for t in held)
             transposed = weight.columnwise()[0].view(torch.uint8)
             assert not any(torch.equal(t, transposed) for t in held)

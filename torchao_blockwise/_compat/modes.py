@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from torch._guards import TracingContext
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
@@ -36,6 +37,14 @@ _function_modes = torch._C._len_torch_function_stack
 _has_transforms = torch._C._are_functorch_transforms_active
 _is_tracing = torch._C._is_tracing
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def is_traced() -> bool:
+    """Whether a compiler traces operations, as `torch.compiler.is_compiling` tells except in PyTorch 2.11.
+
+    There, operations that a tensor subclass overrides by `__torch_function__` may be traced without it.
+    """
+    return torch.compiler.is_compiling() or TracingContext.try_get() is not None
 
 
 def is_intercepted(values: Iterable[Any]) -> bool:

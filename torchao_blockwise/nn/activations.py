@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 import torch
 
 from torchao_blockwise import ops
+from torchao_blockwise._compat import modes
 from torchao_blockwise.formats import Copies, RoundingBits
 from torchao_blockwise.nn.gemms import GemmSpec, cast_options, quantize
 from torchao_blockwise.tensors.weight_uses import note_gemm, note_traced_gemm
@@ -201,7 +202,7 @@ def observe_gemm(
     weight: Any, kind: type[Input], prepared: Prepared, spec: GemmSpec, grad_enabled: bool
 ) -> GradientObserver | None:
     """Report a GEMM with `weight` to the observer, if there is one; return what observes the gradient of the output."""
-    if torch.compiler.is_compiling():
+    if modes.is_traced():
         note_traced_gemm()
         return None
     note_gemm(weight)

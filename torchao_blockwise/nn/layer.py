@@ -309,7 +309,7 @@ def cast_for_compute(x: torch.Tensor) -> torch.Tensor:
 
 def profiled(layer: str, step: str) -> AbstractContextManager[Any]:
     """Return a context that profiles show as `torchao_blockwise.{layer}.{step}`."""
-    if torch.compiler.is_compiling() or not modes.is_profiling():
+    if modes.is_traced() or not modes.is_profiling():
         return contextlib.nullcontext()
     return torch.profiler.record_function(f"torchao_blockwise.{layer}.{step}")
 
