@@ -5,7 +5,8 @@ Each recipe runs eager and compiled (layer by layer), without and with activatio
 first that the output is bf16's within the recipe's error. Memory is the peak of a step, all it holds counted. The split
 is of device time by kernel, from torch.profiler over three steps; below the table it is kernel by kernel. fp8_fused:
 layers that read one input share its quantization, where q, k, v, gate and up are separate layers (--fuse);
-fp8_fused_once: SwiGLU quantizes what it computes as well. fp8_128x128: with these blocks of grad_weight.
+fp8_fused_once: SwiGLU quantizes what it computes as well. fp8_128x128: with these blocks of grad_weight;
+saved: with `save_weights="quantized"`.
 MFU counts 6 FLOPs a token and weight and the causal half of attention, without recomputation, and divides them by the
 989 TFLOP/s that NVIDIA states for dense bf16 on an H100 or H200. J: joules of the board for 1,000 tokens.
 Writes benchmarks/results/model_<layers>_layers_<device>.json and .md, with --fuse model_<layers>_layers_fuse_<device>.
@@ -35,7 +36,8 @@ from llm_training.model import Stack
 from llm_training.recipes import fuse
 from torch import nn
 
-FP8 = tuple(f"{recipe}{fused}" for recipe in ("fp8", "fp8_128x128") for fused in ("", "_fused", "_fused_once"))
+_BLOCKS = ("fp8", "fp8_128x128", "fp8_128x128_saved")
+FP8 = tuple(f"{recipe}{fused}" for recipe in _BLOCKS for fused in ("", "_fused", "_fused_once"))
 OURS = (*FP8, "nvfp4", "nvfp4_fused")
 RECIPES = ("bf16", *OURS, "torchao", "torchao_tensorwise", "torchao_rowwise")
 # Of merged projections and, with --fuse, of separate ones.
