@@ -72,8 +72,13 @@ def build(config: Config, recipe: str, device: torch.device) -> Stack:
     torch.manual_seed(0)
     with torch.device(device):
         model = Stack(config)
+    return convert(model.to(torch.bfloat16), recipe, device)
+
+
+def convert(model: Stack, recipe: str, device: torch.device) -> Stack:
+    """The stack trained by `recipe`; raises peers.Unavailable."""
     precision, _, fused = recipe.partition("_fused")
-    model = peers.convert(model.to(torch.bfloat16), precision, device)
+    model = peers.convert(model, precision, device)
     if recipe != precision:
         fuse(model, "once" if fused else "inputs")
     return model
