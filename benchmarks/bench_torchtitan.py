@@ -26,7 +26,7 @@ from common import driver
 from common.environment import free_port
 from common.report import Report
 
-MODELS = {"llama3-8B": 6, "deepseek_v3-16B": 4, "llama3-debugmodel": 2}
+MODELS = {"llama3-8B": 6, "deepseek_v3-16B": 4, "llama3-debugmodel": 2, "deepseek_v3-debugmodel": 2}
 RECIPES = ("bf16", "fp8", "fp8_128x128", "fp8_128x128_deep_gemm", "fp8_128x128_saved", "torchao_rowwise")
 COLUMNS = ("recipe", "launch", "tokens/s", "x bf16", "ms a step", "peak GiB", "loss")
 
@@ -93,6 +93,7 @@ def train(model: str, recipe: str, graph: bool, args: Namespace) -> dict[str, An
     from torchtitan.components.optimizer import default_adamw
     from torchtitan.config import CompileConfig, TrainingConfig
     from torchtitan.config.configs import DebugConfig
+    from torchtitan.models.common.attention import ScaledDotProductAttention
     from torchtitan.trainer import Trainer
 
     # The last trainer's process group is gone, and its options for inductor are not to stay.
@@ -103,10 +104,11 @@ def train(model: str, recipe: str, graph: bool, args: Namespace) -> dict[str, An
 
     name, flavor = model.split("-")
     tokenizer, tokens = _components()
-    spec = importlib.import_module(f"torchtitan.models.{name}").model_registry(
-        flavor, attn_backend=args.attention, converters=converters_of(recipe)
-    )
+    spec = importlib.import_module(f"torchtitan.models.{name}").model_registry(flavor, converters=converters_of(recipe))
     spec.model.layers = spec.model.layers[: args.layers or MODELS[model]]
+    for layer in spec.model.layers if args.attention == "sdpa" else ():
+        # Each sequence is one document, for which causal attention is enough.
+        layer.attention.inner_attention = ScaledDotProductAttention.Config()
     words = spec.model.vocab_size
     with tempfile.TemporaryDirectory() as folder:
         trainer = Trainer.Config(
@@ -155,7 +157,7 @@ def add(results: Report, args: Namespace, recipe: str, launch: str) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = driver.parser(__doc__, recipes=(RECIPES, ("bf16", "fp8", "fp8_128x128", "torchao_rowwise")))
     parser.add_argument("--model", choices=MODELS, default="llama3-8B")
-    parser.add_argument("--attention", choices=("flex", "varlen"), default="flex", help="torchtitan's attn_backend")
+    parser.add_argument("--attention", choices=("flex", "sdpa"), default="sdpa", help="default %(default)s")
     parser.add_argument("--launch", nargs="+", choices=("graph", "kernels"), default=["kernels"])
     driver.add_numbers(parser, layers=0, tokens=8192, seq_len=8192, steps=60, log_freq=20)
     args, device = driver.parse(parser, argv)

@@ -115,19 +115,6 @@ def _parts():
     return Tokenizer, Tokens, Attention
 
 
-def with_plain_attention(model_registry):
-    """`model_registry` of a family, whose models attend in operations that a CPU has."""
-    attention = _parts()[2]
-
-    def registry(*arguments, **options):
-        spec = model_registry(*arguments, **options)
-        for layer in spec.model.layers:
-            layer.attention.inner_attention = attention.Config()
-        return spec
-
-    return registry
-
-
 def config_of(family: str, imports=(), *, layers=2, steps=2, tp=1, ep=1, compiled=False, selective=False,
               backend="partial_dtensor", folder="", save=False, converters=None):  # fmt: skip
     """Return torchtitan's config of a debug model with `layers` layers. imports: (override, its options)."""
@@ -139,10 +126,11 @@ def config_of(family: str, imports=(), *, layers=2, steps=2, tp=1, ep=1, compile
     from torchtitan.config.configs import DebugConfig
     from torchtitan.distributed.activation_checkpoint import SelectiveAC
 
-    Tokenizer, Tokens, _ = _parts()
-    models = importlib.import_module(f"torchtitan.models.{family}")
-    spec = with_plain_attention(models.model_registry)("debugmodel", converters=converters)
+    Tokenizer, Tokens, Attention = _parts()
+    spec = importlib.import_module(f"torchtitan.models.{family}").model_registry("debugmodel", converters=converters)
     spec.model.layers = spec.model.layers[:layers]
+    for layer in spec.model.layers:
+        layer.attention.inner_attention = Attention.Config()
     checkpoint = CheckpointManager.Config(enable=save, interval=2, last_save_model_only=False)
     return trainer.Trainer.Config(
         model_spec=spec,
