@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import warnings
 import weakref
+from unittest import mock
 
 import pytest
 import torch
@@ -28,10 +29,12 @@ from ranks import device
 from torch import nn
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.utils import parametrize
 from torchao.quantization import quantize_
 
 from torchao_blockwise import MasterWeightTensor, weights_unchanged
+from torchao_blockwise._compat import modes
 from torchao_blockwise.distributed import sync_weight_scales
 from torchao_blockwise.ops.device import tables
 
@@ -306,6 +309,28 @@ def keeps_the_scales_of_what_is_gathered(mesh, config):
     out.square().sum().backward()
     for p, grad in zip(model.parameters(), expected, strict=True):
         assert torch.equal(p.grad.to_local(), grad)
+
+
+def casts_to_the_same_scales_in_a_capture(mesh, config):
+    """A table has their addresses already; what a graph writes to lives on, though later passes have other scales."""
+
+    def scales() -> list[StorageWeakRef]:
+        model(batch())
+        shards = [p.to_local().shard for p in masters_of(model).values()]
+        tensors = [x for one in shards for x in (one.scale, one.global_scale) if x is not None]
+        return [StorageWeakRef(x.untyped_storage()) for x in tensors]
+
+    model = shard(blocks(config), mesh)
+    before, captured = scales(), scales()
+    with mock.patch.object(modes, "is_capturing", lambda x: True):
+        with torch.no_grad():
+            for p in masters_of(model).values():
+                p.mul_(2)
+        assert scales() == captured
+    assert_gathers_exactly(model, config)
+    assert scales() != captured
+    gc.collect()
+    assert all(x.expired() for x in before) and not any(x.expired() for x in captured)
 
 
 def quantizes_shards_once_in_a_scope(mesh, config):

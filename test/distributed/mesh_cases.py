@@ -43,6 +43,7 @@ FSDP_CHECKS = (
     (life.follows_every_writer, (1, 4), "nvfp4", BOTH),
     (life.follows_changes_between_microbatches, (2,), "fp8", BOTH),
     (life.keeps_the_scales_of_what_is_gathered, (2,), "nvfp4", BOTH),
+    (life.casts_to_the_same_scales_in_a_capture, (2,), "fp8", BOTH),
     (life.quantizes_shards_once_in_a_scope, (1, 2), "fp8", BOTH),
     (life.refuses_changes_in_a_scope, (2,), "fp8", ()),
     (life.enters_by_other_ways, (2,), "fp8", BOTH),

@@ -106,6 +106,47 @@ def test_offloaded_shards_are_saved_where_they_lie():
         dist.destroy_process_group()
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("config", ("fp8", "nvfp4"))
+def test_a_cuda_graph_casts_shards_in_each_replay(config):
+    """Forward and backward are captured after one eager pass; losses and weights are those of eager mode."""
+    dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
+
+    def trained(capture: bool) -> list[torch.Tensor]:
+        model, x = shard(blocks(CONFIGS[config]).cuda(), DeviceMesh("cuda", [0])), batch().cuda()
+        optimizer, graph, stream = (
+            torch.optim.SGD(model.parameters(), lr=1),
+            torch.cuda.CUDAGraph(),
+            torch.cuda.Stream(),
+        )
+
+        def run() -> torch.Tensor:
+            loss = model(x).square().mean()
+            loss.backward()
+            return loss.detach()
+
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            run()
+        torch.cuda.current_stream().wait_stream(stream)
+        optimizer.zero_grad(set_to_none=False)
+        if capture:
+            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+                loss = run()
+        losses = []
+        for _ in range(4):
+            losses.append(graph.replay() or loss.clone() if capture else run())
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+        return [*losses, model(x), *(p.to_local().hp for p in masters_of(model).values())]
+
+    try:
+        for got, wanted in zip(trained(True), trained(False), strict=True):
+            assert torch.equal(got, wanted)
+    finally:
+        dist.destroy_process_group()
+
+
 @pytest.mark.parametrize("config", (FP8, NVFP4), ids=("fp8", "nvfp4"))
 def test_a_quantised_weight_as_strided_is_itself_or_refused(config):
     """What FSDP2 asks of a gathered tensor; other strides would cut blocks."""

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 from torchao_blockwise import _compat
-from torchao_blockwise._compat import torch_fsdp
+from torchao_blockwise._compat import modes, torch_fsdp
 from torchao_blockwise._compat.torch_fsdp import FsdpParameter
 from torchao_blockwise.distributed.cast import PartialCast, cast_of_shard, run_partial_casts
 from torchao_blockwise.distributed.rank_consistency import check_same, digest
@@ -65,11 +65,13 @@ class Root:
     masters: master weights, each with the shard that its gathers send, or the shard's layout if it is gathered in high
         precision.
     scopes: the scopes of `weights_unchanged` that were open at the last sync.
+    captured: the scale tensors that CUDA graphs write to.
     """
 
     def __init__(self, states: tuple[torch_fsdp.State, ...], names: Mapping[torch.Tensor, str]):
         self.states = states
         self.scopes: list[Scope] = []
+        self.captured: list[torch.Tensor | None] = []
         torch_fsdp.lazy_init(states)
         self.parameters = [p for p in torch_fsdp.parameters_of(states, names) if isinstance(p.local, _KINDS)]
         lay_out_shards(self.parameters)
@@ -91,6 +93,9 @@ class Root:
     def sync(self) -> None:
         self.scopes = self._open_scopes()
         casts = [(p.group, s, _cast_of_master(p, s)) for p, s in self.masters if isinstance(s, QuantizedShard)]
+        for *_, cast in casts:
+            if modes.is_capturing(cast.scale):
+                self.captured += cast.scale, cast.global_scale
         waiting = [(p, p.local) for p in self.parameters if isinstance(p.local, QuantizedShard) and p.local.awaits_cast]
         # Amaxes are reduced by position, so all ranks must have loaded values for the same weights.
         _check_same([p for p, _ in waiting], [f"values for {p.name}" for p, _ in waiting])
@@ -156,10 +161,12 @@ def _shard_of_master(p: FsdpParameter) -> QuantizedShard | ShardLayout:
 
 
 def _cast_of_master(p: FsdpParameter, shard: QuantizedShard) -> PartialCast:
-    """Return the cast of a master weight, with new scale tensors, since gathered weights hold the old ones."""
+    """Return the cast of a master weight, with new scale tensors, since gathered weights hold the old ones.
+
+    A CUDA graph writes to those of the last pass before the capture, whose addresses are in device memory already.
+    """
     split_groups: tuple[dist.ProcessGroup, ...] = ()
     if shard.global_scale is not None:
-        shard.global_scale = torch.empty_like(shard.global_scale)
         if shard.global_scale.dim() == 0:
             split_groups = tuple(group for group, _ in p.splits)
         elif any(dim >= len(p.shape) - 2 for _, dim in p.splits):
@@ -169,8 +176,13 @@ def _cast_of_master(p: FsdpParameter, shard: QuantizedShard) -> PartialCast:
                 "scale_per_expert=False"
             )
     blocks = shard.scale.numel()
-    scale = torch.empty(blocks + bool(split_groups), dtype=shard.scale.dtype, device=shard.device)
-    shard.scale = scale[:blocks].view(shard.scale.shape)
+    entries = blocks + bool(split_groups)
+    if modes.is_capturing(shard.scale):
+        scale = shard.scale.as_strided((entries,), (1,))
+    else:
+        scale = torch.empty(entries, dtype=shard.scale.dtype, device=shard.device)
+        shard.scale = scale[:blocks].view(shard.scale.shape)
+        shard.global_scale = None if shard.global_scale is None else torch.empty_like(shard.global_scale)
     return cast_of_shard(shard, _master(p).hp)._replace(scale=scale, split_groups=split_groups)
 
 
