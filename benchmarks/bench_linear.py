@@ -10,9 +10,8 @@ optimizer step's and in no step here):
     memory   what a step has allocated at its peak, with the weight and gradients, and without x and dy
              (layers.py; the JSON has the parts)
 Checks first that output and gradients are those of bf16 within FP8's error. Floor: three GEMMs at the rate of
-cuBLASLt's tensorwise fp8, or the bytes of x, w, dy read once and y, dx, dw written once. "roofline x" and what of it is
-reached: see layers.py. Writes benchmarks/results/linear_<device>.json and .md; --shapes tracker writes
-linear_tracker_<device>.
+cuBLASLt's tensorwise fp8, or the bytes of x, w, dy read once and y, dx, dw written once.
+Writes benchmarks/results/linear_<device>.json and .md; --shapes tracker writes linear_tracker_<device>.
 
     python benchmarks/bench_linear.py [--shapes 4096x18432x7168] [--only fp8 bf16 torchao]
 """
@@ -24,7 +23,7 @@ from collections.abc import Sequence
 
 import torch
 from common import driver, layers, peers, shapes
-from common.layers import Layer, Work, quantized_bytes
+from common.layers import Layer, Work
 from common.shapes import Shape
 from torch import nn
 
@@ -60,7 +59,6 @@ def work_of(shape: Shape, device: torch.device) -> Work:
         nbytes,
         6 * t * n * k,
         _BUDGETS,
-        quantized_bytes(t, (n, k)),
     )
 
 

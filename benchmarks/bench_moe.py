@@ -21,14 +21,13 @@ Writes benchmarks/results/moe_<device>.json and .md, with --shapes models moe_mo
 from __future__ import annotations
 
 import sys
-from collections import Counter
 from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
 from common import driver, layers, peers, shapes
 from common.kernel_times import kernels_of, longest, split_of
-from common.layers import OURS, Layer, Work, quantized_bytes
+from common.layers import OURS, Layer, Work
 from common.shapes import ROUTINGS, Experts, group_ends
 from torch import nn
 from torchao.quantization import quantize_
@@ -101,7 +100,6 @@ def work_of(shape: Experts, routing: str, device: torch.device) -> Work:
         floor_bytes(shape, ends),
         18 * shape.tokens * shape.hidden * shape.dim,
         _BUDGETS,
-        sum((Counter(quantized_bytes(shape.tokens, weight)) for weight in shape.weights.values()), Counter()),
         split,
     )
 

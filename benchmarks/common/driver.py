@@ -169,7 +169,7 @@ def measure(job: Job, names: Sequence[str], results: Report) -> None:
             continue
         rate = {"MiB": job.nbytes / 2**20, "TB/s": job.nbytes / t.us / 1e6}
         if job.flops:
-            rate = {"TFLOP/s": job.flops / t.us / 1e6, "intensity": job.flops / job.nbytes}
+            rate = {"TFLOP/s": job.flops / t.us / 1e6}
         row = {"by": name} if "by" in results.columns else {}
         row |= {
             **job.labels,

@@ -76,7 +76,7 @@ class Report:
         content = {
             "environment": self.environment,
             "arguments": self.arguments,
-            "ceilings": self.ceilings.as_dict() if self.ceilings else None,
+            "ceilings": self.ceilings and self.ceilings._asdict(),
             "rows": self.rows,
             "left out": [{"what": name, "why": why, "where": w} for (name, why), w in self.left_out.items()],
         }

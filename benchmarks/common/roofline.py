@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -13,8 +13,7 @@ _COPY_BYTES, _SMOKE_COPY_BYTES = 2**30, 2**20
 _WIDTH, _SMOKE_WIDTH = 8192, 128
 
 
-@dataclass(frozen=True)
-class Ceilings:
+class Ceilings(NamedTuple):
     """Measured rates that nothing of its kind exceeds by much.
 
     copy: TB/s of a large device copy, bytes read plus bytes written. bf16, fp8: TFLOP/s of a large GEMM through
@@ -28,13 +27,6 @@ class Ceilings:
     def floor_us(self, nbytes: int, flops: int = 0, peak: str = "fp8") -> float:
         """Least microseconds of a job: max(nbytes / copy, flops / peak)."""
         return max(nbytes / (self.copy * 1e6), flops / (getattr(self, peak) * 1e6))
-
-    def speedup(self, flops: int, quantized_bytes: int) -> float:
-        """How many times faster than in bf16 `flops` are in fp8, with so many bytes moved to quantize operands."""
-        return (flops / self.bf16) / (flops / self.fp8 + quantized_bytes / self.copy)
-
-    def as_dict(self) -> dict:
-        return asdict(self)
 
 
 def measure_ceilings(device: torch.device, *, smoke: bool = False) -> Ceilings:
