@@ -26,7 +26,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.nn.functional as F
 from common import driver, layers, peers, shapes
-from common.kernel_times import kernels_of, longest, split_of
+from common.kernel_times import kernels_of, longest
 from common.layers import OURS, Layer, Work
 from common.shapes import ROUTINGS, Experts, group_ends
 from torch import nn
@@ -82,7 +82,8 @@ def floor_bytes(shape: Experts, ends: torch.Tensor) -> int:
 def split(layer: Layer, inputs: tuple) -> dict:
     """The quantizers' share of a step's device time, of operators' host time on a CPU, and the longest kernels."""
     kernels = kernels_of(lambda: layer.step(*inputs), inputs[0].device)
-    return {"quantize %": 100 * split_of(kernels)["quantize"], "kernels": longest(kernels)}
+    quantizing, total = sum(k.us for k in kernels if k.kind == "quantize"), sum(k.us for k in kernels) or 1.0
+    return {"quantize %": 100 * quantizing / total, "kernels": longest(kernels)}
 
 
 def work_of(shape: Experts, routing: str, device: torch.device) -> Work:

@@ -10,6 +10,7 @@ On a CPU all three read the clock around calls, so that what measures runs anywh
 from __future__ import annotations
 
 import gc
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -218,17 +219,9 @@ def _check_written(graph: torch.cuda.CUDAGraph, outputs) -> None:
 
 def _sample(turns: Sequence[_Replay], device: torch.device) -> list[float]:
     """Microseconds a call of each turn, one after the other without a pause."""
-    if device.type != "cuda":
-        samples = []
-        for replay in turns:
-            start = time.perf_counter()
-            replay.call()
-            samples.append((time.perf_counter() - start) * 1e6 / replay.sets)
-        return samples
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(len(turns) + 1)]
-    marks[0].record()
-    for replay, mark in zip(turns, marks[1:]):
+    marks = [mark(device)]
+    for replay in turns:
         replay.call()
-        mark.record()
-    torch.cuda.synchronize(device)
-    return [a.elapsed_time(b) * 1e3 / r.sets for r, a, b in zip(turns, marks, marks[1:])]
+        marks.append(mark(device))
+    synchronize(device)
+    return [us_between(*span) / replay.sets for replay, span in zip(turns, itertools.pairwise(marks))]

@@ -21,7 +21,7 @@ from llm_training.training import Trainer
 
 COLUMNS = (
     *("recipe", "tokens/s", "x bf16", "ms a step", "spread %", "host ms", "peak GiB"),
-    *(f"{group} ms" for group in (*kernel_times.GROUPS, kernel_times.OTHER)),
+    *kernel_times.GROUP_COLUMNS,
 )
 # Each model's steps before those that are timed, the last of which gives the memory; steps in a turn; steps for the
 # host's time and for the kernels'.
