@@ -48,10 +48,7 @@ _EPS, _STATISTICS_TOLERANCE = 1e-6, 1e-5
 
 def make(name: str, rows: int, columns: int, device: torch.device) -> tuple:
     """Fresh arguments of an activation; gate and up are halves of one tensor, as a merged projection gives them."""
-
-    def random(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, device=device, dtype=torch.bfloat16)
-
+    random = partial(torch.randn, device=device, dtype=torch.bfloat16)
     if name in ("rms", "layer"):
         bias = 0.1 * random(columns) if name == "layer" else None
         return random(rows, columns), 1 + 0.1 * random(columns), bias

@@ -85,10 +85,7 @@ class GroupedProduct(Product):
 
     def high_precision(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """Fresh random bf16 tensors: x or dy, and the weights or x."""
-
-        def random(*shape):
-            return torch.randn(shape, device=device, dtype=torch.bfloat16)
-
+        random = partial(torch.randn, device=device, dtype=torch.bfloat16)
         t, n, k = self.tokens, self.out_features, self.in_features
         first = random(t, k if self.kind == "output" else n)
         return first, random(len(self.sizes), n, k) if self.along == "m" else random(t, k)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -66,10 +67,7 @@ class Product:
 
         Operands of grad_weight are columnwise copies, padded with zero tokens.
         """
-
-        def random(rows, columns):
-            return torch.randn(rows, columns, device=device, dtype=torch.bfloat16)
-
+        random = partial(torch.randn, device=device, dtype=torch.bfloat16)
         t, n, k = self.tokens, self.out_features, self.in_features
         a_fmt, b_fmt = self.formats
         if self.kind == "grad_weight":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -32,10 +33,7 @@ class Ceilings(NamedTuple):
 def measure_ceilings(device: torch.device, *, smoke: bool = False) -> Ceilings:
     """Measure the ceilings on random data; raises RuntimeError where copy or bf16 fails."""
     size, width = (_SMOKE_COPY_BYTES, _SMOKE_WIDTH) if smoke else (_COPY_BYTES, _WIDTH)
-
-    def random(rows, columns):
-        return torch.randn(rows, columns, device=device, dtype=torch.bfloat16)
-
+    random = partial(torch.randn, device=device, dtype=torch.bfloat16)
     copies = input_sets(lambda: (random(size // 2048, 1024),), device, 2 * size)
     operands = input_sets(lambda: (random(width, width), random(width, width)), device, 6 * width**2)
     # By the driver and by a kernel, whichever is faster: in a CUDA graph the driver's is the slower one on an H200.
