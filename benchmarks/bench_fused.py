@@ -110,7 +110,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = driver.parser(__doc__, only=(CASES, CASES))
     shapes.add_shapes(parser, shapes.LINEAR, DEFAULT)
     args, device = driver.parse(parser, argv)
-    args.shapes, _ = shapes.chosen(args)
     results = Report("fused", device, COLUMNS, vars(args))
     jobs = [
         job(case, shape.tokens, shape.out_features if case.startswith("swiglu") else shape.in_features, device)

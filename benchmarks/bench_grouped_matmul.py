@@ -234,7 +234,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--routings", nargs="+", choices=ROUTINGS, default=list(ROUTINGS), help="default all")
     driver.add_backends(parser)
     args, device = driver.parse(parser, argv)
-    args.shapes, _ = shapes.chosen(args)
     results = Report("grouped_matmul", device, COLUMNS, vars(args))
     jobs = [
         job

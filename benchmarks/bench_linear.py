@@ -66,9 +66,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = layers.parser(__doc__, RECIPES, DEFAULT_RECIPES)
     shapes.add_shapes(parser, shapes.LINEAR, "large")
     args, device = driver.parse(parser, argv)
-    args.shapes, suffix = shapes.chosen(args)
+    name = "linear_tracker" if args.shapes == shapes.LINEAR["tracker"] else "linear"
     works = [work_of(shape, device) for shape in args.shapes]
-    return layers.run(f"linear{suffix}", ("shape", *layers.COLUMNS), args, works, device)
+    return layers.run(name, ("shape", *layers.COLUMNS), args, works, device)
 
 
 if __name__ == "__main__":

@@ -56,7 +56,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     shapes.add_shapes(parser, shapes.LINEAR, "default")
     driver.add_backends(parser)
     args, device = driver.parse(parser, argv)
-    args.shapes, _ = shapes.chosen(args)
     results = Report("matmul_128x128" if "fp8_128x128" in args.recipes else "matmul", device, COLUMNS, vars(args))
     jobs = [job(*of, device, args.backends) for of in itertools.product(args.only, args.shapes, args.recipes)]
     return driver.run_jobs(results, jobs, args.peers)

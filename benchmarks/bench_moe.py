@@ -13,7 +13,7 @@ device time in kernels that quantize, SwiGLU where it is fused with that. "memor
 its peak, with weights and gradients, and without x and dy (layers.py; the JSON has the parts).
 Checks first that output and gradients are those of bf16 within the recipe's error. Floor: nine GEMMs at the rate of
 cuBLASLt's tensorwise fp8, or the bytes of x, the weights and dy read once and y, dx and their gradients written once.
-Writes benchmarks/results/moe_<device>.json and .md, with --shapes models moe_models_<device>.
+Writes benchmarks/results/moe_<device>.json and .md.
 
     python benchmarks/bench_moe.py [--shapes mixtral_8x7b 16384x8x1408x2048] [--routings skewed] [--only fp8 bf16]
 """
@@ -110,9 +110,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     shapes.add_shapes(parser, shapes.MIXTURES, "large")
     parser.add_argument("--routings", nargs="+", choices=ROUTINGS, default=list(ROUTINGS), help="default all")
     args, device = driver.parse(parser, argv)
-    args.shapes, suffix = shapes.chosen(args)
     works = [work_of(shape, routing, device) for shape in args.shapes for routing in args.routings]
-    return layers.run(f"moe{suffix}", COLUMNS, args, works, device)
+    return layers.run("moe", COLUMNS, args, works, device)
 
 
 if __name__ == "__main__":

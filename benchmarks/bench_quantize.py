@@ -99,7 +99,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = driver.parser(__doc__, only=(CASES, CASES), recipes=(RECIPES, ("fp8",)), peers=(["torchao"], ()))
     shapes.add_shapes(parser, shapes.LINEAR, "default")
     args, device = driver.parse(parser, argv)
-    args.shapes, _ = shapes.chosen(args)
     results = Report("quantize", device, COLUMNS, vars(args))
     jobs = [
         job(case, s.out_features if case in ("weight", "transpose") else s.tokens, s.in_features, recipe, device)

@@ -18,6 +18,7 @@ import torch
 
 from common import report
 from common.report import Report
+from common.shapes import choose
 from common.timing import Timing, input_sets, time_runs
 from torchao_blockwise.ops import Backend
 
@@ -71,7 +72,6 @@ def parser(doc: str, **choices: tuple[Iterable[str], Sequence[str]]) -> argparse
     for name, (there, default) in choices.items():
         shown = f"default {' '.join(default)}" if default else "default none"
         made.add_argument(f"--{name}", nargs="*", choices=list(there), default=list(default), help=shown)
-    made.add_argument("--smoke", action="store_true", help="tiny sizes, on a CPU where there is no GPU: does it run?")
     made.add_argument("--out", type=Path, default=report.RESULTS, help="folder of the results")
     return made
 
@@ -86,10 +86,14 @@ def add_backends(to: argparse.ArgumentParser) -> None:
 
 
 def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> tuple[argparse.Namespace, torch.device]:
-    """Arguments and the device; leaves with a message where there is no GPU to measure."""
+    """Arguments, --smoke among them, and the device; leaves with a message where there is no GPU to measure."""
+    smoke = "tiny sizes, on a CPU where there is no GPU: does it run?"
+    parser.add_argument("--smoke", action="store_true", help=smoke)
     args = parser.parse_args(argv)
     if not args.smoke and not torch.cuda.is_available():
         parser.exit(2, f"{parser.prog}: needs a CUDA GPU; none found (--smoke tries the script out on a CPU)\n")
+    if "shapes" in args:
+        choose(args)
     return args, torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 

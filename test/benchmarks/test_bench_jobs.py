@@ -10,6 +10,7 @@ import bench_quantize
 import pytest
 import torch
 from bench_grouped_matmul import KINDS, GroupedProduct
+from common import shapes
 from common.errors import Wrong, check_bits, tensors
 
 from torchao_blockwise import ops
@@ -25,7 +26,7 @@ QUANTIZED = [
 JOBS = [
     *(bench_quantize.job(case, 33, 64, recipe, CPU) for case, recipe in QUANTIZED if recipe == "fp8"),
     *(bench_fused.job(case, 33, 64, CPU) for case in bench_fused.CASES),
-    *(bench_permute.job(operation, bench_permute.SMOKE, CPU) for operation in bench_permute.OPERATIONS),
+    *(bench_permute.job(operation, *shapes.ROUTED["smoke"], CPU) for operation in bench_permute.OPERATIONS),
 ]
 
 
