@@ -21,13 +21,11 @@ import torch
 from common import driver, errors, shapes
 from common.driver import Job, Peer
 from common.errors import check_bits, relative_error, tensors
-from common.report import Report
 
 from torchao_blockwise import ops
 from torchao_blockwise.formats import FP8_1X128, CastOptions
 
 FMT = FP8_1X128
-COLUMNS = ("case", "shape", "us", "spread %", "MiB", "TB/s", "roofline us", "of roofline")
 # DeepSeek-V3 671B's dense layers, ragged too; Llama 8B's; experts; DeepSeek-V3 16B's, no multiple of 128.
 DEFAULT = ("4096x18432x7168", "4097x18432x7168", "16384x14336x4096", "16384x2048x7168", "4096x10944x2048")
 # Activation -> how many tensors as wide as it are read, and how many are quantized. A norm's input is read twice; its
@@ -107,15 +105,12 @@ def job(case: str, rows: int, columns: int, device: torch.device) -> Job:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = driver.parser(__doc__, only=(CASES, CASES))
-    shapes.add_shapes(parser, shapes.LINEAR, DEFAULT)
-    args, device = driver.parse(parser, argv)
-    results = Report("fused", device, COLUMNS, vars(args))
+    args, device = driver.parse(driver.parser(__doc__, (shapes.LINEAR, DEFAULT), only=(CASES, CASES)), argv)
     jobs = [
         job(case, shape.tokens, shape.out_features if case.startswith("swiglu") else shape.in_features, device)
         for case, shape in itertools.product(args.only, args.shapes)
     ]
-    return driver.run_jobs(results, jobs, ["two steps"])
+    return driver.run_jobs("fused", args, device, jobs, ["two steps"])
 
 
 if __name__ == "__main__":

@@ -31,7 +31,6 @@ from common import driver, peers, shapes
 from common.driver import Job, Peer
 from common.errors import Unavailable
 from common.products import RECIPES, Product, check, error_budget, product_error
-from common.report import Report
 from common.shapes import ROUTINGS, Experts, group_ends
 
 from torchao_blockwise import ops
@@ -41,10 +40,6 @@ from torchao_blockwise.ops.groups.ends import padded_ends, padded_rows
 
 KINDS = ("output", "grad_input", "grad_weight", "grad_weight_quantized")
 PEERS = ("bf16", "deep_gemm")
-COLUMNS = (
-    *("product", "shape", "weight", "routing", "recipe", "by", "us", "spread %", "TFLOP/s", "roofline us"),
-    *("of roofline", "error"),
-)
 
 
 @dataclass(frozen=True)
@@ -229,18 +224,17 @@ def jobs_of(shape: Experts, routing: str, kind: str, recipe: str, device: torch.
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = driver.parser(__doc__, only=(KINDS, KINDS), recipes=(RECIPES, ("fp8",)), peers=(PEERS, PEERS[:1]))
-    shapes.add_shapes(parser, shapes.MIXTURES, "large")
+    choices = {"only": (KINDS, KINDS), "recipes": (RECIPES, ("fp8",)), "peers": (PEERS, PEERS[:1])}
+    parser = driver.parser(__doc__, (shapes.MIXTURES, "large"), **choices)
     parser.add_argument("--routings", nargs="+", choices=ROUTINGS, default=list(ROUTINGS), help="default all")
     driver.add_backends(parser)
     args, device = driver.parse(parser, argv)
-    results = Report("grouped_matmul", device, COLUMNS, vars(args))
     jobs = [
         job
         for kind, shape, routing, recipe in itertools.product(args.only, args.shapes, args.routings, args.recipes)
         for job in jobs_of(shape, routing, kind, recipe, device, args.backends)
     ]
-    return driver.run_jobs(results, jobs, args.peers)
+    return driver.run_jobs("grouped_matmul", args, device, jobs, args.peers)
 
 
 if __name__ == "__main__":

@@ -63,9 +63,7 @@ def work_of(shape: Shape, device: torch.device) -> Work:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = layers.parser(__doc__, RECIPES, DEFAULT_RECIPES)
-    shapes.add_shapes(parser, shapes.LINEAR, "large")
-    args, device = driver.parse(parser, argv)
+    args, device = driver.parse(layers.parser(__doc__, shapes.LINEAR, RECIPES, DEFAULT_RECIPES), argv)
     name = "linear_tracker" if args.shapes == shapes.LINEAR["tracker"] else "linear"
     works = [work_of(shape, device) for shape in args.shapes]
     return layers.run(name, ("shape", *layers.COLUMNS), args, works, device)

@@ -22,13 +22,10 @@ import torch
 from common import driver, peers, shapes
 from common.driver import Job
 from common.products import KINDS, RECIPES, Product, check, error_budget, product_error
-from common.report import Report
 from common.shapes import Shape
 
 from torchao_blockwise import ops
 from torchao_blockwise.ops.gemm.plain import matmul_op
-
-COLUMNS = ("product", "shape", "recipe", "by", "us", "spread %", "TFLOP/s", "roofline us", "of roofline", "error")
 
 
 def job(kind: str, shape: Shape, recipe: str, device: torch.device, backends: Sequence[str] | None = None) -> Job:
@@ -52,13 +49,13 @@ def job(kind: str, shape: Shape, recipe: str, device: torch.device, backends: Se
 
 def main(argv: Sequence[str] | None = None) -> int:
     compared = (peers.PRODUCTS, peers.QUICK_PRODUCTS)
-    parser = driver.parser(__doc__, only=(KINDS, KINDS), recipes=(RECIPES, ("fp8",)), peers=compared)
-    shapes.add_shapes(parser, shapes.LINEAR, "default")
+    choices = {"only": (KINDS, KINDS), "recipes": (RECIPES, ("fp8",)), "peers": compared}
+    parser = driver.parser(__doc__, (shapes.LINEAR, "default"), **choices)
     driver.add_backends(parser)
     args, device = driver.parse(parser, argv)
-    results = Report("matmul_128x128" if "fp8_128x128" in args.recipes else "matmul", device, COLUMNS, vars(args))
     jobs = [job(*of, device, args.backends) for of in itertools.product(args.only, args.shapes, args.recipes)]
-    return driver.run_jobs(results, jobs, args.peers)
+    name = "matmul_128x128" if "fp8_128x128" in args.recipes else "matmul"
+    return driver.run_jobs(name, args, device, jobs, args.peers)
 
 
 if __name__ == "__main__":

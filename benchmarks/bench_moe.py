@@ -106,8 +106,7 @@ def work_of(shape: Experts, routing: str, device: torch.device) -> Work:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = layers.parser(__doc__, RECIPES, DEFAULT_RECIPES)
-    shapes.add_shapes(parser, shapes.MIXTURES, "large")
+    parser = layers.parser(__doc__, shapes.MIXTURES, RECIPES, DEFAULT_RECIPES)
     parser.add_argument("--routings", nargs="+", choices=ROUTINGS, default=list(ROUTINGS), help="default all")
     args, device = driver.parse(parser, argv)
     works = [work_of(shape, routing, device) for shape in args.shapes for routing in args.routings]

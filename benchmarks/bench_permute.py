@@ -22,13 +22,11 @@ import torch
 from common import driver, errors, shapes
 from common.driver import Job, Peer
 from common.errors import relative_error, tensors
-from common.report import Report
 from common.shapes import Routing
 
 from torchao_blockwise import ops
 
 OPERATIONS = ("permute", "unpermute", "backward")
-COLUMNS = ("operation", "shape", "us", "spread %", "MiB", "TB/s", "roofline us", "of roofline")
 # ‖difference‖ / ‖reference‖ of sums in fp32 in another order, and of eager PyTorch, which rounds in between.
 _SUM_ERROR, _EAGER_ERROR = 1e-5, 5e-3
 
@@ -90,12 +88,10 @@ def job(operation: str, shape: Routing, device: torch.device) -> Job:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = driver.parser(__doc__, only=(OPERATIONS, OPERATIONS))
-    shapes.add_shapes(parser, shapes.ROUTED, "default")
+    parser = driver.parser(__doc__, (shapes.ROUTED, "default"), only=(OPERATIONS, OPERATIONS))
     args, device = driver.parse(parser, argv)
-    results = Report("permute", device, COLUMNS, vars(args))
     jobs = [job(operation, shape, device) for operation, shape in itertools.product(args.only, args.shapes)]
-    return driver.run_jobs(results, jobs, ["eager"])
+    return driver.run_jobs("permute", args, device, jobs, ["eager"])
 
 
 if __name__ == "__main__":

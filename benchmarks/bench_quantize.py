@@ -24,13 +24,11 @@ from common import driver, peers, shapes
 from common.driver import Job
 from common.errors import Unavailable, Wrong, check_bits, tensors
 from common.products import RECIPES
-from common.report import Report
 
 from torchao_blockwise import ops
 
 NVFP4_ONLY = ("transformed", "gradient")
 CASES = ("rowwise", "columnwise", "both", "weight", "transpose", *NVFP4_ONLY)
-COLUMNS = ("case", "shape", "by", "us", "spread %", "MiB", "TB/s", "roofline us", "of roofline")
 
 
 def job(case: str, rows: int, columns: int, recipe: str, device: torch.device) -> Job:
@@ -96,16 +94,14 @@ def payload_agrees(peer, ours) -> bool:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = driver.parser(__doc__, only=(CASES, CASES), recipes=(RECIPES, ("fp8",)), peers=(["torchao"], ()))
-    shapes.add_shapes(parser, shapes.LINEAR, "default")
-    args, device = driver.parse(parser, argv)
-    results = Report("quantize", device, COLUMNS, vars(args))
+    choices = {"only": (CASES, CASES), "recipes": (RECIPES, ("fp8",)), "peers": (["torchao"], ())}
+    args, device = driver.parse(driver.parser(__doc__, (shapes.LINEAR, "default"), **choices), argv)
     jobs = [
         job(case, s.out_features if case in ("weight", "transpose") else s.tokens, s.in_features, recipe, device)
         for case, s, recipe in itertools.product(args.only, args.shapes, args.recipes)
         if case in cases_of(recipe)
     ]
-    return driver.run_jobs(results, jobs, args.peers)
+    return driver.run_jobs("quantize", args, device, jobs, args.peers)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,10 +19,15 @@ import torch
 
 from common import report
 from common.report import Report
-from common.shapes import choose
+from common.shapes import add_shapes, choose
 from common.timing import Timing, input_sets, time_runs
 from torchao_blockwise.ops import Backend
 
+# Of a report, by what bounds its jobs; `by` names our way.
+_COLUMNS = {
+    "bytes": ("us", "spread %", "MiB", "TB/s", "roofline us", "of roofline"),
+    "flops": ("by", "us", "spread %", "TFLOP/s", "roofline us", "of roofline", "error"),
+}
 # A rate above the measured peak times this is not believed.
 _TOO_FAST = 1.5
 
@@ -46,7 +52,7 @@ class Job:
     """One thing to time, by one way of ours or more.
 
     labels: what tells its rows apart, by column. make: gives fresh inputs.
-    ours: inputs -> {name: (*inputs) -> the result, or why it cannot run here}; the column `by` has the name.
+    ours: inputs -> {name: (*inputs) -> the result, or why it cannot run here}; the name is in the column `by`.
     check: (result, inputs, peer or None) -> its error, if it has one; raises Wrong.
     peers: name -> what gives the Peer; may raise Unavailable.
     nbytes: that must move. flops: 0 where only bytes count. more: what else its rows hold.
@@ -66,12 +72,20 @@ class Job:
         return " ".join(self.labels.values())
 
 
-def parser(doc: str, **choices: tuple[Iterable[str], Sequence[str]]) -> argparse.ArgumentParser:
-    """The options of every benchmark, and one for each of `choices`: name -> (what there is, default)."""
+def parser(
+    doc: str, shapes: tuple[Mapping[str, list], str | Sequence[str]] | None = None,
+    **choices: tuple[Iterable[str], Sequence[str]],
+) -> argparse.ArgumentParser:  # fmt: skip
+    """The options of every benchmark, and one for each of `choices`: name -> (allowed values, default).
+
+    shapes: (shapes by name, default) of --shapes, as for `add_shapes`.
+    """
     made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, (there, default) in choices.items():
         shown = f"default {' '.join(default)}" if default else "default none"
         made.add_argument(f"--{name}", nargs="*", choices=list(there), default=list(default), help=shown)
+    if shapes:
+        add_shapes(made, *shapes)
     made.add_argument("--out", type=Path, default=report.RESULTS, help="folder of the results")
     return made
 
@@ -113,9 +127,16 @@ def run(results: Report, work: Iterable[tuple[str, str, Callable[[], object]]]) 
     return 0 if results.rows else 1
 
 
-def run_jobs(results: Report, jobs: Iterable[Job], peers: Sequence[str]) -> int:
+def run_jobs(name: str, args: argparse.Namespace, device: torch.device, jobs: Sequence[Job], peers: Sequence[str]):
+    """Report on jobs of one kind, with these peers."""
+    if not jobs:
+        sys.exit(f"{name}: nothing to measure; these options exclude each other")
+    columns = [*jobs[0].labels, *_COLUMNS["flops" if jobs[0].flops else "bytes"], *(f"x {name}" for name in peers)]
+    return measure_jobs(Report(name, device, columns, vars(args)), jobs, peers)
+
+
+def measure_jobs(results: Report, jobs: Iterable[Job], peers: Sequence[str]) -> int:
     """Measure the ceilings, then each job once, together with these peers."""
-    results.columns += [f"x {name}" for name in peers]
     results.measure_ceilings()
     # Shapes may differ in what a job does not read.
     once = {job.where: job for job in jobs}
@@ -174,8 +195,8 @@ def measure(job: Job, names: Sequence[str], results: Report) -> None:
         rate = {"MiB": job.nbytes / 2**20, "TB/s": job.nbytes / t.us / 1e6}
         if job.flops:
             rate = {"TFLOP/s": job.flops / t.us / 1e6}
-        row = {"by": name} if "by" in results.columns else {}
-        row |= {
+        row = {
+            "by": name,
             **job.labels,
             **rate,
             "us": t.us,

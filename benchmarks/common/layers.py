@@ -40,9 +40,11 @@ class Layer:
         return y.detach(), *torch.autograd.grad(y, (x, *self.weights), dy)
 
 
-def parser(doc: str, recipes: Sequence[str], default: Sequence[str]) -> argparse.ArgumentParser:
-    """The options of benchmarks of layers, without their shapes."""
-    made = driver.parser(doc, only=(recipes, default))
+def parser(
+    doc: str, shapes: Mapping[str, list], recipes: Sequence[str], default: Sequence[str]
+) -> argparse.ArgumentParser:
+    """The options of benchmarks of layers."""
+    made = driver.parser(doc, (shapes, "large"), only=(recipes, default))
     made.add_argument(
         "--seconds", type=float,
         help="that each time of a row is measured for; default 0.05 for graphs, 50 eager and 200 launched steps",

@@ -15,9 +15,7 @@ pytestmark = pytest.mark.usefixtures("no_interpreter")
 
 
 def chosen(named: dict, *argv: str) -> list:
-    parser = driver.parser("")
-    shapes.add_shapes(parser, named, "large")
-    args, _ = driver.parse(parser, ["--smoke", *argv])
+    args, _ = driver.parse(driver.parser("", (named, "large")), ["--smoke", *argv])
     return args.shapes
 
 

@@ -56,7 +56,7 @@ def test_a_row_has_times_rates_floors_and_ratios(results):
     rows = []
     for flops in (0, 10**6):
         results.rows = []
-        assert driver.run_jobs(results, [job(peers={"peer": partial(Peer, add)}, flops=flops)], ["peer"]) == 0
+        assert driver.measure_jobs(results, [job(peers={"peer": partial(Peer, add)}, flops=flops)], ["peer"]) == 0
         rows += results.rows
     moving, multiplying = rows
     for row in rows:
@@ -79,7 +79,7 @@ def test_what_is_wrong_or_fails_is_not_timed_and_kills_nothing(results):
         "missing": missing,
     }
     ways = {"right": add, "off": lambda x: x, "bad": fail, "none": "needs a GPU"}
-    assert driver.run_jobs(results, [job("a", ways, peers), job("b", lambda x: x)], [*peers]) == 0
+    assert driver.measure_jobs(results, [job("a", ways, peers), job("b", lambda x: x)], [*peers]) == 0
     assert [(row["shape"], row["by"]) for row in results.rows] == [("a", "right")]
     assert results.rows[0]["peers us"].keys() == {"peer"}
     luck, wrong = ["RuntimeError: no luck today"], ["WRONG, not one more"]
@@ -95,7 +95,7 @@ def test_what_accumulates_starts_from_zeros_for_the_check_and_is_finished(result
         out += x
 
     peer = Peer(accumulate, lambda x: (x + 1, torch.zeros(2, 4)), finish=lambda out: out[0])
-    assert driver.run_jobs(results, [job(peers={"peer": lambda: peer})], ["peer"]) == 0
+    assert driver.measure_jobs(results, [job(peers={"peer": lambda: peer})], ["peer"]) == 0
     assert results.rows[0]["x peer"] > 0 and results.left_out == {}
 
 
