@@ -4,10 +4,10 @@ GEMMs, each of all experts of one GPU together, for the weights [E, out, in] of 
     output, grad_input     groups of rows: x · wᵀ, dy · w
     grad_weight            groups of the contraction: dyᵀ · x for each expert, from quantized operands
     grad_weight_quantized  the same from bf16 dy and x: both columnwise quantizers and the GEMM
-Checks first: corners of the largest, the smallest and the last expert that has tokens, against the fp64 GEMM of what
-the operands decode to, and zeros for those that have none. Times are of CUDA graph replays with a cold cache. Floor:
-the greater of bytes that must move over copy bandwidth, and operations over the rate of cuBLASLt's tensorwise fp8, both
-measured here; only experts with tokens count. A ratio to a peer is the peer's time over ours: above 1 we win.
+Checks first: the result of each expert against the fp64 GEMM of the decoded operands, 128 rows at a time. Times are of
+CUDA graph replays with a cold cache. Floor: the greater of bytes that must move over copy bandwidth, and operations
+over the rate of cuBLASLt's tensorwise fp8, both measured here; only experts with tokens count. A ratio to a peer is the
+peer's time over ours: above 1 we win.
 DeepGEMM compiles for long and runs where --peers names it.
 Writes benchmarks/results/grouped_matmul_<device>.json and .md.
 
@@ -19,7 +19,6 @@ Writes benchmarks/results/grouped_matmul_<device>.json and .md.
 from __future__ import annotations
 
 import itertools
-import math
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -30,7 +29,7 @@ import torch.nn.functional as F
 from common import driver, peers, shapes
 from common.driver import Job, Peer
 from common.errors import Unavailable
-from common.products import RECIPES, Product, check, error_budget, product_error
+from common.products import RECIPES, Product, check, decoded, error_budget, product_error
 from common.shapes import ROUTINGS, Experts, group_ends
 
 from torchao_blockwise import ops
@@ -99,36 +98,16 @@ class GroupedProduct(Product):
         return ops.quantize(first, a_fmt).rowwise, weights.columnwise if transposed else weights.rowwise
 
     def error(self, out: torch.Tensor, a: Operand, b: Operand) -> float:
-        """Largest `product_error` of three experts' products; inf where one without tokens has no zeros."""
-        ends = list(itertools.accumulate(self.sizes))
-        with_tokens = [g for g, size in enumerate(self.sizes) if size]
-        order = sorted(with_tokens, key=self.sizes.__getitem__)
-        empty = [g for g, size in enumerate(self.sizes) if not size]
-        if self.along == "k" and empty and bool((out[empty] != 0).any()):
-            return math.inf
-        errors = [0.0]
-        for g in dict.fromkeys((*order[-1:], *order[:1], *with_tokens[-1:])):
-            if self.along == "m":
-                rows = slice(ends[g] - self.sizes[g], ends[g])
-                weight = b._replace(qdata=b.qdata[g], scale=b.scale[g])
-                errors.append(product_error(out[rows], _rows(a, rows), weight))
-            else:
-                block = a.format.block[1]
-                first = sum(-(-size // block) for size in self.sizes[:g])
-                blocks = slice(first, first - (-self.sizes[g] // block))
-                errors.append(product_error(out[g], _blocks(a, blocks), _blocks(b, blocks)))
-        return max(errors)
-
-
-def _rows(x: Operand, rows: slice) -> Operand:
-    return x._replace(qdata=x.qdata[rows], scale=x.scale[:, rows] if x.format.transposed_scales else x.scale[rows])
-
-
-def _blocks(x: Operand, blocks: slice) -> Operand:
-    """These blocks of an operand's contraction."""
-    width = x.format.block[1] // x.format.element.per_byte
-    scale = x.scale[blocks] if x.format.transposed_scales else x.scale[:, blocks]
-    return x._replace(qdata=x.qdata[:, blocks.start * width : blocks.stop * width], scale=scale)
+        """Largest `product_error` of the experts."""
+        # Along k, each group is padded with zeros to whole blocks.
+        block = a.format.block[1] if self.along == "k" else 1
+        sizes = [-(-size // block) * block for size in self.sizes]
+        if self.along == "m":
+            weights = (decoded(b._replace(qdata=b.qdata[g], scale=b.scale[g])) for g in range(len(sizes)))
+            groups = zip(out.split(sizes), decoded(a).split(sizes), weights)
+        else:
+            groups = zip(out, *(decoded(x)[:, : sum(sizes)].split(sizes, 1) for x in (a, b)))
+        return max(product_error(*group) for group in groups)
 
 
 def grouped_peer(name: str, product: GroupedProduct, device: torch.device) -> Peer:

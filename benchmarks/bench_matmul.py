@@ -1,6 +1,6 @@
 """The three GEMMs of a linear layer, each backend of ours compared with its peers.
 
-Checks first: four corners of every result against the fp64 GEMM of what the operands decode to. Times are of CUDA graph
+Checks first: every result against the fp64 GEMM of the decoded operands, 128 rows at a time. Times are of CUDA graph
 replays with a cold cache. Floor: the greater of bytes that must move over copy bandwidth, and operations over the rate
 of cuBLASLt's tensorwise fp8, both measured here. A ratio to a peer is the peer's time over ours: above 1 we win.
 Operands are those that layers make: of grad_weight columnwise copies, padded; of fp8_128x128 with the input in square
@@ -21,7 +21,7 @@ from functools import partial
 import torch
 from common import driver, peers, shapes
 from common.driver import Job
-from common.products import KINDS, RECIPES, Product, check, error_budget, product_error
+from common.products import KINDS, RECIPES, Product, check, decoded, error_budget, product_error
 from common.shapes import Shape
 
 from torchao_blockwise import ops
@@ -39,7 +39,9 @@ def job(kind: str, shape: Shape, recipe: str, device: torch.device, backends: Se
         {"product": kind, "shape": str(shape), "recipe": recipe},
         partial(product.make, device),
         lambda inputs: driver.by_backend(matmul_op, (*inputs[2:], torch.bfloat16, None), backends, run_on),
-        lambda out, inputs, peer: check(product_error(out, *inputs[2:]), error_budget(product.mnk[2]), recipe, peer),
+        lambda out, inputs, peer: check(
+            product_error(out, *map(decoded, inputs[2:])), error_budget(product.mnk[2]), recipe, peer
+        ),
         {name: partial(peers.product_peer, name, product, device) for name in peers.PRODUCTS},
         product.nbytes(),
         product.flops,

@@ -72,7 +72,7 @@ def test_a_byte_that_is_wrong_is_seen(job):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_wrong_group_is_seen(kind):
-    """Each of the three groups that are looked at, and what empty groups must be."""
+    """Of each size, and one without tokens, whose gradient is zero."""
     product = GroupedProduct.of(kind, (0, 3, 20, 0, 9), 32, 48)
     ends = product.ends(CPU)
     a, b = product.quantize(*product.high_precision(CPU), ends)
