@@ -64,10 +64,12 @@ class Report:
         """A line for each reason why something has no figure."""
         return [f"- {name}: {why} ({', '.join(places)})" for (name, why), places in self.left_out.items()]
 
-    def write(self, folder: Path) -> None:
-        """<name>_<device>.json and .md in `folder`."""
+    def write(self, folder: Path) -> Path:
+        """<name>_<device>.json and .md in `folder`; returns their path without a suffix."""
         print("\n".join(["", *self.notes()]))
-        print(f"wrote {self._save(folder)}.json, .md")
+        path = self._save(folder)
+        print(f"wrote {path}.json, .md")
+        return path
 
     def _cells(self, row: Mapping) -> list[str]:
         return [_text(row.get(column)) for column in self.columns]

@@ -65,20 +65,22 @@ def test_the_command_leaves_table_json_and_picture(text_file, tmp_path, capsys, 
     printed = capsys.readouterr().out
     assert "0.4 M parameters" in printed and "8 steps of 128 tokens" in printed
 
-    content = json.loads((out / "train_llm.json").read_text())
-    assert content["config"]["dim"] == TINY.dim and content["config"]["seed"] == 0
-    assert content["environment"]["torch"] == torch.__version__ and content["config"]["products"] == "bf16"
-    device, data = content["environment"]["device"], content["data"]
+    content = json.loads((out / "train_llm_tiny_cpu.json").read_text())
+    config = content["arguments"]
+    assert config["dim"] == TINY.dim and config["seed"] == 0 and config["products"] == "bf16"
+    assert content["environment"]["torch"] == torch.__version__
+    device, data = content["environment"]["device"], config["data"]
     assert device and f"{device}. 1,024 tokens from 0.0 MB of text ({text_file}), no byte twice." in printed
     assert data["passes"] == 8 * 128 / data["train_bytes"]
-    assert [row["recipe"] for row in content["table"]] == list(DEFAULT)
-    for row in content["table"]:
-        assert row["held_out_loss"] > 0 and row["tokens_per_second"] > 0 and row["peak_bytes"] is None
-        assert len(content["curves"][row["recipe"]]["loss"]) == TINY.steps
-        assert f"{row['held_out_loss']:.4f}" in printed
-    bf16, fp8, _ = content["table"]
-    assert fp8["gap_percent"] == pytest.approx(100 * (fp8["held_out_loss"] / bf16["held_out_loss"] - 1))
-    assert (out / "train_llm.png").read_bytes().startswith(b"\x89PNG")
+    assert [row["recipe"] for row in content["rows"]] == list(DEFAULT)
+    for row in content["rows"]:
+        assert row["tokens/s"] > 0 and row["peak memory"] is row["peak_bytes"] is None
+        assert len(row["losses"]) == len(row["seconds"]) == TINY.steps
+        assert row["held-out loss"] == f"{row['held_out_loss']:.4f}" and f"| {row['held-out loss']} |" in printed
+    bf16, fp8, _ = content["rows"]
+    assert fp8["gap to bf16"] == f"{100 * (fp8['held_out_loss'] / bf16['held_out_loss'] - 1):+.2f} %"
+    assert bf16["gap to bf16"] is None
+    assert (out / "train_llm_tiny_cpu.png").read_bytes().startswith(b"\x89PNG")
     assert {p.name for p in results.iterdir()} == {f"train_llm_tiny_cpu.{suffix}" for suffix in ("json", "md", "png")}
 
 
