@@ -85,7 +85,7 @@ def train_one(study: Study, args: argparse.Namespace) -> None:
 
             train_start(config, corpus, device, state)
             trainer = Trainer(BASE, config, device)
-            trainer.load(state, corpus, "--study")
+            trainer.load(state, corpus)
             digest = hashlib.sha256()
             for tensor in trainer.model.state_dict().values():
                 digest.update(tensor.cpu().contiguous().view(torch.uint8).numpy().tobytes())
@@ -98,8 +98,8 @@ def train_one(study: Study, args: argparse.Namespace) -> None:
             return
         folder = args.out / run.name
         folder.mkdir(exist_ok=True)
-        how = {"checkpoint_every": max(1, config.steps // _CHECKPOINTS), "resume": True}
-        result = train(recipe, config, corpus, device, folder, starts=args.out, draw=run.draw, **how)
+        every = max(1, config.steps // _CHECKPOINTS)
+        result = train(recipe, config, corpus, device, folder, checkpoint_every=every, starts=args.out, draw=run.draw)
     start = json.loads((args.out / f"{Run(_START, run.seed, 0).name}.json").read_text())["digest"]
     environment.write_json(file, record_of(run, start, result, made_by))
 

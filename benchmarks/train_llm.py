@@ -27,7 +27,7 @@ import math
 import torch
 from common import environment, plot
 from common.report import RESULTS, Report
-from llm_training import checkpoint, products, throughput
+from llm_training import products, throughput
 from llm_training.config import PRESETS, RunConfig, UsageError, override
 from llm_training.data import Corpus, read_corpus
 from llm_training.recipes import DEFAULT, MERGED, RECIPES, SEPARATE
@@ -36,8 +36,8 @@ from llm_training.training import Result, train
 HEADER = ("recipe", "held-out loss", "gap to bf16", "train loss", "tokens/s", "weights", "activations", "peak memory")
 _GUARANTEES = """\
 Every recipe starts from the same weights and sees the same bytes in the same order; both depend only on --seed.
-On a CPU a run repeats bit for bit (same machine, thread count and versions), and so does one that was interrupted and
-resumed. On a GPU the order of additions in PyTorch's backward kernels may vary, so curves repeat closely, not bitwise.
+On a CPU a run repeats bit for bit (same machine, thread count and versions). On a GPU the order of additions in
+PyTorch's backward kernels may vary, so curves repeat closely, not bitwise.
 """
 
 
@@ -53,7 +53,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--data", metavar="PATH", help="a text file, or a folder of them (default: Python's standard library)")
     add("--device", help="cpu, cuda or cuda:N (default: a GPU where there is one)")
     out = Path("runs/train_llm")
-    add("--out", type=Path, default=out, metavar="DIR", help="results and checkpoints (default: %(default)s)")
+    add("--out", type=Path, default=out, metavar="DIR", help="folder of the results (default: %(default)s)")
     add("--results", action="store_true", help="write the results into benchmarks/results/ too")
     add("--throughput", action="store_true", help="time steps of all recipes, which take turns, and train no further")
     add("--profile", action="store_true", help="with --throughput: where a step's time goes, kernel by kernel")
@@ -76,13 +76,11 @@ def make_parser() -> argparse.ArgumentParser:
     numbers.add_argument(
         "--cuda-graph", help="launch each step as one CUDA graph, captured after three steps", **switch
     )
-    add("--checkpoint-every", type=int, default=0, metavar="N", help="write a checkpoint every N steps")
-    add("--resume", action="store_true", help="continue from the checkpoints in --out")
     return parser
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command; 0: done, 1: a recipe diverged, 2: it could not run, 130: interrupted."""
+    """Run the command; 0: done, 1: a recipe diverged, 2: it could not run."""
     args = make_parser().parse_args(argv)
     try:
         return run(args)
@@ -93,10 +91,6 @@ def main(argv: list[str] | None = None) -> int:
         remedy = "lower --batch-size, or add --activation-checkpointing"
         print(f"train_llm: the device ran out of memory; {remedy}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        remedy = "continue it with --resume" if args.checkpoint_every else "with --checkpoint-every N it can be resumed"
-        print(f"\ntrain_llm: interrupted; {remedy}", file=sys.stderr)
-        return 130
 
 
 def run(args: argparse.Namespace) -> int:
@@ -107,15 +101,10 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError("--cuda-graph needs a GPU; leave it out")
     if args.profile and not args.throughput:
         raise UsageError("--profile looks at steps of --throughput; add that")
-    try:
-        args.out.mkdir(parents=True, exist_ok=True)
-    except OSError:
-        raise UsageError(f"{args.out}: not a folder that can be written; choose another --out") from None
+    # Before hours of training.
+    args.out.mkdir(parents=True, exist_ok=True)
     every = SEPARATE if config.separate else MERGED if args.throughput else DEFAULT
     recipes = list(dict.fromkeys(args.recipes or every))
-    if args.resume and not any(checkpoint.path_of(args.out, r).exists() for r in recipes):
-        remedy = "run with --checkpoint-every N first, or name its --out"
-        raise UsageError(f"--resume: no checkpoint in {args.out}; {remedy}")
     # A few steps need little text.
     everything = device.type == "cuda" and not args.throughput
     corpus = read_corpus(args.data, config.seq_len, config.held_out_sequences, site_packages=everything)
@@ -123,8 +112,7 @@ def run(args: argparse.Namespace) -> int:
     if args.throughput:
         args.out = RESULTS if args.results else args.out
         return throughput.measure(recipes, config, corpus, args, results_name(config, device, "throughput"), device)
-    how = {"checkpoint_every": args.checkpoint_every, "resume": args.resume}
-    trained = [train(r, config, corpus, device, args.out, **how) for r in recipes]
+    trained = [train(r, config, corpus, device) for r in recipes]
     write_results(args, config, corpus, device, trained)
     return int(any(r.diverged for r in trained))
 
@@ -213,7 +201,7 @@ def footnotes(config: RunConfig, corpus: Corpus, device: torch.device) -> str:
 def write_results(
     args: argparse.Namespace, config: RunConfig, corpus: Corpus, device: torch.device, trained: list[Result]
 ) -> None:
-    """Print the table, and write <name>_<device>.json, .md and .png in --out and, with --results, benchmarks/results."""
+    """Print the table, and write it with a picture in --out and, with --results, in benchmarks/results."""
     tokens = config.steps * config.tokens_per_step
     data = {
         "name": corpus.name,

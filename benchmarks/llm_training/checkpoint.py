@@ -44,24 +44,23 @@ def save(path: Path, config: RunConfig, corpus_digest: str, device: torch.device
         raise UsageError(f"cannot write {path}: {error}; free some space, or choose another --out") from None
 
 
-def load(path: Path, config: RunConfig, corpus_digest: str, device: torch.device, option: str = "--resume") -> dict:
+def load(path: Path, config: RunConfig, corpus_digest: str, device: torch.device) -> dict:
     """The state saved at `path`, on the CPU; random generators are set to where they stood.
 
-    option: what asks for it. Raises UsageError for a damaged file, and for one of another configuration or other data,
-    naming each field.
+    Raises UsageError for a damaged file, and for one of another configuration or other data, naming each field.
     """
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
         saved_config, saved_data, rng = state["config"], state["data"], state["rng"]
     except (OSError, EOFError, RuntimeError, KeyError, TypeError, pickle.UnpicklingError) as error:
         reason = str(error).splitlines()[0]
-        raise UsageError(f"{option}: {path} is not a readable checkpoint ({reason}); delete it to start over") from None
+        raise UsageError(f"{path} is not a readable checkpoint ({reason}); delete it to start over") from None
     fields = difference(saved_config, asdict(config))
     if saved_data != corpus_digest:
         fields.append(f"data (sha256): {saved_data} -> {corpus_digest}")
     if fields:
         differs = "; ".join(fields)
-        raise UsageError(f"{option}: {path} has another configuration: {differs}; use the same, or another --out")
+        raise UsageError(f"{path} has another configuration: {differs}; use the same, or another --out")
     torch.set_rng_state(rng["cpu"])
     if device.type == "cuda" and "cuda" in rng:
         torch.cuda.set_rng_state(rng["cuda"], device)

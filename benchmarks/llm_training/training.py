@@ -179,9 +179,9 @@ class Trainer:
         state |= {"losses": self.result.losses, "seconds": self.result.seconds}
         checkpoint.save(path, self.config, corpus.digest, self.device, **state)
 
-    def load(self, path: Path, corpus: Corpus, option: str) -> None:
-        """Raises UsageError for a state of another configuration or other data; option: what asks for it."""
-        state = checkpoint.load(path, self.config, corpus.digest, self.device, option)
+    def load(self, path: Path, corpus: Corpus) -> None:
+        """Raises UsageError for a state of another configuration or other data."""
+        state = checkpoint.load(path, self.config, corpus.digest, self.device)
         self.model.load_state_dict(state["model"])
         # How steps run is this run's choice: a start trained without a CUDA graph also serves runs that use one.
         for saved, own in zip(state["optimizer"]["param_groups"], self.optimizer.param_groups):
@@ -236,7 +236,6 @@ def train(
     folder: Path | None = None,
     *,
     checkpoint_every: int = 0,
-    resume: bool = False,
     starts: Path | None = None,
     draw: int = 0,
 ) -> Result:
@@ -259,11 +258,11 @@ def train(
         before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
         trainer = Trainer(recipe, config, device, measures=True)
         result = trainer.result
-        path = None if folder is None else checkpoint.path_of(folder, recipe)
-        if resume and path is not None and path.exists():
-            trainer.load(path, corpus, "--resume")
-        elif start is not None:
-            trainer.load(start, corpus, "bf16_steps")
+        path = checkpoint.path_of(folder, recipe) if folder else None
+        if path and path.exists():
+            trainer.load(path, corpus)
+        elif start:
+            trainer.load(start, corpus)
             perturb(trainer.model, draw)
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)

@@ -76,7 +76,7 @@ def test_a_resumed_run_repeats_the_uninterrupted_one_bitwise(recipe, config, tmp
         train(recipe, config, tmp_path, checkpoint_every=2)
     assert len(torch.load(checkpoint.path_of(tmp_path, recipe), weights_only=True)["losses"]) == 4
     torch.manual_seed(12345)
-    assert curve(train(recipe, config, tmp_path, resume=True)) == curve(trained(recipe, config))
+    assert curve(train(recipe, config, tmp_path)) == curve(trained(recipe, config))
 
 
 @MODELS
@@ -104,7 +104,7 @@ def test_a_state_loads_with_and_without_a_cuda_graph(recipe, graph, tmp_path):
     path = tmp_path / "state.pt"
     training.Trainer(recipe, replace(TINY, cuda_graph=not graph), CPU).save(path, CORPUS)
     trainer = training.Trainer(recipe, replace(TINY, cuda_graph=graph), CPU)
-    trainer.load(path, CORPUS, "--resume")
+    trainer.load(path, CORPUS)
     for optimizer in {trainer.optimizer, getattr(trainer.optimizer, "inner", trainer.optimizer)}:
         for group in optimizer.param_groups:
             assert group["capturable"] is isinstance(group["lr"], torch.Tensor) is graph

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 import train_llm
-from llm_cases import TEXT, TINY
+from llm_cases import CPU, TEXT, TINY
 from llm_training import throughput
+from llm_training.config import UsageError
+from llm_training.data import Corpus
 from llm_training.recipes import DEFAULT, SEPARATE
+from llm_training.training import Trainer
 
 pytestmark = pytest.mark.usefixtures("train_llm_alike")
 
 
 def refusal(capsys, *argv: object) -> str:
     assert train_llm.main([str(a) for a in ("--device", "cpu", "--preset", "tiny", *argv)]) == 2
-    *before, line = capsys.readouterr().err.splitlines()
-    # A checkpoint is found wanting when its recipe's training begins, which is announced.
-    assert line.startswith("train_llm: ") and (not before or "--resume" in argv)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("train_llm: ")
     return line
 
 
@@ -31,8 +34,6 @@ def refusal(capsys, *argv: object) -> str:
         ("--warmup 8 --steps 8", ["warmup must be"]),
         ("--steps 0", ["steps must be at least 1, got 0"]),
         ("--lr nan", ["lr must be above 0"]),
-        ("--out {folder}/short.txt", ["not a folder"]),
-        ("--resume --data {folder}/text.txt", ["no checkpoint in"]),
     ),
 )
 def test_what_cannot_run_is_refused(argv, messages, capsys, text_file, tmp_path):
@@ -42,15 +43,16 @@ def test_what_cannot_run_is_refused(argv, messages, capsys, text_file, tmp_path)
     assert all(part in message for part in messages)
 
 
-def test_resume_with_another_configuration_names_the_fields(capsys, text_file, tmp_path):
-    common = ("--recipes", "bf16", "--out", tmp_path, "--data")
-    argv = ("--device", "cpu", "--preset", "tiny", "--checkpoint-every", "4", "--steps", "4", *common, text_file)
-    assert train_llm.main([str(a) for a in argv]) == 0
-    capsys.readouterr()
-    text_file.write_bytes(TEXT[1:])
-    line = refusal(capsys, "--resume", "--steps", 6, "--lr", "0.5", *common, text_file)
-    for part in ("steps: 4 -> 6", "lr: 0.002 -> 0.5", "data (sha256)"):
-        assert part in line
+def test_a_checkpoint_of_another_configuration_names_the_fields(tmp_path):
+    path, corpora = tmp_path / "x.pt", [Corpus.from_bytes(text, "text", 64, 4) for text in (TEXT, TEXT[1:])]
+    Trainer("bf16", TINY, CPU).save(path, corpora[0])
+    with pytest.raises(UsageError) as raised:
+        Trainer("bf16", replace(TINY, steps=6, lr=0.5), CPU).load(path, corpora[1])
+    for part in ("steps: 8 -> 6", "lr: 0.002 -> 0.5", "data (sha256)"):
+        assert part in str(raised.value)
+    path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(UsageError, match="is not a readable checkpoint"):
+        Trainer("bf16", TINY, CPU).load(path, corpora[0])
 
 
 # --- report -----------------------------------------------------------------------------------------------------------
