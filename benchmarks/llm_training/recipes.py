@@ -67,14 +67,13 @@ def convert(model: nn.Module, recipe: str, seed: int = 0) -> str:
     """
     chosen = RECIPES[recipe]
     if chosen.format == "bf16":
-        return "every linear layer in bf16" if not model.routers() else "every linear layer and expert in bf16"
+        return "every layer in bf16"
     from torchao.quantization import quantize_
 
     from torchao_blockwise import BlockwiseFP8TrainingConfig, NVFP4TrainingConfig, conversion_report
     from torchao_blockwise.conversion import keep_last_blocks, recommended_layers
 
     filter_fn = recommended_layers(model)
-    linears = {fqn for fqn, module in model.named_modules() if isinstance(module, nn.Linear)}
     if chosen.keep:
         filter_fn &= keep_last_blocks(model, chosen.keep)
     if chosen.format == "fp8":
@@ -82,18 +81,10 @@ def convert(model: nn.Module, recipe: str, seed: int = 0) -> str:
     else:
         config = NVFP4TrainingConfig(**chosen.options, seed=seed)
     quantize_(model, config, filter_fn=filter_fn)
-    layers = conversion_report(model).layers
-    converted = [layer for layer in layers if layer.status == "converted"]
-    kinds = {
-        "linear layers": lambda layer: layer.fqn in linears,
-        "weights of experts": lambda layer: len(layer.shape) == 3,
-    }
-    words = []
-    for kind, is_one in kinds.items():
-        done, all_of_them = (sum(map(is_one, some)) for some in (converted, layers))
-        words += [f"{done} of {all_of_them} {kind}"] * (all_of_them > 0)
-    formats = ", ".join(sorted({layer.reason for layer in converted}))
-    return f"{' and '.join(words)} in {formats}" + (f", {fuse(model, chosen.fused)}" if chosen.fused else "")
+    report = conversion_report(model)
+    formats = ", ".join(sorted({layer.reason for layer in report.layers if layer.status == "converted"}))
+    words = f"{report.totals['converted']} of {report.totals['layers']} layers in {formats}"
+    return f"{words}, {fuse(model, chosen.fused)}" if chosen.fused else words
 
 
 @torch.no_grad()
