@@ -18,7 +18,7 @@ One process a GPU (NCCL; gloo with --smoke on a CPU), blocks and root fully shar
     off            its distance from bf16's, as a share of what bf16 learned in these steps
 
 Each recipe trains in separate processes; one that fails is named below the table with its reason.
-Writes benchmarks/results/fsdp_<device>.json and .md, with --compile fsdp_compiled_<device>.
+The results of --compile have separate files, fsdp_compiled_<device>.
 
     python benchmarks/bench_fsdp.py [--layers 4 --tokens 8192 --steps 20] [--compile] [--only bf16 fp8] [--ranks 2]
 """

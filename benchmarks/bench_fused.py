@@ -3,9 +3,8 @@
 For each shape, tokens x out x in: norms of [tokens, in], and SwiGLU with `out` as its hidden dim, gate and up halves of
 one tensor. Ours with the statistics of a norm; `both` makes the rowwise and the columnwise copy, and so does `squares`,
 with 128×128 blocks in the columnwise one. "two steps" are our kernel for the activation, then our quantizer.
-Checks first that bits are those of the reference's steps, given the statistics, which agree to some ulps. Floor: bytes
-that must move over the copy bandwidth measured here; a norm reads its input twice, for the statistics and again.
-Writes benchmarks/results/fused_<device>.json and .md.
+The results are bitwise identical to the reference's steps, given the statistics, which agree to some ulps. A norm
+must read its input twice, for the statistics and again.
 
     python benchmarks/bench_fused.py [--shapes 4096x18432x7168] [--only rms_both swiglu_both]
 """

@@ -2,7 +2,6 @@
 
 A stack of decoder layers of the 125m model's width, forward, backward and fused AdamW in bf16, on few tokens, so that
 the host is what is waited for. The ways are those of docs/compile.md, "CUDA graphs". x eager: to the same recipe.
-Writes benchmarks/results/graphs_<device>.json and .md.
 
     python benchmarks/bench_graphs.py [--only bf16 fp8] [--ways eager whole_step] [--tokens 4096]
 """

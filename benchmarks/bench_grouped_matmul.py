@@ -4,12 +4,8 @@ GEMMs, each of all experts of one GPU together, for the weights [E, out, in] of 
     output, grad_input     groups of rows: x · wᵀ, dy · w
     grad_weight            groups of the contraction: dyᵀ · x for each expert, from quantized operands
     grad_weight_quantized  the same from bf16 dy and x: both columnwise quantizers and the GEMM
-Checks first: the result of each expert against the fp64 GEMM of the decoded operands, 128 rows at a time. Times are of
-CUDA graph replays with a cold cache. Floor: the greater of bytes that must move over copy bandwidth, and operations
-over the rate of cuBLASLt's tensorwise fp8, both measured here; only experts with tokens count. A ratio to a peer is the
-peer's time over ours: above 1 we win.
-DeepGEMM compiles for long and runs where --peers names it.
-Writes benchmarks/results/grouped_matmul_<device>.json and .md.
+The result of each expert is checked against the fp64 GEMM of the decoded operands, 128 rows at a time. Only experts
+with tokens count in rooflines. DeepGEMM compiles for long and runs where --peers names it.
 
     python benchmarks/bench_grouped_matmul.py [--shapes mixtral_8x7b 16384x8x1408x2048] [--routings skewed]
                                               [--only grad_weight] [--backends triton gluon] [--peers bf16]

@@ -9,9 +9,8 @@ optimizer step's and in no step here):
     TFLOP/s  6 · tokens · N · K over the shorter of graph and eager
     memory   what a step has allocated at its peak, with the weight and gradients, and without x and dy
              (layers.py; the JSON has the parts)
-Checks first that output and gradients are those of bf16 within FP8's error. Floor: three GEMMs at the rate of
-cuBLASLt's tensorwise fp8, or the bytes of x, w, dy read once and y, dx, dw written once.
-Writes benchmarks/results/linear_<device>.json and .md; --shapes tracker writes linear_tracker_<device>.
+Output and gradients must be those of bf16 within FP8's error. Bytes that must move: x, w, dy read once and y, dx, dw
+written once. The results of --shapes tracker have separate files, linear_tracker_<device>.
 
     python benchmarks/bench_linear.py [--shapes 4096x18432x7168] [--only fp8 bf16 torchao]
 """

@@ -1,11 +1,8 @@
 """The three GEMMs of a linear layer, each backend of ours compared with its peers.
 
-Checks first: every result against the fp64 GEMM of the decoded operands, 128 rows at a time. Times are of CUDA graph
-replays with a cold cache. Floor: the greater of bytes that must move over copy bandwidth, and operations over the rate
-of cuBLASLt's tensorwise fp8, both measured here. A ratio to a peer is the peer's time over ours: above 1 we win.
-Operands are those that layers make: of grad_weight columnwise copies, padded; of fp8_128x128 with the input in square
-blocks. DeepGEMM compiles for long and runs where --peers names it.
-Writes benchmarks/results/matmul_<device>.json and .md, with --recipes fp8_128x128 matmul_128x128_<device>.
+Every result is checked against the fp64 GEMM of the decoded operands, 128 rows at a time. Operands are those that
+layers make: of grad_weight columnwise copies, padded; of fp8_128x128 with the input in square blocks. DeepGEMM compiles
+for long and runs where --peers names it. The results of fp8_128x128 have separate files, matmul_128x128_<device>.
 
     python benchmarks/bench_matmul.py [--shapes 4096x7168x2048 large] [--only grad_weight] [--backends gluon cublas]
                                       [--peers cublaslt deep_gemm] [--recipes fp8 fp8_128x128]

@@ -8,7 +8,6 @@ fp8_fused: layers that read one input share its quantization, where q, k, v, gat
 fp8_fused_once: SwiGLU quantizes what it computes as well. fp8_128x128: with these blocks of grad_weight.
 MFU counts 6 FLOPs a token and weight and the causal half of attention, without recomputation, and divides them by the
 989 TFLOP/s that NVIDIA states for dense bf16 on an H100 or H200. J: joules of the board for 1,000 tokens.
-Writes benchmarks/results/model_<layers>_layers_<device>.json and .md, with --fuse model_<layers>_layers_fuse_<device>.
 
     python benchmarks/bench_model.py [--layers 32 --tokens 4096] [--only fp8 bf16] [--modes eager] [--fuse]
 """

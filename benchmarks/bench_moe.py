@@ -11,9 +11,8 @@ The whole MLP of all experts of one GPU, tokens sorted already, bf16 weights, qu
 Columns as in bench_linear: graph, eager, host, TFLOP/s of 18 · tokens · hidden · dim. "quantize %" is the share of
 device time in kernels that quantize, SwiGLU where it is fused with that. "memory MiB" is what a step has allocated at
 its peak, with weights and gradients, and without x and dy (layers.py; the JSON has the parts).
-Checks first that output and gradients are those of bf16 within the recipe's error. Floor: nine GEMMs at the rate of
-cuBLASLt's tensorwise fp8, or the bytes of x, the weights and dy read once and y, dx and their gradients written once.
-Writes benchmarks/results/moe_<device>.json and .md.
+Output and gradients must be those of bf16 within the recipe's error. Bytes that must move: x, the weights and dy read
+once and y, dx and their gradients written once.
 
     python benchmarks/bench_moe.py [--shapes mixtral_8x7b 16384x8x1408x2048] [--routings skewed] [--only fp8 bf16]
 """

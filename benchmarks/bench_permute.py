@@ -4,9 +4,8 @@
     unpermute     top_k weighted rows summed to a token's
     backward      of unpermute: rows weighted, and their dot products for the router
 
-Checks first that bits are the reference's; of the dot products, that they are within fp32's error. Times are of CUDA
-graph replays with a cold cache, the sort included. Floor: each tensor moved once, at the rate of a large copy.
-Writes benchmarks/results/permute_<device>.json and .md.
+The results are bitwise identical to the reference's, except the dot products, which are within fp32's error. The sort
+is timed too.
 
     python benchmarks/bench_permute.py [--shapes 4096x8x256x7168] [--only permute unpermute]
 """

@@ -4,10 +4,9 @@ For each shape: rowwise, columnwise, both, a weight in square blocks, and the tr
 in NVFP4 also the columnwise copy of the random Hadamard transform ("transformed"), and both copies of a gradient,
 rounded stochastically, the columnwise one transformed ("gradient"). fp8_128x128: an input with `grad_weight_blocks` of
 that name, whose columnwise copy is in square blocks.
-Checks first that bits are the reference's. Bytes that must move: the input read once (twice where the scale of the
-tensor must be known first), the payload and scales written. Floor: those over the copy bandwidth measured here.
+The results are bitwise identical to the reference's. Bytes that must move: the input read once (twice where the scale
+of the tensor must be known first), the payload and scales written.
 torchao's kernels, in FP8, compile and try 45 variants for each new width, some 20 seconds: --peers runs them.
-Writes benchmarks/results/quantize_<device>.json and .md.
 
     python benchmarks/bench_quantize.py [--shapes 16384x4096x4096 large] [--only both transpose] [--peers torchao]
                                         [--recipes fp8 fp8_128x128]

@@ -23,6 +23,12 @@ from common.shapes import add_shapes, choose
 from common.timing import Timing, input_sets, time_runs
 from torchao_blockwise.ops import Backend
 
+_NOTES = """\
+Results are checked before they are timed. Kernels are replayed from CUDA graphs with a cold cache. roofline us is the
+greater of the bytes that must move over the copy bandwidth, and the operations over the rate of cuBLASLt's tensorwise
+FP8, both measured in the run. "x NAME" is the time of NAME over that of the row: above 1 the row is faster.
+Writes <name>_<device>.json and .md in --out, by default in benchmarks/results.
+"""
 # Of a report, by what bounds its jobs; `by` names our way.
 _COLUMNS = {
     "bytes": ("us", "spread %", "MiB", "TB/s", "roofline us", "of roofline"),
@@ -101,7 +107,7 @@ def add_backends(to: argparse.ArgumentParser) -> None:
 
 def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> tuple[argparse.Namespace, torch.device]:
     """Arguments, --smoke among them, and the device; leaves with a message where there is no GPU to measure."""
-    smoke = "tiny sizes, on a CPU where there is no GPU: does it run?"
+    parser.epilog, smoke = _NOTES, "tiny sizes, on a CPU where there is no GPU: does it run?"
     parser.add_argument("--smoke", action="store_true", help=smoke)
     args = parser.parse_args(argv)
     if not args.smoke and not torch.cuda.is_available():
