@@ -99,7 +99,7 @@ def train_one(study: Study, args: argparse.Namespace) -> None:
         folder = args.out / run.name
         folder.mkdir(exist_ok=True)
         every = max(1, config.steps // _CHECKPOINTS)
-        result = train(recipe, config, corpus, device, folder, checkpoint_every=every, starts=args.out, draw=run.draw)
+        result = train(recipe, config, corpus, device, folder, checkpoint_every=every, start=state, draw=run.draw)
     start = json.loads((args.out / f"{Run(_START, run.seed, 0).name}.json").read_text())["digest"]
     environment.write_json(file, record_of(run, start, result, made_by))
 

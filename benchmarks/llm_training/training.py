@@ -236,23 +236,17 @@ def train(
     folder: Path | None = None,
     *,
     checkpoint_every: int = 0,
-    starts: Path | None = None,
+    start: Path | None = None,
     draw: int = 0,
 ) -> Result:
     """Train `recipe` from the seed's weights, or from its checkpoint in `folder`, and evaluate it in its own precision.
 
-    draw: which change by one bit the weights begin with; see `perturb`.
-    starts: where the state after `config.bf16_steps` is, or else is left for other recipes once it is trained.
+    start: the state that `train_start` saved, to begin with. draw: which change by one bit it gets; see `perturb`.
     Raises UsageError for a start of another configuration or other data, and for recipes that cannot begin with one.
     """
+    if start and not RECIPES[recipe].options.get("master_weights", True):
+        raise UsageError(f"{recipe}: its optimizer has masters, which bf16 has not; give it no bf16_steps")
     with products.computed_in(config.products):
-        start = None
-        if config.bf16_steps:
-            if not RECIPES[recipe].options.get("master_weights", True):
-                raise UsageError(f"{recipe}: its optimizer has masters, which bf16 has not; give it no bf16_steps")
-            start = checkpoint.start_of(starts or folder, config.seed)
-            if not start.exists():
-                train_start(config, corpus, device, start)
         gc.collect()
         torch.compiler.reset()
         before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0

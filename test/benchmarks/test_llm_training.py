@@ -81,20 +81,22 @@ def test_a_resumed_run_repeats_the_uninterrupted_one_bitwise(recipe, config, tmp
 
 @MODELS
 def test_recipes_begin_with_one_start_in_bf16(config, tmp_path, monkeypatch):
-    """As a run in bf16 went there, bit for bit, and it is trained once; the last bit of weights matters after it."""
+    """As a run in bf16 went there, bit for bit; the last bit of weights matters after it."""
     whole, seen, step = trained("bf16", config), [], training.Trainer.step
     config = replace(config, bf16_steps=4)
     monkeypatch.setattr(training.Trainer, "step", lambda self, x, at: seen.append(at) or step(self, x, at))
-    runs = {recipe: train(recipe, config, tmp_path) for recipe in ("bf16", "fp8", "nvfp4_full")}
-    runs["perturbed"] = train("bf16", config, tmp_path, draw=1)
+    start = tmp_path / "start.pt"
+    training.train_start(config, CORPUS, CPU, start)
+    runs = {recipe: train(recipe, config, start=start) for recipe in ("bf16", "fp8", "nvfp4_full")}
+    runs["perturbed"] = train("bf16", config, start=start, draw=1)
     assert seen == [*range(4), *[4, 5, 6, 7] * len(runs)]
     assert curve(runs["bf16"]) == curve(whole)
     assert all(run.losses[:4] == whole.losses[:4] and len(run.losses) == 8 for run in runs.values())
     assert len({run.losses[4] for run in runs.values()}) == len({run.held_out_loss for run in runs.values()}) == 4
-    again = train("fp8", config, tmp_path / "other", starts=tmp_path)
-    assert again.losses == runs["fp8"].losses and len(seen) == 4 + 4 * len(runs) + 4
-    again.seconds = [100.0] * 4 + [1.0] * 4
-    assert again.tokens_per_second == config.tokens_per_step
+    runs["fp8"].seconds = [100.0] * 4 + [1.0] * 4
+    assert runs["fp8"].tokens_per_second == config.tokens_per_step
+    with pytest.raises(UsageError, match="its optimizer has masters"):
+        train("fp8_parameters", config, start=start)
 
 
 @pytest.mark.parametrize("graph", (False, True))
