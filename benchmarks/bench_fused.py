@@ -1,8 +1,8 @@
 """Activations that are quantized as they are computed, compared with our own steps one after the other.
 
 For each shape, tokens x out x in: norms of [tokens, in], and SwiGLU with `out` as its hidden dim, gate and up halves of
-one tensor. Ours with the statistics of a norm; `both` makes the rowwise and the columnwise copy, and so does `squares`,
-with 128×128 blocks in the columnwise one. "two steps" are our kernel for the activation, then our quantizer.
+one tensor. Ours with the statistics of a norm; `both` makes the rowwise and the columnwise copy. "two steps" are our
+kernel for the activation, then our quantizer.
 The results are bitwise identical to the reference's steps, given the statistics, which agree to some ulps. A norm
 must read its input twice, for the statistics and again.
 
@@ -31,15 +31,8 @@ DEFAULT = ("4096x18432x7168", "4097x18432x7168", "16384x14336x4096", "16384x2048
 # weights and statistics, some numbers a row or column, are not counted.
 ACTIVATIONS = {"rms": (2, 1), "layer": (2, 1), "swiglu": (2, 1), "swiglu_backward": (3, 2)}
 # Padded, as layers ask for it.
-COPIES = {
-    "rowwise": CastOptions(FMT, padded=True),
-    "both": CastOptions(FMT, columnwise=True, padded=True),
-    # Of a layer's input, not of a gradient.
-    "squares": CastOptions(FMT, columnwise=True, padded=True, columnwise_format_name="fp8_128x128"),
-}
-CASES = tuple(
-    f"{name}_{copies}" for name in ACTIVATIONS for copies in COPIES if (name, copies) != ("swiglu_backward", "squares")
-)
+COPIES = {copies: CastOptions(FMT, columnwise=copies == "both", padded=True) for copies in ("rowwise", "both")}
+CASES = tuple(f"{name}_{copies}" for name in ACTIVATIONS for copies in COPIES)
 _EPS, _STATISTICS_TOLERANCE = 1e-6, 1e-5
 
 
@@ -78,7 +71,7 @@ def job(case: str, rows: int, columns: int, device: torch.device) -> Job:
     name, copies = case.rsplit("_", 1)
     (read, quantized), options = ACTIVATIONS[name], COPIES[copies]
     width = quantized * columns
-    written = FMT.nbytes(rows, width) + (options.columnwise_format.nbytes(width, rows) if options.columnwise else 0)
+    written = FMT.nbytes(rows, width) + (FMT.nbytes(width, rows) if options.columnwise else 0)
 
     def two_steps(*inputs):
         return ops.quantize_by(activation(name, inputs), options)

@@ -185,7 +185,6 @@ def job(product: GroupedProduct, labels: dict[str, str], device: torch.device, b
         {name: partial(grouped_peer, name, product, device) for name in PEERS},
         product.nbytes(),
         product.flops,
-        {"sizes": list(product.sizes)},
     )
 
 

@@ -2,7 +2,7 @@
 
 The whole MLP of all experts of one GPU, tokens sorted already, bf16 weights, quantized forward and backward. Recipes:
     fp8, nvfp4       SwiGLUExperts; nvfp4 without the random Hadamard transform and stochastic rounding
-    nvfp4_full       with both; nvfp4_per_expert: with neither, each expert and its tokens have a separate tensor scale
+    nvfp4_full       with both
     fp8_128x128      the same as fp8 with `grad_weight_blocks` of that name
     *_saved          the same with `save_weights="quantized"`: each weight is quantized once
     fp8_primary      the same as fp8 with Parameters in FP8, whose cast is the optimizer step's and in no step here
@@ -38,7 +38,7 @@ DEFAULT_RECIPES = (
     *("fp8", "fp8_saved", "fp8_128x128", "fp8_128x128_saved", "fp8_primary"),
     *("bf16", "bf16_compiled", "torchao"),
 )
-RECIPES = (*DEFAULT_RECIPES, "nvfp4", "nvfp4_full", "nvfp4_per_expert")
+RECIPES = (*DEFAULT_RECIPES, "nvfp4", "nvfp4_full")
 COLUMNS = ("shape", "routing", *layers.COLUMNS, "quantize %")
 # Of two GEMMs, one on what the other gives.
 _BUDGETS = {recipe: 0.6 if recipe.startswith("nvfp4") else 0.15 for recipe in RECIPES} | {"bf16_compiled": 0.02}

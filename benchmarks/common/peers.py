@@ -30,8 +30,7 @@ _BLOCK = FP8_1X128.block[1]
 
 # Ours, of the same weights. "128x128": `grad_weight_blocks`. "saved": `save_weights="quantized"`. "primary": Parameters
 # that are quantized themselves.
-# "nvfp4" is without the transform and random bits, which "full" has; "per_expert": as "nvfp4", with a tensor scale an
-# expert.
+# "nvfp4" is without the transform and random bits, which "full" has.
 OUR_CONFIGS = {
     "fp8": BlockwiseFP8TrainingConfig(),
     "fp8_128x128": BlockwiseFP8TrainingConfig(grad_weight_blocks="128x128"),
@@ -40,7 +39,6 @@ OUR_CONFIGS = {
     "fp8_primary": BlockwiseFP8TrainingConfig(master_weights=False),
     "nvfp4": NVFP4TrainingConfig(hadamard=False, stochastic_rounding=False),
     "nvfp4_full": NVFP4TrainingConfig(),
-    "nvfp4_per_expert": NVFP4TrainingConfig(hadamard=False, stochastic_rounding=False, scale_per_expert=True),
 }
 
 PRODUCTS = ("bf16", "tensorwise", "cublaslt", "deep_gemm")
