@@ -29,7 +29,7 @@ def refusal(capsys, *argv: object) -> str:
     ("argv", "messages"),
     (
         ("--data {folder}/nothing", ["no such file or folder"]),
-        ("--data {folder}/empty.txt", ["no text found"]),
+        ("--data {folder}/empty.txt", ["need at least 130 bytes", "got 0"]),
         ("--data {folder}/short.txt", ["need at least 130 bytes", "got 100"]),
         ("--warmup 8 --steps 8", ["warmup must be"]),
         ("--steps 0", ["steps must be at least 1, got 0"]),
