@@ -46,11 +46,7 @@ def device_name(device: torch.device) -> str:
 
 def slug(device: torch.device) -> str:
     """The device in a file name: `cpu`, `nvidia_h200`."""
-    return "cpu" if device.type == "cpu" else slug_of(device_name(device))
-
-
-def slug_of(name: str) -> str:
-    """A device's name in a file name."""
+    name = "cpu" if device.type == "cpu" else device_name(device)
     return "_".join("".join(c if c.isalnum() else " " for c in name.lower()).split())
 
 
