@@ -32,22 +32,18 @@ _UNTOUCHED, _LOOKED_AT = 0x7F, 1024
 
 
 class Timing(NamedTuple):
-    """Microseconds a call: median, and quartiles over `repeats`.
-
-    captured: whether calls were replayed from a CUDA graph; if not, gaps between launches are part of the time.
-    """
+    """Microseconds a call: median, and quartiles over `repeats`."""
 
     us: float
     low: float
     high: float
     repeats: int
-    captured: bool
 
     @classmethod
-    def of(cls, samples: Sequence[float], captured: bool = False) -> Timing:
+    def of(cls, samples: Sequence[float]) -> Timing:
         """Of samples in microseconds."""
         quartiles = statistics.quantiles(samples, n=4, method="inclusive") if len(samples) > 1 else [samples[0]] * 3
-        return cls(statistics.median(samples), quartiles[0], quartiles[2], len(samples), captured)
+        return cls(statistics.median(samples), quartiles[0], quartiles[2], len(samples))
 
 
 def input_sets(make: Callable[[], tuple], device: torch.device | str, nbytes: int | None = None) -> list[tuple]:
@@ -80,8 +76,8 @@ def time_runs(
 
     On a GPU a graph calls the function on every set in turn, each output in separate memory: by the time a set comes
     round again the cache has forgotten it, and what one replay leaves to be written to memory the next one writes. The
-    runs take turns, a replay each without a pause, so that heat and clocks are the same for all. What cannot be
-    captured is called eagerly (Timing.captured is False). A graph that leaves an output unwritten is a failure.
+    runs take turns, a replay each without a pause, so that heat and clocks are the same for all. A function that cannot
+    be captured fails, and so does a graph that leaves an output unwritten.
     """
     device = torch.device(device)
     replays: dict[str, _Replay] = {}
@@ -100,7 +96,7 @@ def time_runs(
     turns = [r for i in range(_MAX_REPEATS) for r in replays.values() if i < r.repeats]
     for replay, us in zip(turns, _sample(turns, device)):
         replay.samples.append(us)
-    done = {name: Timing.of(r.samples, r.captured) for name, r in replays.items()}
+    done = {name: Timing.of(r.samples) for name, r in replays.items()}
     return {name: failed[name] if name in failed else done[name] for name in runs}
 
 
@@ -175,7 +171,6 @@ class _Replay:
 
     call: Callable[[], object]
     sets: int
-    captured: bool = False
     graph_outputs: object = None
     repeats: int = _MIN_REPEATS
     samples: list[float] = field(default_factory=list)
@@ -199,11 +194,11 @@ def _prepare(run: Callable, sets: Sequence[tuple], device: torch.device) -> _Rep
     try:
         with torch.cuda.graph(graph):
             outputs = call()
-    except Exception:
+    finally:
+        # An error of the capture must not appear in the next function.
         torch.cuda.synchronize(device)
-        return _Replay(call, len(sets))
     _check_written(graph, outputs)
-    return _Replay(graph.replay, len(sets), captured=True, graph_outputs=outputs)
+    return _Replay(graph.replay, len(sets), outputs)
 
 
 def _check_written(graph: torch.cuda.CUDAGraph, outputs) -> None:
