@@ -149,16 +149,15 @@ def measure(recipe: str, mode: str, config: Config, args: Namespace, expected: t
             "mode": mode,
             "checkpointing": checkpointing,
             "tokens/s": trainer.tokens / timing.us * 1e6,
-            "x bf16": base["us"] / timing.us if base else None,
             "ms a step": timing.us / 1e3,
+            "x bf16": base["us"] / timing.us if base else None,
             "MFU %": 100 * trainer.flops / timing.us * 1e6 / _BF16_FLOPS if device.type == "cuda" else None,
             "J": None if (energy := joules(trainer.step, device)) is None else 1e3 * energy / trainer.tokens,
             "peak GiB": None if peak is None else peak / 2**30,
             "error": error,
             **group_ms(kernels),
             "where": where,
-            "us": timing.us,
-            "timing": timing._asdict(),
+            **timing.columns(),
             "kernels": longest(kernels),
         }
         results.sections.append(table(f"{recipe}, {where}", kernels, timing.us))

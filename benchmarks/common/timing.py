@@ -45,6 +45,10 @@ class Timing(NamedTuple):
         quartiles = statistics.quantiles(samples, n=4, method="inclusive") if len(samples) > 1 else [samples[0]] * 3
         return cls(statistics.median(samples), quartiles[0], quartiles[2], len(samples))
 
+    def columns(self) -> dict:
+        """Columns of a row."""
+        return {"us": self.us, "spread %": 100 * (self.high - self.low) / self.us, "timing": self._asdict()}
+
 
 def input_sets(make: Callable[[], tuple], device: torch.device | str, nbytes: int | None = None) -> list[tuple]:
     """Argument tuples for `time_runs`: on a GPU so many that a round of calls moves its L2 cache four times over.
@@ -116,6 +120,17 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+def on_side_stream(run: Callable[[], Any], device: torch.device, calls: int = 1) -> Any:
+    """Run as a capture does, on another stream; returns the last result."""
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        for _ in range(calls):
+            result = run()
+    torch.cuda.current_stream(device).wait_stream(stream)
+    return result
+
+
 def mark(device: torch.device) -> Any:
     """A point in time on the device's current stream, the clock's on a CPU; see `us_between`."""
     if device.type != "cuda":
@@ -183,12 +198,7 @@ def _prepare(run: Callable, sets: Sequence[tuple], device: torch.device) -> _Rep
     if device.type != "cuda":
         return _Replay(call, len(sets))
     # Compilers, autotuners and libraries take what they need before the capture, on a stream as the capture has.
-    stream = torch.cuda.Stream(device)
-    stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            run(*sets[0])
-    torch.cuda.current_stream(device).wait_stream(stream)
+    on_side_stream(lambda: run(*sets[0]), device, 3)
     torch.cuda.synchronize(device)
     graph = torch.cuda.CUDAGraph()
     try:

@@ -106,14 +106,12 @@ def _add_row(recipe: str, run: Run, profile: bool, results: Report) -> None:
     row = {
         "recipe": recipe,
         "tokens/s": run.trainer.config.tokens_per_step / timing.us * 1e6,
-        "x bf16": base["us"] / timing.us if base else None,
         "ms a step": timing.us / 1e3,
-        "spread %": 100 * (timing.high - timing.low) / timing.us,
+        "x bf16": base["us"] / timing.us if base else None,
         "host ms": run.host_us() / 1e3,
         "peak GiB": None if run.peak is None else run.peak / 2**30,
         "layers": run.trainer.result.layers,
-        "us": timing.us,
-        "timing": timing._asdict(),
+        **timing.columns(),
     }
     if profile:
         found = kernel_times.kernels_of(run.step, run.device, _LOOKED_AT)

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from common.peers import compile_options
+from common.timing import on_side_stream
 from torch import nn
 
 from llm_training import checkpoint, products
@@ -141,12 +142,7 @@ class Trainer:
         """`_update` from a CUDA graph, after a few steps on another stream, as PyTorch asks for."""
         if self._steps_before_capture:
             self._steps_before_capture -= 1
-            stream = torch.cuda.Stream()
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                loss = self._update(windows)
-            torch.cuda.current_stream().wait_stream(stream)
-            return loss
+            return on_side_stream(lambda: self._update(windows), self.device)
         if self._graph is None:
             self._graph, self._windows = torch.cuda.CUDAGraph(), windows.clone()
             with torch.cuda.graph(self._graph):
