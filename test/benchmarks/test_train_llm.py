@@ -50,9 +50,6 @@ def test_a_checkpoint_of_another_configuration_names_the_fields(tmp_path):
         Trainer("bf16", replace(TINY, steps=6, lr=0.5), CPU).load(path, corpora[1])
     for part in ("steps: 8 -> 6", "lr: 0.002 -> 0.5", "data (sha256)"):
         assert part in str(raised.value)
-    path.write_bytes(path.read_bytes()[:100])
-    with pytest.raises(UsageError, match="is not a readable checkpoint"):
-        Trainer("bf16", TINY, CPU).load(path, corpora[0])
 
 
 # --- report -----------------------------------------------------------------------------------------------------------
