@@ -63,7 +63,7 @@ class GroupedProduct(Product):
         return self.kind == "grad_weight_quantized"
 
     def nbytes(self) -> int:
-        """Bytes that must move: what experts with tokens read, and all of what is written, in bf16."""
+        """Bytes that must move: the operands of experts that have tokens, and the whole result, in bf16."""
         t, n, k = self.tokens, self.out_features, self.in_features
         a_fmt, b_fmt = self.formats
         weights, size = sum(size > 0 for size in self.sizes), torch.bfloat16.itemsize

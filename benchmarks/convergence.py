@@ -65,7 +65,7 @@ def main(argv: list[str] | None = None) -> int:
         return 2
 
 
-# --- one run, in a process of its own ---------------------------------------------------------------------------------
+# --- one run, in a separate process -----------------------------------------------------------------------------------
 
 
 def train_one(study: Study, args: argparse.Namespace) -> None:
@@ -158,7 +158,7 @@ def train_until(study: Study, args: argparse.Namespace) -> list[str]:
 
 
 def fits(run: Run, records: list[dict], left: float) -> bool:
-    """Whether a run is likely to end in so many seconds, by what the same recipe took, or else the slowest."""
+    """Whether a run is likely to end within `left` seconds, judged by the same recipe, or else by the slowest."""
     own = [r["seconds"] for r in records if r["recipe"] == run.recipe] or [r["seconds"] for r in records]
     return left > (1.1 * max(own) + _SETUP_SECONDS if own and run.recipe != _START else 0)
 

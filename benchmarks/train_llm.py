@@ -74,7 +74,7 @@ def make_parser() -> argparse.ArgumentParser:
     numbers.add_argument("--compile", help="torch.compile each block", **switch)
     numbers.add_argument("--activation-checkpointing", help="recompute every block in backward", **switch)
     numbers.add_argument(
-        "--cuda-graph", help="launch each step as one CUDA graph, captured after three steps", **switch
+        "--cuda-graph", help="launch each step from a CUDA graph, captured after three steps", **switch
     )
     return parser
 
@@ -144,7 +144,7 @@ def default_preset(device: torch.device) -> str:
 
 
 def opening_line(config: RunConfig, corpus: Corpus, device: torch.device, recipes: list[str]) -> str:
-    """What will run, in one line."""
+    """Describe the run in one line."""
     size = f"{config.parameters / 1e6:.1f} M parameters ({config.preset}), {config.layers} layers of width {config.dim}"
     if config.experts:
         active = f"{config.active_parameters / 1e6:.1f} M parameters active"
@@ -180,7 +180,7 @@ def row(result: Result, base: Result | None) -> dict:
 
 
 def footnotes(config: RunConfig, corpus: Corpus, device: torch.device) -> str:
-    """What the table's numbers are and where they come from."""
+    """Explain the numbers of the table and their source."""
     tokens = config.steps * config.tokens_per_step
     read = f"{tokens:,} tokens from {len(corpus.train) / 1e6:,.1f} MB of text ({corpus.name})"
     passes = tokens / len(corpus.train)

@@ -106,8 +106,8 @@ def add_backends(to: argparse.ArgumentParser) -> None:
 
 
 def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> tuple[argparse.Namespace, torch.device]:
-    """Arguments, --smoke among them, and the device; leaves with a message where there is no GPU to measure."""
-    parser.epilog, smoke = _NOTES, "tiny sizes, on a CPU where there is no GPU: does it run?"
+    """Return the arguments, with --smoke, and the device; exit with a message without a GPU to measure."""
+    parser.epilog, smoke = _NOTES, "tiny sizes, also on a CPU: does it run?"
     parser.add_argument("--smoke", action="store_true", help=smoke)
     args = parser.parse_args(argv)
     if not args.smoke and not torch.cuda.is_available():
@@ -152,7 +152,7 @@ def measure_jobs(results: Report, jobs: Iterable[Job], peers: Sequence[str]) -> 
 def by_backend(
     op, arguments: tuple, named: Sequence[str] | None, run_on: Callable[[Backend], Callable]
 ) -> dict[str, Callable | str]:
-    """Of a job's `ours`: each backend in the operation's table; the reference only where it is named or alone.
+    """`ours` of a job: each backend of the operation; the reference if it is named, or if no other backend can run.
 
     arguments: of the operation, by which its backends say whether they can compute them. named: backends, if any are.
     """

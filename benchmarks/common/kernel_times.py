@@ -48,7 +48,7 @@ class Kernel(NamedTuple):
 
 
 def kernels_of(step: Callable[[], object], device: torch.device, steps: int = 1) -> list[Kernel]:
-    """The kernels of `step`, operators and host µs on a CPU, the longest first; the mean of so many steps."""
+    """Return the kernels of `step`, on a CPU the operators and their host time, longest first: the mean of `steps`."""
     activity = torch.profiler.ProfilerActivity
     on_gpu = device.type == "cuda"
     synchronize(device)

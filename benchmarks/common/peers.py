@@ -178,7 +178,7 @@ def compile_model(model: nn.Module, device: torch.device) -> nn.Module:
 def torchao_grouped_product(device: torch.device, widths: Iterable[int]) -> Callable:
     """(x [M, K], weight [E, K, N], ends) -> [M, N] by torchao's blockwise FP8 training; raises Unavailable.
 
-    Through DeepGEMM: what it falls back to without that dequantizes, and is no peer.
+    It needs DeepGEMM. Its fallback without DeepGEMM dequantizes, so it is not compared.
     """
     need_capability(device, (9, 0))
     import_deep_gemm(device)

@@ -15,7 +15,7 @@ MISSING = "-"
 
 
 class Report:
-    """The rows of one benchmark, printed and saved as they come: a run that is cut short has left so many.
+    """The rows of one benchmark, printed and saved as they come, so that an interrupted run keeps its rows.
 
     name: of the files. columns: what the table shows, in order; rows may hold more, which only the JSON has.
     A row's numbers are µs, TFLOP/s, TB/s or ratios, as the column says; None where there is nothing.

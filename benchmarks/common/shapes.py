@@ -43,7 +43,7 @@ class Experts(NamedTuple):
 
     @property
     def weights(self) -> dict[str, tuple[int, int, int]]:
-        """[experts, out_features, in_features] of both weights, gate and up as one."""
+        """[experts, out_features, in_features] of both weights, of which gate_up is gate and up together."""
         return {"gate_up": (self.experts, 2 * self.hidden, self.dim), "down": (self.experts, self.dim, self.hidden)}
 
 
@@ -100,7 +100,7 @@ ROUTED = {
 
 
 def add_shapes(to: argparse.ArgumentParser, named: Mapping[str, list], default: str | Sequence[str]) -> None:
-    """--shapes, which `choose` reads: names of `named`, or sizes as one writes them."""
+    """Add --shapes, which `choose` reads: names of `named`, or sizes such as 4096x7168x2048."""
     kind = type(named["smoke"][0])
 
     def parse(text: str) -> list:

@@ -21,7 +21,7 @@ import torch
 
 from common.errors import reason, tensors
 
-# One round of calls moves so many L2 caches: they evict by something like age, not exactly by it.
+# One round of calls moves the bytes of four L2 caches, because they do not evict exactly by age.
 _CACHES = 4
 # Few calls would show the pause between two graphs; more calls or bytes would only take longer.
 _MIN_SETS, _MAX_SETS, _MAX_BYTES = 4, 1024, 4 * 2**30
@@ -51,11 +51,11 @@ class Timing(NamedTuple):
 
 
 def input_sets(make: Callable[[], tuple], device: torch.device | str, nbytes: int | None = None) -> list[tuple]:
-    """Argument tuples for `time_runs`: on a GPU so many that a round of calls moves its L2 cache four times over.
+    """Return argument tuples for `time_runs`: on a GPU, as many as move its L2 cache four times in a round of calls.
 
     make: gives fresh random inputs at each call. Zeros would not do: some kernels are faster on them than on data.
     nbytes: bytes that a call reads and writes; by default those of its inputs.
-    From 4 to 1024 sets, fewer where they would move more than 4 GiB; one set where there is no GPU.
+    From 4 to 1024 sets, fewer where they would move more than 4 GiB; one set on a CPU.
     """
     sets = [make()]
     if torch.device(device).type == "cuda":
@@ -72,10 +72,10 @@ def time_runs(
     *,
     seconds: float = _SECONDS,
 ) -> dict[str, Timing | str]:
-    """Device time of each run side by side: {name: Timing}, or {name: why it failed}, which leaves the others alone.
+    """Device time of each run side by side: {name: Timing}, or {name: why it failed}.
 
     runs: name -> (function, its argument tuples as of `input_sets`). Tensors that the function returns are its outputs:
-        what it returns must be computed from its arguments alone, and none of them.
+        they must be computed only from its arguments, and must not be arguments.
     seconds: how long each is timed, after its warm-up.
 
     On a GPU a graph calls the function on every set in turn, each output in separate memory: by the time a set comes

@@ -79,7 +79,7 @@ def _order(windows: int, seed: int, number: int) -> torch.Tensor:
 
 
 def read_corpus(path: str | None, seq_len: int, held_out_sequences: int, *, site_packages: bool = False) -> Corpus:
-    """The text at `path`, a file or a folder; None: Python's standard library, on demand with what is in site-packages.
+    """The text at `path`, a file or a folder; None: Python's standard library, optionally with site-packages.
 
     Files are joined in sorted order up to `MAX_BYTES`. Of a folder, hidden and binary (NUL bytes) files and copies are
     left out.

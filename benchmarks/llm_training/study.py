@@ -46,7 +46,7 @@ class Study:
     {"preset": "25m", "steps": 16000, "bf16_steps": 1600, "seeds": [0], "draws": {"bf16": 4, "fp8": 3}, "at_once": 3}
 
     bf16_steps: of the start. draws: of each recipe. at_once: how many runs share a GPU. Other keys are of `RunConfig`.
-    Raises UsageError for a file that is no study.
+    Raises UsageError for a file that is not a study.
     """
 
     name: str
@@ -131,7 +131,7 @@ def missing_runs(study: Study, records: Sequence[Mapping[str, Any]], starts: Map
 
 
 def record_of(run: Run, start: str, result: Any, made_by: Mapping[str, Any]) -> dict[str, Any]:
-    """What is kept of a finished run; `result` as `train` returns it. Losses are None where it diverged.
+    """Return the record of a finished run; `result` as `train` returns it. Losses are None where it diverged.
 
     last_third: mean training loss of the last third of the steps. curve: means of the training loss over equal parts.
     """

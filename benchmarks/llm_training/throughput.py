@@ -53,7 +53,7 @@ class Run:
         self.steps += 1
 
     def turn(self, steps: int) -> None:
-        """Time so many steps without a pause, the device's work included."""
+        """Time `steps` steps without a pause, including the device's work."""
         synchronize(self.device)
         start = time.perf_counter()
         for _ in range(steps):

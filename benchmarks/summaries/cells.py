@@ -73,7 +73,7 @@ def sizes(shape: str) -> list[int]:
 
 
 def link(text: str, name: str) -> str:
-    """To a result beside the table."""
+    """Link to a result in the folder of the table."""
     return f"[{text}]({name}.md)"
 
 
