@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
+from summaries.cells import MISSING
+from summaries.cells import table as markdown
 
 from common import environment, roofline
 from common.errors import reason
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
-MISSING = "-"
 
 
 class Report:
@@ -43,7 +44,7 @@ class Report:
         if not self.rows:
             print(markdown(self.columns, [], left=2))
         self.rows.append(dict(row))
-        print(_line(self._cells(row)), flush=True)
+        print(f"| {' | '.join(self._cells(row))} |", flush=True)
         if self.arguments.get("out"):
             self._save(Path(self.arguments["out"]))
 
@@ -94,23 +95,12 @@ def save(folder: Path, name: str, content: Mapping, table: str) -> Path:
     return folder / name
 
 
-def markdown(columns: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> str:
-    """A Markdown table of these cells, the first `left` columns aligned to the left."""
-    rule = "|".join("---" if i < left else "--:" for i in range(len(columns)))
-    head = _line(columns).replace("|  |", "| |")
-    return "\n".join([head, f"|{rule}|", *map(_line, rows)])
-
-
 def plain(value):
     """An argument as a JSON holds it."""
     # A shape is a tuple that reads better as text.
     if isinstance(value, Path) or hasattr(value, "_fields"):
         return str(value)
     return [plain(item) for item in value] if isinstance(value, (list, tuple)) else value
-
-
-def _line(cells: Iterable[str]) -> str:
-    return f"| {' | '.join(cells)} |"
 
 
 def _text(value) -> str:
