@@ -5,7 +5,7 @@ One process a GPU (NCCL; gloo with --smoke on a CPU), blocks and root fully shar
     bf16                    weights travel in bf16
     torchao_bf16_gather     torchao's float8 tensorwise, quantized after the gather
     torchao_fp8_gather      the same, quantized before it, scales precomputed after each optimizer step
-    fp8, fp8_128x128, nvfp4  ours; with these `grad_weight_blocks`
+    fp8, fp8_128x128, nvfp4  ours; with these `grad_weight_blocks`; fused_once: as in bench_model.py
 
     gathered MiB   counted: outputs of all `torch.distributed` all-gathers into one tensor, which FSDP2 calls by these
                    names, over the timed steps; both passes gather
@@ -40,6 +40,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import bench_model
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -55,7 +56,7 @@ from torchao import float8
 from torchao_blockwise.distributed.fsdp import Root
 
 GATHERS = {"torchao_bf16_gather": False, "torchao_fp8_gather": True}
-RECIPES = ("bf16", *GATHERS, "fp8", "fp8_128x128", "nvfp4")
+RECIPES = ("bf16", *GATHERS, "fp8", "fp8_128x128", "fp8_128x128_fused_once", "nvfp4")
 COLUMNS = (
     *("recipe", "mode", "gathered MiB", "of bf16", "ms a step", "x bf16", "tokens/s", "peak GiB"),
     *("sync ms", "reduce ms", "loss", "off"),
@@ -108,7 +109,7 @@ def observing(device: torch.device) -> Iterator[dict[str, list]]:
 def convert(model: nn.Module, recipe: str, device: torch.device) -> nn.Module:
     """The model trained by `recipe`, not yet sharded; raises peers.Unavailable."""
     if recipe not in GATHERS:
-        return peers.convert(model, recipe, device)
+        return bench_model.convert(model, recipe, device)
     if device.type == "cuda":
         peers.need_capability(device, (8, 9), at_least=True)
     on_cpu = device.type == "cpu"

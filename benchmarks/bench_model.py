@@ -5,7 +5,8 @@ Each recipe runs eager and compiled (layer by layer), without and with activatio
 first that the output is bf16's within the recipe's error. Memory is the peak of a step, all it holds counted. Times of
 GEMMs (products), quantization and the rest are from torch.profiler over three steps, with each kernel below the table.
 fp8_fused: layers that read one input share its quantization, where q, k, v, gate and up are separate layers (--fuse);
-fp8_fused_once: SwiGLU quantizes what it computes as well. fp8_128x128: with these blocks of grad_weight.
+fp8_fused_once: SwiGLU quantizes what it computes as well. fp8_128x128: with these blocks of grad_weight;
+saved: with `save_weights="quantized"`.
 MFU counts 6 FLOPs a token and weight and the causal half of attention, without recomputation, and divides them by the
 989 TFLOP/s that NVIDIA states for dense bf16 on an H100 or H200. J: joules of the board for 1,000 tokens.
 
@@ -34,7 +35,8 @@ from llm_training.model import Stack
 from llm_training.recipes import fuse
 from torch import nn
 
-FP8 = tuple(f"{recipe}{fused}" for recipe in ("fp8", "fp8_128x128") for fused in ("", "_fused", "_fused_once"))
+_BLOCKS = ("fp8", "fp8_128x128", "fp8_128x128_saved")
+FP8 = tuple(f"{recipe}{fused}" for recipe in _BLOCKS for fused in ("", "_fused", "_fused_once"))
 OURS = (*FP8, "nvfp4", "nvfp4_fused")
 RECIPES = ("bf16", *OURS, "torchao", "torchao_tensorwise", "torchao_rowwise")
 # Of merged projections and, with --fuse, of separate ones.
@@ -72,8 +74,13 @@ def build(config: Config, recipe: str, device: torch.device) -> Stack:
     torch.manual_seed(0)
     with torch.device(device):
         model = Stack(config)
+    return convert(model.to(torch.bfloat16), recipe, device)
+
+
+def convert(model: Stack, recipe: str, device: torch.device) -> Stack:
+    """The stack trained by `recipe`; raises peers.Unavailable."""
     precision, _, fused = recipe.partition("_fused")
-    model = peers.convert(model.to(torch.bfloat16), precision, device)
+    model = peers.convert(model, precision, device)
     if recipe != precision:
         fuse(model, "once" if fused else "inputs")
     return model

@@ -1,6 +1,6 @@
 """Tables of ratios and charts from the JSON files of benchmarks/results, and all results that README.md and docs/ show.
 
-Ratios and their ranges over shapes, routings and the like; needs nothing but the files. Writes
+Ratios and their ranges over shapes, routings and the like. Writes
 benchmarks/results/summary_<name>.md and chart_<name>.png, then the pages, between `<!-- results: name -->` and
 `<!-- end of results -->`.
 
@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from summaries import kernels, layers, runs
+from summaries import charts, kernels, layers, runs, studies
 from summaries.cells import Results
 from summaries.sources import filled, footnote, pages
 
@@ -24,6 +24,7 @@ RESULTS = Path(__file__).resolve().parent / "results"
 TABLES: dict[str, tuple[Callable[[Results], str], tuple[str, ...]]] = {
     "energy": (layers.energy, (layers.MODEL_H100,)),
     "loss": (runs.loss, tuple(runs.MODELS)),
+    "loss_sizes": (studies.sizes, studies.STUDIES),
     "loss_nvfp4": (runs.nvfp4_parts, (runs.NVFP4,)),
     "fsdp": (runs.fsdp, runs.FSDP),
     "grad_weight": (kernels.grad_weight, (kernels.GROUPED,)),
@@ -52,9 +53,6 @@ def texts(results: Results) -> dict[str, str]:
 
 
 def main() -> int:
-    # Charts need PyTorch, which the tables do not.
-    from summaries import charts
-
     for name, text in texts(Results(RESULTS)).items():
         path = RESULTS / f"{name}.md"
         path.write_text(text, encoding="utf-8")

@@ -45,6 +45,7 @@ RECIPES = {
     "fp8_fused": Recipe("fp8", fused="inputs"),
     "fp8_fused_once": Recipe("fp8", fused="once"),
     "fp8_128x128_fused_once": Recipe("fp8", _SQUARES, fused="once"),
+    "fp8_128x128_saved_fused_once": Recipe("fp8", _SQUARES | _SAVED, fused="once"),
     "nvfp4": _nvfp4(False, False),
     "nvfp4_hadamard": _nvfp4(True, False),
     "nvfp4_stochastic": _nvfp4(False, True),

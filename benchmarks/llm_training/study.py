@@ -201,6 +201,22 @@ def gap(records: Sequence[Mapping[str, Any]], recipe: str, metric: str) -> Gap |
     return Gap(mean, quantile(degrees) * error, runs)
 
 
+def growth(points: Sequence[tuple[float, Gap]]) -> Gap | None:
+    """The slope of gaps over log10 of their sizes [(size, gap)], with its 95 % interval; None without two sizes.
+
+    A line by least squares, each gap weighted by 1 / half_width², as if these were standard deviations of a normal
+    distribution times 1.96. runs: of all gaps.
+    """
+    known = [(math.log10(size), gap.mean, gap.half_width**-2) for size, gap in points if gap.half_width]
+    if len({x for x, _, _ in known}) < 2:
+        return None
+    total = sum(w for *_, w in known)
+    center = sum(w * x for x, _, w in known) / total
+    spread = sum(w * (x - center) ** 2 for x, _, w in known)
+    slope = sum(w * (x - center) * y for x, y, w in known) / spread
+    return Gap(slope, spread**-0.5, sum(gap.runs for _, gap in points))
+
+
 def quantile(degrees: int) -> float:
     """Student's t below which 97.5 % lie."""
     return _T[degrees - 1] if degrees <= len(_T) else 1.96 + 2.4 / degrees

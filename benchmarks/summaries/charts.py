@@ -10,8 +10,9 @@ from llm_training.study import BASE, chance, gap
 
 from summaries.cells import Results
 from summaries.runs import MODELS, NVFP4, gaps
+from summaries.studies import STUDIES, config_of
 
-SPEED, LOSS, MEMORY = "model_4_layers_nvidia_h100_80gb_hbm3", "study_25m", "memory_nvidia_h200"
+SPEED, MEMORY = "model_4_layers_nvidia_h100_80gb_hbm3", "memory_nvidia_h200"
 _OURS, _OTHER, _PEER, _BASE = "#0e7c86", "#b45309", "#9ca3af", "#4b5563"
 # Recipe in the results -> label.
 _SPEED = {
@@ -52,19 +53,21 @@ def speed(axes: Any, results: Results) -> tuple[str, str]:
 
 
 def loss(axes: Any, results: Results) -> tuple[str, str]:
-    runs = results.load(LOSS)["runs"]
-    seeds = {run["seed"] for run in runs}
-    # Recipes are compared over the same seeds.
-    there = [recipe for recipe in _LOSS if {run["seed"] for run in runs if run["recipe"] == recipe} == seeds]
-    found = [gap(runs, recipe, "last_third") for recipe in there]
-    noise = chance(runs, "last_third")
+    contents = {name: results.load(name)["runs"] for name in STUDIES}
+    noise = max(chance(runs, "last_third") for runs in contents.values())
     axes.axvspan(-noise, noise, color=_PEER, alpha=0.35, label=f"{BASE}, one bit changed: ± 1 σ")
     axes.axvline(0, color=_BASE)
-    means, widths, names = [g.mean for g in found], [g.half_width for g in found], [_LOSS[recipe] for recipe in there]
-    axes.errorbar(means, names, xerr=widths, fmt="o", color=_OURS, capsize=4, label="95 % interval")
-    axes.set_ylim(-1.4, len(there) - 0.5)
+    for place, (name, runs) in enumerate(contents.items()):
+        found = [gap(runs, recipe, "last_third") for recipe in _LOSS]
+        at = [row + 0.2 * place - 0.1 for row in range(len(found))]
+        means, widths = [g.mean for g in found], [g.half_width for g in found]
+        color, size = (_OTHER, _OURS)[place], config_of(results, name).parameters / 1e6
+        label = f"{size:.0f} M parameters, 95 % interval"
+        axes.errorbar(means, at, xerr=widths, fmt="o", color=color, capsize=4, label=label)
+    axes.set_yticks(range(len(_LOSS)), list(_LOSS.values()))
+    axes.set_ylim(-1.9, len(_LOSS) - 0.5)
     axes.legend(loc="lower right", fontsize=8)
-    return "Training loss above bf16, 26 M parameters", "% of bf16's loss in the last third of 7,200 steps"
+    return "Training loss of FP8 above bf16", "% of bf16's loss in the last third of the steps"
 
 
 def loss_models(axes: Any, results: Results) -> tuple[str, str]:

@@ -180,7 +180,7 @@ for hadamard in (False, True):
 # Convert a model
 # ---------------
 #
-# All of this is the default of ``NVFP4TrainingConfig``. The paper also keeps the output head and about 15 % of the
+# ``NVFP4TrainingConfig`` does all of this by default. The paper also keeps the output head and about 15 % of the
 # layers, the last ones, in bf16. ``recommended_layers`` leaves out the same layers if you call it with the config.
 
 from torch import nn

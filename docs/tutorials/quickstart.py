@@ -144,6 +144,6 @@ print(type(model.layers[0].up.weight).__name__, "->", type(plain.layers[0].up.we
 # Next
 # ----
 #
-# - :doc:`/recipes` helps to choose between FP8 and NVFP4, and to select the layers to convert.
+# - :doc:`/recipes` helps you choose between FP8 and NVFP4, and select the layers to convert.
 # - On a GPU, compile the model with ``torch.compile``: :doc:`/compile`.
 # - :doc:`trainer` fine-tunes a Hugging Face model, and :doc:`fsdp2` trains on several GPUs.

@@ -2,8 +2,8 @@
 torchtitan
 ==========
 
-torchtitan builds its models from a config. One additional line converts a model when it is built. This tutorial builds
-torchtitan's small Llama 3 in this way, and trains it for a few steps on the CPU.
+torchtitan builds its models from a config. One additional line converts a model when it is built. This tutorial does so
+with torchtitan's small Llama 3, and trains it for a few steps on the CPU.
 """
 
 # %%

@@ -14,7 +14,7 @@ from llm_cases import TINY
 from llm_training.config import UsageError
 from llm_training.operand_errors import error_percent
 from llm_training.recipes import perturb
-from llm_training.study import Run, Study, gap, merged, missing_runs, quantile, record_of, table
+from llm_training.study import Gap, Run, Study, gap, growth, merged, missing_runs, quantile, record_of, table
 from llm_training.training import Result, Trainer
 
 STUDIES = sorted((Path(convergence.__file__).parent / "studies").glob("*.json"))
@@ -168,6 +168,14 @@ def test_a_gap_is_that_of_means_with_the_interval_of_draws():
     assert (round(single.mean, 9), single.half_width) == (2.0, None)
     assert gap(records("a", bf16=[1.0]), "fp8", "last_third") is None
     assert [quantile(degrees) for degrees in (1, 5, 30)] == pytest.approx([12.71, 2.571, 2.04], abs=0.005)
+
+
+def test_growth_is_the_slope_of_a_line_over_tenfold_sizes():
+    found = growth([(1e6, Gap(0.3, 0.03, 2)), (1e8, Gap(0.1, 0.04, 3))])
+    assert found == pytest.approx((-0.1, 0.025, 5))
+    # Gaps that are known exactly leave one that is not no say.
+    assert growth([(10, Gap(1, 1e-6, 1)), (1000, Gap(3, 1e-6, 1)), (100, Gap(9, 1e6, 1))]).mean == pytest.approx(1)
+    assert growth([(10, Gap(1, 0.1, 1)), (10, Gap(2, 0.1, 1)), (100, Gap(3, None, 1))]) is None
 
 
 def test_starts_are_compared_one_by_one():

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
+import json
 import re
 import shutil
+import sys
+import tempfile
+from pathlib import Path
 
 import pytest
 import ranks
@@ -97,6 +102,22 @@ def refuses(rank, family, name, options, sentence, **how):
         titan.losses(titan.config_of(family, [(name, dict(options))], **how))
 
 
+def is_measured(rank):
+    """bench_torchtitan.py has a row for each recipe, all of about the same loss."""
+    titan.load()
+    sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+    bench = importlib.import_module("bench_torchtitan")
+    recipes = [recipe for recipe in bench.RECIPES if not recipe.endswith(("deep_gemm", "rowwise"))]
+    argv = ["--smoke", "--model", "llama3-debugmodel", "--recipes", *recipes]
+    argv += ["--tokens", "64", "--seq_len", "32", "--steps", "2", "--log_freq", "1"]
+    with tempfile.TemporaryDirectory() as folder:
+        assert bench.main([*argv, "--out", folder]) == 0
+        rows = json.loads((Path(folder) / "torchtitan_llama3_debugmodel_cpu.json").read_text())["rows"]
+    assert [row["recipe"] for row in rows] == recipes
+    losses = [row["loss"] for row in rows]
+    assert len(set(losses)) > 1 and max(losses) < 1.02 * min(losses)
+
+
 _BACKEND = "use --parallelism.spmd_backend partial_dtensor"
 _CUT, _WHOLE = "2880 of 5760 rows, which cuts a block of 128", "lacks the amax of the whole weight"
 # (check, arguments.., keywords as a tuple); options are tested in test_recipes.py.
@@ -114,6 +135,7 @@ CASES = {
             ("refuses", "llama3", "fp8", (("min_features", 9999),), "no layer was converted out of", ()),
         ],
         [
+            ("is_measured", ()),
             ("trains_as_by_hand", "qwen3", "fp8", ()),
             ("trains_as_by_hand", "gpt_oss", "fp8", (("layers", 1),)),
             ("trains_as_by_hand", "llama3", "nvfp4", ()),

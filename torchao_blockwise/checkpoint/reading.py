@@ -45,7 +45,7 @@ def load(model: nn.Module, directory: str | os.PathLike[str]) -> None:
       - the model's `power_of_2_scales` matches the files, whether or not these have `scale_fmt`; otherwise a warning
         names the right config. Quantized Parameters with other scales take powers of two unchanged;
       - master weights are in fp32, or in the dtype of the exported ones. Master weights in bf16 or fp16 reproduce files
-        of fp32 ones, except that fp32 scales which are not powers of two may change in the last place;
+        of fp32 ones, except that fp32 scales which are not powers of two may change in the last place of this dtype;
       - the rows of experts' projections are multiples of 128: otherwise two projections share a block;
       - in NVFP4, each block of a master weight has a value above 3.5e-5 of the largest value under its tensor scale;
         otherwise the block's scale is subnormal.

@@ -107,7 +107,7 @@ def memory_report(
     """Return the bytes that a training step of `model` takes, predicted and measured, and those without conversion.
 
     model: converted or not, fused, with experts, with checkpointing; on a CPU, a GPU, or on the meta device, which
-        gives a prediction only. Of a model that FSDP2 or another DTensor shards, bytes are those of this rank.
+        gives a prediction only. For a model sharded by FSDP2 or other DTensors, bytes are those of this rank.
     batch: the arguments of the model; a single mapping is passed as keyword arguments. Without a batch nothing is run,
         and activations and quantized copies are left out.
     loss: output of the model -> a scalar; default the output's `loss`, or else the sum of all returned tensors.

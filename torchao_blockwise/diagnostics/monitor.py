@@ -67,7 +67,7 @@ class NumericsMonitor:
 
     Call `step()` once after each optimizer step; all microbatches before it are part of one report. Used as a context
     manager, the monitor closes itself. Compiled modules run eagerly in steps that are reported.
-    Warns once of layers and tensors that it cannot observe, with the reason.
+    Warns once about layers and tensors that it cannot observe, with the reason.
     Raises ValueError for a pattern that matches nothing, or an unknown recipe; TypeError for another kind of writer.
     Source: FP4 All the Way (arXiv 2505.19115), abstract, for the ratio of the gradient to its quantization noise.
     """
@@ -150,7 +150,7 @@ class NumericsMonitor:
         return report
 
     def recommend(self, recipe: str | None = None) -> list[Recommendation]:
-        """Return layers to keep in bf16 by the last report, the worst first.
+        """Return layers to keep in bf16 according to the last report, the worst first.
 
         These are layers with NaN or Inf, with a gradient below √3 times its quantization noise, with twice the error of
         the median layer, or with a tensor that loses most of its elements to zero.

@@ -89,7 +89,7 @@ class ExpertParallel(ParallelStyle):
     [E], such as `SwiGLUExperts`. Each rank then holds E / ranks of the experts as DTensors. The module is still called
     with a rank's tokens of all experts, and returns their results. Call `quantize_` before it and `fully_shard` after.
 
-    In FP8, and in NVFP4 with `scale_per_expert`, results are bitwise independent of the number of ranks. Otherwise in
+    In FP8, and in NVFP4 with `scale_per_expert`, quantized values do not depend on the number of ranks. Otherwise in
     NVFP4 all experts share the tensor scale of a weight, and a rank's received tokens share that of the activations.
     Raises ValueError for a parameter that is not [E, ..], a mesh of several dims, or fewer experts than all ranks need.
     Source: GShard (arXiv 2006.16668), §3.2.

@@ -57,7 +57,7 @@ def cast_master_weights_to_nvfp4(
 ) -> None:
     """`cast_master_weights_to_fp8` for NVFP4 weights in blocks of 16×16; global scales are written too.
 
-    fsdp_shard_model_weights: flat uint8 buffers of the bytes that hold the shard, as many as `ops.shard_entries` says.
+    fsdp_shard_model_weights: flat uint8 buffers for the bytes of the shard; `ops.shard_entries` gives their number.
         The first and the last byte may be shared with a neighbor, whose nibble does not change; `ops.merge_shards_`
         joins gathered buffers.
     """

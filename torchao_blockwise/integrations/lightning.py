@@ -102,7 +102,7 @@ class UnchangedWeights(Callback):
 class Numerics(Callback):
     """Make a monitor when training begins, call its `step()` after each optimizer step, and close it at the end.
 
-    make: module -> a monitor with `step()` and `close()`, as `lambda module: NumericsMonitor(module, every=100)`.
+    make: module -> a monitor with `step()` and `close()`: `lambda module: NumericsMonitor(module, every=100)`.
     """
 
     def __init__(self, make: Callable[[nn.Module], Any]) -> None:

@@ -214,7 +214,7 @@ class RecipeState(ExportableState, TrainerCallback):
 class Numerics(TrainerCallback):
     """Make a monitor when training begins, call its `step()` after each optimizer step, and close it at the end.
 
-    make: model -> a monitor with `step()` and `close()`, as `lambda model: NumericsMonitor(model, every=100)`.
+    make: model -> a monitor with `step()` and `close()`: `lambda model: NumericsMonitor(model, every=100)`.
     """
 
     def __init__(self, make: Callable[[nn.Module], Any]) -> None:

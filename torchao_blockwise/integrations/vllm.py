@@ -31,7 +31,7 @@ def weight_source(model: nn.Module, format: str = "fp8_block") -> Any:
     others. The engine must have been started with a quantized checkpoint of the same format, as `checkpoint.export`
     writes it: vLLM then treats the weights as it treats files, fuses layers, and converts them to the layout of its
     kernels.
-    Raises ImportError if vLLM is missing or has no weight transfer; ValueError as `checkpoint.export`.
+    Raises ImportError if vLLM is missing or has no weight transfer; ValueError like `checkpoint.export`.
     """
     try:
         base = importlib.import_module(_BASE)

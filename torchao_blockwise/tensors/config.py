@@ -217,16 +217,18 @@ class NVFP4TrainingConfig(TrainingConfig):
         of 16 tokens. It spreads outliers over a chunk and cancels in the GEMM. True (default) uses the 16 signs
         `formats.DEFAULT_SIGNS`; a tuple sets other signs, which torchao's `config_to_dict` refuses; False disables it.
         Each rank and each expert starts a chunk.
-    stochastic_rounding: round gradients up or down at random, so that the expected value is exact (default). False
-        rounds them to nearest, like all other tensors. Random bits depend on the position of the element, so they are
-        the same on every device, compiled or not, and for any sharding. To resume a run, save `recipe_state(model)`.
+    stochastic_rounding: round gradients up or down at random, so that the expected value is exact to 1/256 of a step
+        (default). False rounds them to nearest, like all other tensors. Random bits depend on the position of the
+        element, so they are the same on every device, compiled or not, and for any sharding. To resume a run, save
+        `recipe_state(model)`.
     seed: 64-bit seed of the random bits; give each data-parallel rank a different one.
     scale_per_expert: compute a separate tensor scale for each expert of a weight [E, N, K] and for the tokens of each
-        expert. The quantized values of an expert then depend only on its values and tokens, so expert parallelism is
-        bitwise identical to one device and needs no exchange of amaxes. False (default) computes one scale for all
-        experts. Layers without experts do not depend on this option.
-    Other fields as in `BlockwiseFP8TrainingConfig`, without power_of_2_scales (block scales are e4m3) and
-    grad_weight_blocks. Without FP4 tensor cores, GEMMs compute in bf16 on decoded values, with fp32 accumulation.
+        expert. The quantized values of an expert then depend only on its values and tokens, so under expert
+        parallelism they are the same as on one device, without an exchange of amaxes. False (default) computes one
+        scale for all experts. Layers without experts do not depend on this option.
+    Other fields as in `BlockwiseFP8TrainingConfig`, without power_of_2_scales (block scales are e4m3),
+    grad_weight_blocks and save_weights. Without FP4 tensor cores, GEMMs compute in bf16 on decoded values, with fp32
+    accumulation.
     Keep the last blocks and the head in higher precision (`keep_last_blocks`, `skip_lm_head`). An activation has one
     tensor scale for the whole batch, or for the tokens of an expert, so the quantized values of a token depend on the
     other tokens.

@@ -46,10 +46,10 @@ from torchao_blockwise.distributed.zero.weights import (
 class MasterWeightOptimizer(torch.optim.Optimizer):
     """`optimizer_class` over fp32 masters: master ← step(master, fp32(grad)), then weight ← quantize(dtype(master)).
 
-    optimizer_class: any `torch.optim.Optimizer` class; optimizer_kwargs go to it, as `lr`.
+    optimizer_class: any `torch.optim.Optimizer` class; it receives optimizer_kwargs, such as `lr`.
     model: converted with `master_weights=False`. Its quantized Parameters that require a gradient get masters: the
-        values before quantization or of a later load, which are kept until the first GEMM with the weight; after it the
-        decoded values, with a warning. Frozen ones get none; `add_param_group` accepts them when they train.
+        values before quantization or of a later load, which are kept until the first GEMM with the weight; after that
+        GEMM the decoded values, with a warning. `add_param_group` accepts frozen ones when they train.
     params: parameters, (name, parameter) pairs, or groups of them with options, as for any optimizer; by default all
         parameters of the model.
     process_group: ranks that train the same model. They start with the first rank's values of all parameters and
@@ -172,10 +172,10 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         """Average gradients over the ranks and keep this rank's shard of them; only for "zero2", a collective.
 
         One reduce-scatter in f32 for all weights with masters, whose unsharded gradients are dropped, and one
-        all-reduce for the other parameters. `step` calls it if gradients came since the last call. Call it after each
+        all-reduce for the other parameters. `step` calls it if there are new gradients. Call it after each
         microbatch to keep no unsharded gradients between microbatches: shards are accumulated.
-        With two ranks gradients are bitwise identical to DistributedDataParallel's in f32; with more ranks sums have
-        another order.
+        With two ranks gradients are bitwise identical to DistributedDataParallel's in f32; with more ranks, the order
+        of summation differs.
         Raises ValueError without "zero2", or if ranks have gradients of different parameters.
         """
         group = self._reducing_group("reduce_gradients")
@@ -198,7 +198,7 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return the state dict of an optimizer, with each parameter's master as "master" in its state.
 
-        With ZeRO it has only the masters and states of this rank, to be loaded by the same rank of as many.
+        With ZeRO it has only this rank's masters and states, for the same rank of the same number of ranks.
         """
         self._take_loaded_values(self._weights.values())
         packed = super().state_dict()
@@ -237,7 +237,7 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a `state_dict` or `full_state_dict`, and quantize the masters into the model.
 
-        A collective with ZeRO. A state dict without masters, as of the wrapped optimizer, does not change masters.
+        A collective with ZeRO. A state dict without masters, like the wrapped optimizer's, does not change masters.
         Raises ValueError if groups or shapes differ, or for another rank's shard.
         """
         masters, states = checked_states(state_dict, self.param_groups, self._weights, self._part)

@@ -143,7 +143,7 @@ def _preferred(
 
     FP8 GEMMs have two rules. If b has square blocks (`output`, `grad_input`, and `grad_weight` with such blocks), Gluon
     is preferred, or DeepGEMM if it is installed and faster. If b has one-row blocks (`grad_weight`, where K is the
-    number of tokens), Gluon is preferred up to 256 tokens. docs/performance_diary.md has the cost of these rules.
+    number of tokens), Gluon is preferred up to 256 tokens. docs/kernels.md compares these rules with one backend.
     """
     capability = compute_capability(a.qdata.device)
     if capability == (0, 0):

@@ -101,7 +101,7 @@ def merge_shards_(
 
     targets: payloads [.., h, packed(w)], contiguous. columns: w of each.
     shards, starts, lengths: lists for each target, with one item for each rank: the bytes that `partial_cast_op` writes
-        (into="entries"), at least the number of `shard_entries`; the first element; the number of elements, maybe 0.
+        (into="entries"), at least the number of `shard_entries`; the first element; the number of elements, or 0.
     Elements that no shard covers do not change; two shards must not cover the same one.
     """
     fmt = get_format(fmt)
