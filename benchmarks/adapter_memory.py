@@ -9,7 +9,6 @@ NF4 from the bf16 files. With adapters on all linear layers of its blocks it tak
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import tempfile
 from pathlib import Path
@@ -17,8 +16,9 @@ from pathlib import Path
 import peft
 import torch
 import transformers
+from common import driver
 from common.environment import environment
-from common.report import RESULTS, markdown, save
+from common.report import markdown, save
 from torch import nn
 from torchao.quantization import quantize_
 
@@ -110,10 +110,8 @@ def table(rows: dict[str, dict[str, float]]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in (("hidden", 1024), ("layers", 4), ("tokens", 512)):
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
+    parser = driver.parser(__doc__)
+    driver.add_numbers(parser, hidden=1024, layers=4, tokens=512)
     args = parser.parse_args(arguments)
     rows = rows_of(args.hidden, args.layers, args.tokens)
     text = table(rows)

@@ -14,12 +14,11 @@ One process a GPU (NCCL; gloo with --smoke on a CPU), blocks and root fully shar
     peak GiB       most bytes that the model, its optimizer and a step have allocated on a rank
     sync ms        of scales and, ours, of payload: events around it on the GPU, a wait for slower ranks included
     reduce ms      of that the MAX all-reduce of ours, the exchange of scales
-    sync %, reduce %   of a step
     loss           mean over ranks of the last step, of output against a fixed random target
     off            its distance from bf16's, as a share of what bf16 learned in these steps
 
 Each recipe trains in separate processes; one that fails is named below the table with its reason.
-Writes benchmarks/results/fsdp_<device>.json and .md, with --compile fsdp_compiled_<device>.
+The results of --compile have separate files, fsdp_compiled_<device>.
 
     python benchmarks/bench_fsdp.py [--layers 4 --tokens 8192 --steps 20] [--compile] [--only bf16 fp8] [--ranks 2]
 """
@@ -34,8 +33,8 @@ import os
 import sys
 import tempfile
 import warnings
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -60,7 +59,7 @@ GATHERS = {"torchao_bf16_gather": False, "torchao_fp8_gather": True}
 RECIPES = ("bf16", *GATHERS, "fp8", "fp8_128x128", "fp8_128x128_fused_once", "nvfp4")
 COLUMNS = (
     *("recipe", "mode", "gathered MiB", "of bf16", "ms a step", "x bf16", "tokens/s", "peak GiB"),
-    *("sync ms", "sync %", "reduce ms", "reduce %", "loss", "off"),
+    *("sync ms", "reduce ms", "loss", "off"),
 )
 # Steps before those that are timed: compilers, allocators and caches settle.
 _WARM_UP = 3
@@ -68,17 +67,6 @@ _WARM_UP = 3
 _BUDGET = {"nvfp4": 0.4}
 _FP8_BUDGET = 0.1
 _TIMEOUT = {"cuda": datetime.timedelta(minutes=5), "cpu": datetime.timedelta(minutes=1)}
-
-
-@dataclass(frozen=True)
-class Plan:
-    """How every rank trains."""
-
-    mode: str
-    config: Config
-    tokens: int
-    steps: int
-    ranks: int
 
 
 @contextlib.contextmanager
@@ -129,15 +117,15 @@ def convert(model: nn.Module, recipe: str, device: torch.device) -> nn.Module:
     return float8.convert_to_float8_training(model, config=config)
 
 
-def build(recipe: str, plan: Plan, device: torch.device) -> nn.Module:
+def build(recipe: str, config: Config, compiled: bool, device: torch.device) -> nn.Module:
     """The sharded stack, with the same weights for every recipe."""
     torch.manual_seed(0)
     with torch.device(device):
-        model = Stack(plan.config)
+        model = Stack(config)
     model = convert(model, recipe, device)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     for i, layer in enumerate(model.layers):
-        if plan.mode == "compiled":
+        if compiled:
             model.layers[i] = layer = peers.compile_model(layer, device)
         fully_shard(layer, mp_policy=policy)
     fully_shard(model, mp_policy=policy)
@@ -154,10 +142,10 @@ class Learner(Trainer):
         return loss.detach()
 
 
-def measure(recipe: str, plan: Plan, device: torch.device) -> dict:
+def measure(recipe: str, config: Config, args: Namespace, device: torch.device) -> dict:
     """The figures that this rank saw of `recipe`: a step's figures, JSON-able."""
     held = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
-    trainer = Learner(build(recipe, plan, device), plan.config, plan.tokens, device, dist.get_rank())
+    trainer = Learner(build(recipe, config, args.compile, device), config, args.tokens, device, dist.get_rank())
 
     def step() -> torch.Tensor:
         loss = trainer.step()
@@ -174,12 +162,12 @@ def measure(recipe: str, plan: Plan, device: torch.device) -> dict:
             observed.clear()
         dist.barrier()
         marks = [mark(device)]
-        for _ in range(plan.steps):
+        for _ in range(args.steps):
             losses.append(step())
             marks.append(mark(device))
         synchronize(device)
     # Alone, a rank has all it needs, and newer FSDP2 gathers nothing.
-    if not seen["gathered"] and plan.ranks > 1:
+    if not seen["gathered"] and args.ranks > 1:
         raise RuntimeError("no all-gather was seen; count what this version of FSDP2 calls")
     trained = torch.stack(losses)
     if not trained.isfinite().all():
@@ -187,23 +175,23 @@ def measure(recipe: str, plan: Plan, device: torch.device) -> dict:
     timing = Timing.of([us_between(*span) for span in itertools.pairwise(marks)])
 
     def us_a_step(spans):
-        return sum(us_between(*span) for span in spans) / plan.steps if spans else None
+        return sum(us_between(*span) for span in spans) / args.steps if spans else None
 
     return {
-        "gathered bytes": sum(seen["gathered"]) / plan.steps,
+        "gathered bytes": sum(seen["gathered"]) / args.steps,
         "us": timing.us,
         "timing": timing._asdict(),
         "tokens": trainer.tokens,
         "peak": torch.cuda.max_memory_allocated(device) - held if device.type == "cuda" else None,
-        "syncs": len(seen["sync"]) / plan.steps,
+        "syncs": len(seen["sync"]) / args.steps,
         "sync us": us_a_step(seen["sync"]),
-        "reduces": len(seen["reduce"]) / plan.steps,
+        "reduces": len(seen["reduce"]) / args.steps,
         "reduce us": us_a_step(seen["reduce"]),
         "losses": trained.tolist(),
     }
 
 
-def join(rank: int, ranks: int, device_type: str, port: int) -> torch.device:
+def join(rank: int, ranks: int, device_type: str, folder: Path) -> torch.device:
     """Join the process group; the device of this rank."""
     on_gpu = device_type == "cuda"
     device = torch.device(device_type, rank) if on_gpu else torch.device("cpu")
@@ -215,19 +203,19 @@ def join(rank: int, ranks: int, device_type: str, port: int) -> torch.device:
     # FSDP2 hands out views of its buffers, which autograd remarks on once a step.
     warnings.filterwarnings("ignore", message=".*view tensor.*")
     dist.init_process_group(
-        "nccl" if on_gpu else "gloo", init_method=f"tcp://localhost:{port}", rank=rank, world_size=ranks,
+        "nccl" if on_gpu else "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=ranks,
         timeout=_TIMEOUT[device_type], device_id=device if on_gpu else None,
     )  # fmt: skip
     return device
 
 
-def run_rank(rank: int, recipe: str, plan: Plan, device_type: str, port: int, file: Path) -> None:
-    """Train; the first rank leaves what all saw in `file`."""
-    device = join(rank, plan.ranks, device_type, port)
-    seen: list = [None] * plan.ranks
-    dist.all_gather_object(seen, measure(recipe, plan, device))
+def run_rank(rank: int, recipe: str, config: Config, args: Namespace, device_type: str, folder: Path) -> None:
+    """Train; the first rank writes the figures of all to seen.json in `folder`."""
+    device = join(rank, args.ranks, device_type, folder)
+    seen: list = [None] * args.ranks
+    dist.all_gather_object(seen, measure(recipe, config, args, device))
     if rank == 0:
-        environment.write_json(file, {"ranks": seen})
+        (folder / "seen.json").write_text(json.dumps(seen))
     dist.barrier()
     # A thread of gloo that outlives its group may abort the process while the interpreter ends.
     sys.stdout.flush()
@@ -238,17 +226,15 @@ def run_rank(rank: int, recipe: str, plan: Plan, device_type: str, port: int, fi
 # --- all ranks --------------------------------------------------------------------------------------------------------
 
 
-def run_recipe(recipe: str, plan: Plan, results: Report) -> None:
+def run_recipe(recipe: str, mode: str, config: Config, args: Namespace, results: Report) -> None:
     """Train `recipe` on all ranks, and add its row; raises Unavailable with the reason of the first rank that fails."""
-    device = results.device.type
     with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder, "seen.json")
         try:
-            mp.spawn(run_rank, (recipe, plan, device, environment.free_port(), file), nprocs=plan.ranks)
+            mp.spawn(run_rank, (recipe, config, args, results.device.type, Path(folder)), nprocs=args.ranks)
         except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
             # The last line of the rank's traceback.
             raise Unavailable(str(error).strip().splitlines()[-1]) from None
-        add_row(recipe, plan.mode, json.loads(file.read_text())["ranks"], results)
+        add_row(recipe, mode, json.loads(Path(folder, "seen.json").read_text()), results)
 
 
 def add_row(recipe: str, mode: str, seen: list[dict], results: Report) -> None:
@@ -266,9 +252,7 @@ def add_row(recipe: str, mode: str, seen: list[dict], results: Report) -> None:
         "tokens/s": sum(rank["tokens"] for rank in seen) / us * 1e6,
         "peak GiB": most("peak", 2**30),
         "sync ms": most("sync us", 1e3),
-        "sync %": most("sync us", us / 100),
         "reduce ms": most("reduce us", 1e3),
-        "reduce %": most("reduce us", us / 100),
         "us": us,
         "losses": [sum(losses) / len(seen) for losses in zip(*(rank["losses"] for rank in seen))],
         "ranks": seen,
@@ -299,10 +283,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         args.tokens, args.steps = 2 * config.seq_len, 3
     mode, name = ("compiled", "fsdp_compiled") if args.compile else ("eager", "fsdp")
     results = Report(name, device, COLUMNS, vars(args) | vars(config))
-    plan = Plan(mode, config, args.tokens, args.steps, args.ranks)
     # bf16 first: the others are compared with it.
     recipes = sorted(args.only, key=lambda recipe: recipe != "bf16")
-    return driver.run(results, [(recipe, mode, partial(run_recipe, recipe, plan, results)) for recipe in recipes])
+    return driver.run(results, [(r, mode, partial(run_recipe, r, mode, config, args, results)) for r in recipes])
 
 
 if __name__ == "__main__":

@@ -1,11 +1,10 @@
 """Activations that are quantized as they are computed, compared with our own steps one after the other.
 
 For each shape, tokens x out x in: norms of [tokens, in], and SwiGLU with `out` as its hidden dim, gate and up halves of
-one tensor. Ours with the statistics of a norm; `both` makes the rowwise and the columnwise copy, and so does `squares`,
-with 128×128 blocks in the columnwise one. "two steps" are our kernel for the activation, then our quantizer.
-Checks first that bits are those of the reference's steps, given the statistics, which agree to some ulps. Floor: bytes
-that must move over the copy bandwidth measured here; a norm reads its input twice, for the statistics and again.
-Writes benchmarks/results/fused_<device>.json and .md.
+one tensor. Ours with the statistics of a norm; `both` makes the rowwise and the columnwise copy. "two steps" are our
+kernel for the activation, then our quantizer.
+The results are bitwise identical to the reference's steps, given the statistics, which agree to some ulps. A norm
+must read its input twice, for the statistics and again.
 
     python benchmarks/bench_fused.py [--shapes 4096x18432x7168] [--only rms_both swiglu_both]
 """
@@ -21,37 +20,25 @@ import torch
 from common import driver, errors, shapes
 from common.driver import Job, Peer
 from common.errors import check_bits, relative_error, tensors
-from common.report import Report
 
 from torchao_blockwise import ops
 from torchao_blockwise.formats import FP8_1X128, CastOptions
 
 FMT = FP8_1X128
-COLUMNS = ("case", "shape", "us", "spread %", "MiB", "TB/s", "roofline us", "of roofline")
 # DeepSeek-V3 671B's dense layers, ragged too; Llama 8B's; experts; DeepSeek-V3 16B's, no multiple of 128.
 DEFAULT = ("4096x18432x7168", "4097x18432x7168", "16384x14336x4096", "16384x2048x7168", "4096x10944x2048")
 # Activation -> how many tensors as wide as it are read, and how many are quantized. A norm's input is read twice; its
 # weights and statistics, some numbers a row or column, are not counted.
 ACTIVATIONS = {"rms": (2, 1), "layer": (2, 1), "swiglu": (2, 1), "swiglu_backward": (3, 2)}
 # Padded, as layers ask for it.
-COPIES = {
-    "rowwise": CastOptions(FMT, padded=True),
-    "both": CastOptions(FMT, columnwise=True, padded=True),
-    # Of a layer's input, not of a gradient.
-    "squares": CastOptions(FMT, columnwise=True, padded=True, columnwise_format_name="fp8_128x128"),
-}
-CASES = tuple(
-    f"{name}_{copies}" for name in ACTIVATIONS for copies in COPIES if (name, copies) != ("swiglu_backward", "squares")
-)
+COPIES = {copies: CastOptions(FMT, columnwise=copies == "both", padded=True) for copies in ("rowwise", "both")}
+CASES = tuple(f"{name}_{copies}" for name in ACTIVATIONS for copies in COPIES)
 _EPS, _STATISTICS_TOLERANCE = 1e-6, 1e-5
 
 
 def make(name: str, rows: int, columns: int, device: torch.device) -> tuple:
     """Fresh arguments of an activation; gate and up are halves of one tensor, as a merged projection gives them."""
-
-    def random(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, device=device, dtype=torch.bfloat16)
-
+    random = partial(torch.randn, device=device, dtype=torch.bfloat16)
     if name in ("rms", "layer"):
         bias = 0.1 * random(columns) if name == "layer" else None
         return random(rows, columns), 1 + 0.1 * random(columns), bias
@@ -84,7 +71,7 @@ def job(case: str, rows: int, columns: int, device: torch.device) -> Job:
     name, copies = case.rsplit("_", 1)
     (read, quantized), options = ACTIVATIONS[name], COPIES[copies]
     width = quantized * columns
-    written = FMT.nbytes(rows, width) + (options.columnwise_format.nbytes(width, rows) if options.columnwise else 0)
+    written = FMT.nbytes(rows, width) + (FMT.nbytes(width, rows) if options.columnwise else 0)
 
     def two_steps(*inputs):
         return ops.quantize_by(activation(name, inputs), options)
@@ -110,16 +97,12 @@ def job(case: str, rows: int, columns: int, device: torch.device) -> Job:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = driver.parser(__doc__, only=(CASES, CASES))
-    shapes.add_shapes(parser, shapes.LINEAR, DEFAULT)
-    args, device = driver.parse(parser, argv)
-    args.shapes, _ = shapes.chosen(args)
-    results = Report("fused", device, COLUMNS, vars(args))
+    args, device = driver.parse(driver.parser(__doc__, (shapes.LINEAR, DEFAULT), only=(CASES, CASES)), argv)
     jobs = [
         job(case, shape.tokens, shape.out_features if case.startswith("swiglu") else shape.in_features, device)
         for case, shape in itertools.product(args.only, args.shapes)
     ]
-    return driver.run_jobs(results, jobs, ["two steps"])
+    return driver.run_jobs("fused", args, device, jobs, ["two steps"])
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 A stack of decoder layers of the 125m model's width, forward, backward and fused AdamW in bf16, on few tokens, so that
 the host is what is waited for. The ways are those of docs/compile.md, "CUDA graphs". x eager: to the same recipe.
-Writes benchmarks/results/graphs_<device>.json and .md.
 
     python benchmarks/bench_graphs.py [--only bf16 fp8] [--ways eager whole_step] [--tokens 4096]
 """
@@ -20,6 +19,7 @@ import torch
 from bench_model import SMOKE, Config, Trainer, build, time_steps
 from common import driver, peers
 from common.report import Report
+from common.timing import on_side_stream
 
 RECIPES = ("bf16", "fp8", "nvfp4")
 SHAPE = Config(dim=768, hidden=2048, heads=12, kv_heads=12, layers=12, seq_len=1024)
@@ -78,12 +78,7 @@ def whole_step(trainer: Trainer) -> None:
 
 def _captured(trainer: Trainer, run: Callable[[], object]) -> torch.cuda.CUDAGraph:
     """A graph of `run`, after two runs on a separate stream; its gradients are in the graph's memory."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(2):
-            run()
-    torch.cuda.current_stream().wait_stream(side)
+    on_side_stream(run, trainer.x.device, 2)
     trainer.optimizer.zero_grad(set_to_none=True)
     trainer.x.grad = None
     graph = torch.cuda.CUDAGraph()
@@ -111,9 +106,7 @@ def measure(recipe: str, way: str, config: Config, args: Namespace, results: Rep
             "ms a step": timing.us / 1e3,
             "x bf16": us["bf16", way] / timing.us if ("bf16", way) in us else None,
             "x eager": us[recipe, "eager"] / timing.us if (recipe, "eager") in us else None,
-            "spread %": 100 * (timing.high - timing.low) / timing.us,
-            "us": timing.us,
-            "timing": timing._asdict(),
+            **timing.columns(),
         }
     )
 

@@ -4,12 +4,8 @@ GEMMs, each of all experts of one GPU together, for the weights [E, out, in] of 
     output, grad_input     groups of rows: x · wᵀ, dy · w
     grad_weight            groups of the contraction: dyᵀ · x for each expert, from quantized operands
     grad_weight_quantized  the same from bf16 dy and x: both columnwise quantizers and the GEMM
-Checks first: corners of the largest, the smallest and the last expert that has tokens, against the fp64 GEMM of what
-the operands decode to, and zeros for those that have none. Times are of CUDA graph replays with a cold cache. Floor:
-the greater of bytes that must move over copy bandwidth, and operations over the rate of cuBLASLt's tensorwise fp8, both
-measured here; only experts with tokens count. A ratio to a peer is the peer's time over ours: above 1 we win.
-DeepGEMM compiles for long and runs where --peers names it.
-Writes benchmarks/results/grouped_matmul_<device>.json and .md.
+The result of each expert is checked against the fp64 GEMM of the decoded operands, 128 rows at a time. Only experts
+with tokens count in rooflines. DeepGEMM compiles for long and runs where --peers names it.
 
     python benchmarks/bench_grouped_matmul.py [--shapes mixtral_8x7b 16384x8x1408x2048] [--routings skewed]
                                               [--only grad_weight] [--backends triton gluon] [--peers bf16]
@@ -19,7 +15,6 @@ Writes benchmarks/results/grouped_matmul_<device>.json and .md.
 from __future__ import annotations
 
 import itertools
-import math
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -30,8 +25,7 @@ import torch.nn.functional as F
 from common import driver, peers, shapes
 from common.driver import Job, Peer
 from common.errors import Unavailable
-from common.products import RECIPES, Product, check, error_budget, product_error
-from common.report import Report
+from common.products import RECIPES, Product, check, decoded, error_budget, product_error
 from common.shapes import ROUTINGS, Experts, group_ends
 
 from torchao_blockwise import ops
@@ -41,10 +35,6 @@ from torchao_blockwise.ops.groups.ends import padded_ends, padded_rows
 
 KINDS = ("output", "grad_input", "grad_weight", "grad_weight_quantized")
 PEERS = ("bf16", "deep_gemm")
-COLUMNS = (
-    *("product", "shape", "weight", "routing", "recipe", "by", "us", "spread %", "TFLOP/s", "roofline us"),
-    *("of roofline", "error"),
-)
 
 
 @dataclass(frozen=True)
@@ -73,7 +63,7 @@ class GroupedProduct(Product):
         return self.kind == "grad_weight_quantized"
 
     def nbytes(self) -> int:
-        """Bytes that must move: what experts with tokens read, and all of what is written, in bf16."""
+        """Bytes that must move: the operands of experts that have tokens, and the whole result, in bf16."""
         t, n, k = self.tokens, self.out_features, self.in_features
         a_fmt, b_fmt = self.formats
         weights, size = sum(size > 0 for size in self.sizes), torch.bfloat16.itemsize
@@ -85,10 +75,7 @@ class GroupedProduct(Product):
 
     def high_precision(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """Fresh random bf16 tensors: x or dy, and the weights or x."""
-
-        def random(*shape):
-            return torch.randn(shape, device=device, dtype=torch.bfloat16)
-
+        random = partial(torch.randn, device=device, dtype=torch.bfloat16)
         t, n, k = self.tokens, self.out_features, self.in_features
         first = random(t, k if self.kind == "output" else n)
         return first, random(len(self.sizes), n, k) if self.along == "m" else random(t, k)
@@ -107,36 +94,16 @@ class GroupedProduct(Product):
         return ops.quantize(first, a_fmt).rowwise, weights.columnwise if transposed else weights.rowwise
 
     def error(self, out: torch.Tensor, a: Operand, b: Operand) -> float:
-        """Largest `product_error` of three experts' products; inf where one without tokens has no zeros."""
-        ends = list(itertools.accumulate(self.sizes))
-        with_tokens = [g for g, size in enumerate(self.sizes) if size]
-        order = sorted(with_tokens, key=self.sizes.__getitem__)
-        empty = [g for g, size in enumerate(self.sizes) if not size]
-        if self.along == "k" and empty and bool((out[empty] != 0).any()):
-            return math.inf
-        errors = [0.0]
-        for g in dict.fromkeys((*order[-1:], *order[:1], *with_tokens[-1:])):
-            if self.along == "m":
-                rows = slice(ends[g] - self.sizes[g], ends[g])
-                weight = b._replace(qdata=b.qdata[g], scale=b.scale[g])
-                errors.append(product_error(out[rows], _rows(a, rows), weight))
-            else:
-                block = a.format.block[1]
-                first = sum(-(-size // block) for size in self.sizes[:g])
-                blocks = slice(first, first - (-self.sizes[g] // block))
-                errors.append(product_error(out[g], _blocks(a, blocks), _blocks(b, blocks)))
-        return max(errors)
-
-
-def _rows(x: Operand, rows: slice) -> Operand:
-    return x._replace(qdata=x.qdata[rows], scale=x.scale[:, rows] if x.format.transposed_scales else x.scale[rows])
-
-
-def _blocks(x: Operand, blocks: slice) -> Operand:
-    """These blocks of an operand's contraction."""
-    width = x.format.block[1] // x.format.element.per_byte
-    scale = x.scale[blocks] if x.format.transposed_scales else x.scale[:, blocks]
-    return x._replace(qdata=x.qdata[:, blocks.start * width : blocks.stop * width], scale=scale)
+        """Largest `product_error` of the experts."""
+        # Along k, each group is padded with zeros to whole blocks.
+        block = a.format.block[1] if self.along == "k" else 1
+        sizes = [-(-size // block) * block for size in self.sizes]
+        if self.along == "m":
+            weights = (decoded(b._replace(qdata=b.qdata[g], scale=b.scale[g])) for g in range(len(sizes)))
+            groups = zip(out.split(sizes), decoded(a).split(sizes), weights)
+        else:
+            groups = zip(out, *(decoded(x)[:, : sum(sizes)].split(sizes, 1) for x in (a, b)))
+        return max(product_error(*group) for group in groups)
 
 
 def grouped_peer(name: str, product: GroupedProduct, device: torch.device) -> Peer:
@@ -218,7 +185,6 @@ def job(product: GroupedProduct, labels: dict[str, str], device: torch.device, b
         {name: partial(grouped_peer, name, product, device) for name in PEERS},
         product.nbytes(),
         product.flops,
-        {"sizes": list(product.sizes)},
     )
 
 
@@ -232,19 +198,17 @@ def jobs_of(shape: Experts, routing: str, kind: str, recipe: str, device: torch.
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = driver.parser(__doc__, only=(KINDS, KINDS), recipes=(RECIPES, ("fp8",)), peers=(PEERS, PEERS[:1]))
-    shapes.add_shapes(parser, shapes.MIXTURES, "large")
+    choices = {"only": (KINDS, KINDS), "recipes": (RECIPES, ("fp8",)), "peers": (PEERS, PEERS[:1])}
+    parser = driver.parser(__doc__, (shapes.MIXTURES, "large"), **choices)
     parser.add_argument("--routings", nargs="+", choices=ROUTINGS, default=list(ROUTINGS), help="default all")
     driver.add_backends(parser)
     args, device = driver.parse(parser, argv)
-    args.shapes, _ = shapes.chosen(args)
-    results = Report("grouped_matmul", device, COLUMNS, vars(args))
     jobs = [
         job
         for kind, shape, routing, recipe in itertools.product(args.only, args.shapes, args.routings, args.recipes)
         for job in jobs_of(shape, routing, kind, recipe, device, args.backends)
     ]
-    return driver.run_jobs(results, jobs, args.peers)
+    return driver.run_jobs("grouped_matmul", args, device, jobs, args.peers)
 
 
 if __name__ == "__main__":

@@ -9,10 +9,8 @@ optimizer step's and in no step here):
     TFLOP/s  6 · tokens · N · K over the shorter of graph and eager
     memory   what a step has allocated at its peak, with the weight and gradients, and without x and dy
              (layers.py; the JSON has the parts)
-Checks first that output and gradients are those of bf16 within FP8's error. Floor: three GEMMs at the rate of
-cuBLASLt's tensorwise fp8, or the bytes of x, w, dy read once and y, dx, dw written once. "roofline x" and what of it is
-reached: see layers.py. Writes benchmarks/results/linear_<device>.json and .md; --shapes tracker writes
-linear_tracker_<device>.
+Output and gradients must be those of bf16 within FP8's error. Bytes that must move: x, w, dy read once and y, dx, dw
+written once. The results of --shapes tracker have separate files, linear_tracker_<device>.
 
     python benchmarks/bench_linear.py [--shapes 4096x18432x7168] [--only fp8 bf16 torchao]
 """
@@ -24,7 +22,7 @@ from collections.abc import Sequence
 
 import torch
 from common import driver, layers, peers, shapes
-from common.layers import Layer, Work, quantized_bytes
+from common.layers import Layer, Work
 from common.shapes import Shape
 from torch import nn
 
@@ -60,17 +58,14 @@ def work_of(shape: Shape, device: torch.device) -> Work:
         nbytes,
         6 * t * n * k,
         _BUDGETS,
-        quantized_bytes(t, (n, k)),
     )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = layers.parser(__doc__, RECIPES, DEFAULT_RECIPES)
-    shapes.add_shapes(parser, shapes.LINEAR, "large")
-    args, device = driver.parse(parser, argv)
-    args.shapes, suffix = shapes.chosen(args)
+    args, device = driver.parse(layers.parser(__doc__, shapes.LINEAR, RECIPES, DEFAULT_RECIPES), argv)
+    name = "linear_tracker" if args.shapes == shapes.LINEAR["tracker"] else "linear"
     works = [work_of(shape, device) for shape in args.shapes]
-    return layers.run(f"linear{suffix}", ("shape", *layers.COLUMNS), args, works, device)
+    return layers.run(name, ("shape", *layers.COLUMNS), args, works, device)
 
 
 if __name__ == "__main__":

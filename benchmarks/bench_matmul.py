@@ -1,11 +1,8 @@
 """The three GEMMs of a linear layer, each backend of ours compared with its peers.
 
-Checks first: four corners of every result against the fp64 GEMM of what the operands decode to. Times are of CUDA graph
-replays with a cold cache. Floor: the greater of bytes that must move over copy bandwidth, and operations over the rate
-of cuBLASLt's tensorwise fp8, both measured here. A ratio to a peer is the peer's time over ours: above 1 we win.
-Operands are those that layers make: of grad_weight columnwise copies, padded; of fp8_128x128 with the input in square
-blocks. DeepGEMM compiles for long and runs where --peers names it.
-Writes benchmarks/results/matmul_<device>.json and .md, with --recipes fp8_128x128 matmul_128x128_<device>.
+Every result is checked against the fp64 GEMM of the decoded operands, 128 rows at a time. Operands are those that
+layers make: of grad_weight columnwise copies, padded; of fp8_128x128 with the input in square blocks. DeepGEMM compiles
+for long and runs where --peers names it. The results of fp8_128x128 have separate files, matmul_128x128_<device>.
 
     python benchmarks/bench_matmul.py [--shapes 4096x7168x2048 large] [--only grad_weight] [--backends gluon cublas]
                                       [--peers cublaslt deep_gemm] [--recipes fp8 fp8_128x128]
@@ -21,14 +18,11 @@ from functools import partial
 import torch
 from common import driver, peers, shapes
 from common.driver import Job
-from common.products import KINDS, RECIPES, Product, check, error_budget, product_error
-from common.report import Report
+from common.products import KINDS, RECIPES, Product, check, decoded, error_budget, product_error
 from common.shapes import Shape
 
 from torchao_blockwise import ops
 from torchao_blockwise.ops.gemm.plain import matmul_op
-
-COLUMNS = ("product", "shape", "recipe", "by", "us", "spread %", "TFLOP/s", "roofline us", "of roofline", "error")
 
 
 def job(kind: str, shape: Shape, recipe: str, device: torch.device, backends: Sequence[str] | None = None) -> Job:
@@ -42,7 +36,9 @@ def job(kind: str, shape: Shape, recipe: str, device: torch.device, backends: Se
         {"product": kind, "shape": str(shape), "recipe": recipe},
         partial(product.make, device),
         lambda inputs: driver.by_backend(matmul_op, (*inputs[2:], torch.bfloat16, None), backends, run_on),
-        lambda out, inputs, peer: check(product_error(out, *inputs[2:]), error_budget(product.mnk[2]), recipe, peer),
+        lambda out, inputs, peer: check(
+            product_error(out, *map(decoded, inputs[2:])), error_budget(product.mnk[2]), recipe, peer
+        ),
         {name: partial(peers.product_peer, name, product, device) for name in peers.PRODUCTS},
         product.nbytes(),
         product.flops,
@@ -52,14 +48,13 @@ def job(kind: str, shape: Shape, recipe: str, device: torch.device, backends: Se
 
 def main(argv: Sequence[str] | None = None) -> int:
     compared = (peers.PRODUCTS, peers.QUICK_PRODUCTS)
-    parser = driver.parser(__doc__, only=(KINDS, KINDS), recipes=(RECIPES, ("fp8",)), peers=compared)
-    shapes.add_shapes(parser, shapes.LINEAR, "default")
+    choices = {"only": (KINDS, KINDS), "recipes": (RECIPES, ("fp8",)), "peers": compared}
+    parser = driver.parser(__doc__, (shapes.LINEAR, "default"), **choices)
     driver.add_backends(parser)
     args, device = driver.parse(parser, argv)
-    args.shapes, _ = shapes.chosen(args)
-    results = Report("matmul_128x128" if "fp8_128x128" in args.recipes else "matmul", device, COLUMNS, vars(args))
     jobs = [job(*of, device, args.backends) for of in itertools.product(args.only, args.shapes, args.recipes)]
-    return driver.run_jobs(results, jobs, args.peers)
+    name = "matmul_128x128" if "fp8_128x128" in args.recipes else "matmul"
+    return driver.run_jobs(name, args, device, jobs, args.peers)
 
 
 if __name__ == "__main__":

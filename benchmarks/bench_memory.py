@@ -2,7 +2,7 @@
 
 For each variant what a step has allocated, in MiB: weights, gradients, what is held between forward and backward, and
 the peak of all together, without the step's inputs. Checks that the policies `save_activations` and `master_weights`
-give the same gradients, bit for bit. Writes benchmarks/results/memory_<device>.json and .md.
+give the same gradients, bit for bit.
 
     python benchmarks/bench_memory.py [--dim 4096 --hidden 14336 --layers 4 --tokens 8192] [--out FOLDER]
 """

@@ -2,14 +2,13 @@
 
 Layers of Llama 3 8B (grouped-query attention, SwiGLU), without embedding and head, bf16 weights, fused AdamW in bf16.
 Each recipe runs eager and compiled (layer by layer), without and with activation checkpointing of each layer. Checks
-first that the output is bf16's within the recipe's error. Memory is the peak of a step, all it holds counted. The split
-is of device time by kernel, from torch.profiler over three steps; below the table it is kernel by kernel. fp8_fused:
-layers that read one input share its quantization, where q, k, v, gate and up are separate layers (--fuse);
+first that the output is bf16's within the recipe's error. Memory is the peak of a step, all it holds counted. Times of
+GEMMs (products), quantization and the rest are from torch.profiler over three steps, with each kernel below the table.
+fp8_fused: layers that read one input share its quantization, where q, k, v, gate and up are separate layers (--fuse);
 fp8_fused_once: SwiGLU quantizes what it computes as well. fp8_128x128: with these blocks of grad_weight;
 saved: with `save_weights="quantized"`.
 MFU counts 6 FLOPs a token and weight and the causal half of attention, without recomputation, and divides them by the
 989 TFLOP/s that NVIDIA states for dense bf16 on an H100 or H200. J: joules of the board for 1,000 tokens.
-Writes benchmarks/results/model_<layers>_layers_<device>.json and .md, with --fuse model_<layers>_layers_fuse_<device>.
 
     python benchmarks/bench_model.py [--layers 32 --tokens 4096] [--only fp8 bf16] [--modes eager] [--fuse]
 """
@@ -29,7 +28,7 @@ import torch
 from common import driver, errors, peers
 from common.energy import joules
 from common.errors import relative_error
-from common.kernel_times import KINDS, OTHER, group_ms, kernels_of, longest, split_of, table
+from common.kernel_times import GROUP_COLUMNS, group_ms, kernels_of, longest, table
 from common.report import Report
 from common.timing import Timing, synchronize
 from llm_training.model import Stack
@@ -44,7 +43,10 @@ RECIPES = ("bf16", *OURS, "torchao", "torchao_tensorwise", "torchao_rowwise")
 DEFAULT_RECIPES = tuple(r for r in RECIPES if not r.endswith("_fused") and r != "nvfp4")
 FUSE_RECIPES = ("bf16", *FP8)
 MODES = ("eager", "compiled")
-COLUMNS = ("recipe", "mode", "checkpointing", "tokens/s", "x bf16", "ms a step", "MFU %", "J", "peak GiB", "error")
+COLUMNS = (
+    *("recipe", "mode", "checkpointing", "tokens/s", "x bf16", "ms a step", "MFU %", "J", "peak GiB", "error"),
+    *GROUP_COLUMNS,
+)
 _BF16_FLOPS = 989e12
 # Of the whole stack: errors of layers add up.
 _BUDGET = 0.5
@@ -154,17 +156,15 @@ def measure(recipe: str, mode: str, config: Config, args: Namespace, expected: t
             "mode": mode,
             "checkpointing": checkpointing,
             "tokens/s": trainer.tokens / timing.us * 1e6,
-            "x bf16": base["us"] / timing.us if base else None,
             "ms a step": timing.us / 1e3,
+            "x bf16": base["us"] / timing.us if base else None,
             "MFU %": 100 * trainer.flops / timing.us * 1e6 / _BF16_FLOPS if device.type == "cuda" else None,
             "J": None if (energy := joules(trainer.step, device)) is None else 1e3 * energy / trainer.tokens,
             "peak GiB": None if peak is None else peak / 2**30,
             "error": error,
-            **{f"{kind} %": 100 * share for kind, share in split_of(kernels).items()},
             **group_ms(kernels),
             "where": where,
-            "us": timing.us,
-            "timing": timing._asdict(),
+            **timing.columns(),
             "kernels": longest(kernels),
         }
         results.sections.append(table(f"{recipe}, {where}", kernels, timing.us))
@@ -188,8 +188,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         args.tokens, args.steps = 2 * config.seq_len, 2
     # bf16 first: the others are compared with it.
     args.only = sorted(args.only, key=lambda recipe: recipe != "bf16")
-    columns = [*COLUMNS, *(f"{kind} %" for kind in (*KINDS, OTHER))]
-    results = Report(f"model_{config.layers}_layers" + "_fuse" * args.fuse, device, columns, vars(args) | vars(config))
+    results = Report(f"model_{config.layers}_layers" + "_fuse" * args.fuse, device, COLUMNS, vars(args) | vars(config))
     reference = build(config, "bf16", device)
     with torch.no_grad():
         expected = reference(Trainer(reference, config, args.tokens, device).x)

@@ -2,7 +2,7 @@
 
 The whole MLP of all experts of one GPU, tokens sorted already, bf16 weights, quantized forward and backward. Recipes:
     fp8, nvfp4       SwiGLUExperts; nvfp4 without the random Hadamard transform and stochastic rounding
-    nvfp4_full       with both; nvfp4_per_expert: with neither, each expert and its tokens have a separate tensor scale
+    nvfp4_full       with both
     fp8_128x128      the same as fp8 with `grad_weight_blocks` of that name
     *_saved          the same with `save_weights="quantized"`: each weight is quantized once
     fp8_primary      the same as fp8 with Parameters in FP8, whose cast is the optimizer step's and in no step here
@@ -11,9 +11,8 @@ The whole MLP of all experts of one GPU, tokens sorted already, bf16 weights, qu
 Columns as in bench_linear: graph, eager, host, TFLOP/s of 18 · tokens · hidden · dim. "quantize %" is the share of
 device time in kernels that quantize, SwiGLU where it is fused with that. "memory MiB" is what a step has allocated at
 its peak, with weights and gradients, and without x and dy (layers.py; the JSON has the parts).
-Checks first that output and gradients are those of bf16 within the recipe's error. Floor: nine GEMMs at the rate of
-cuBLASLt's tensorwise fp8, or the bytes of x, the weights and dy read once and y, dx and their gradients written once.
-Writes benchmarks/results/moe_<device>.json and .md, with --shapes models moe_models_<device>.
+Output and gradients must be those of bf16 within the recipe's error. Bytes that must move: x, the weights and dy read
+once and y, dx and their gradients written once.
 
     python benchmarks/bench_moe.py [--shapes mixtral_8x7b 16384x8x1408x2048] [--routings skewed] [--only fp8 bf16]
 """
@@ -21,14 +20,13 @@ Writes benchmarks/results/moe_<device>.json and .md, with --shapes models moe_mo
 from __future__ import annotations
 
 import sys
-from collections import Counter
 from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
 from common import driver, layers, peers, shapes
-from common.kernel_times import kernels_of, longest, split_of
-from common.layers import OURS, Layer, Work, quantized_bytes
+from common.kernel_times import kernels_of, longest
+from common.layers import OURS, Layer, Work
 from common.shapes import ROUTINGS, Experts, group_ends
 from torch import nn
 from torchao.quantization import quantize_
@@ -40,7 +38,7 @@ DEFAULT_RECIPES = (
     *("fp8", "fp8_saved", "fp8_128x128", "fp8_128x128_saved", "fp8_primary"),
     *("bf16", "bf16_compiled", "torchao"),
 )
-RECIPES = (*DEFAULT_RECIPES, "nvfp4", "nvfp4_full", "nvfp4_per_expert")
+RECIPES = (*DEFAULT_RECIPES, "nvfp4", "nvfp4_full")
 COLUMNS = ("shape", "routing", *layers.COLUMNS, "quantize %")
 # Of two GEMMs, one on what the other gives.
 _BUDGETS = {recipe: 0.6 if recipe.startswith("nvfp4") else 0.15 for recipe in RECIPES} | {"bf16_compiled": 0.02}
@@ -83,7 +81,8 @@ def floor_bytes(shape: Experts, ends: torch.Tensor) -> int:
 def split(layer: Layer, inputs: tuple) -> dict:
     """The quantizers' share of a step's device time, of operators' host time on a CPU, and the longest kernels."""
     kernels = kernels_of(lambda: layer.step(*inputs), inputs[0].device)
-    return {"quantize %": 100 * split_of(kernels)["quantize"], "kernels": longest(kernels)}
+    quantizing, total = sum(k.us for k in kernels if k.kind == "quantize"), sum(k.us for k in kernels) or 1.0
+    return {"quantize %": 100 * quantizing / total, "kernels": longest(kernels)}
 
 
 def work_of(shape: Experts, routing: str, device: torch.device) -> Work:
@@ -101,19 +100,16 @@ def work_of(shape: Experts, routing: str, device: torch.device) -> Work:
         floor_bytes(shape, ends),
         18 * shape.tokens * shape.hidden * shape.dim,
         _BUDGETS,
-        sum((Counter(quantized_bytes(shape.tokens, weight)) for weight in shape.weights.values()), Counter()),
         split,
     )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = layers.parser(__doc__, RECIPES, DEFAULT_RECIPES)
-    shapes.add_shapes(parser, shapes.MIXTURES, "large")
+    parser = layers.parser(__doc__, shapes.MIXTURES, RECIPES, DEFAULT_RECIPES)
     parser.add_argument("--routings", nargs="+", choices=ROUTINGS, default=list(ROUTINGS), help="default all")
     args, device = driver.parse(parser, argv)
-    args.shapes, suffix = shapes.chosen(args)
     works = [work_of(shape, routing, device) for shape in args.shapes for routing in args.routings]
-    return layers.run(f"moe{suffix}", COLUMNS, args, works, device)
+    return layers.run("moe", COLUMNS, args, works, device)
 
 
 if __name__ == "__main__":

@@ -4,11 +4,10 @@
     unpermute     top_k weighted rows summed to a token's
     backward      of unpermute: rows weighted, and their dot products for the router
 
-Checks first that bits are the reference's; of the dot products, that they are within fp32's error. Times are of CUDA
-graph replays with a cold cache, the sort included. Floor: each tensor moved once, at the rate of a large copy.
-Writes benchmarks/results/permute_<device>.json and .md.
+The results are bitwise identical to the reference's, except the dot products, which are within fp32's error. The sort
+is timed too.
 
-    python benchmarks/bench_permute.py [--only permute unpermute]
+    python benchmarks/bench_permute.py [--shapes 4096x8x256x7168] [--only permute unpermute]
 """
 
 from __future__ import annotations
@@ -17,42 +16,18 @@ import itertools
 import sys
 from collections.abc import Sequence
 from functools import partial
-from typing import NamedTuple
 
 import torch
-from common import driver, errors
+from common import driver, errors, shapes
 from common.driver import Job, Peer
 from common.errors import relative_error, tensors
-from common.report import Report
+from common.shapes import Routing
 
 from torchao_blockwise import ops
 
 OPERATIONS = ("permute", "unpermute", "backward")
-COLUMNS = ("operation", "shape", "us", "spread %", "MiB", "TB/s", "roofline us", "of roofline")
 # ‖difference‖ / ‖reference‖ of sums in fp32 in another order, and of eager PyTorch, which rounds in between.
 _SUM_ERROR, _EAGER_ERROR = 1e-5, 5e-3
-
-
-class Routing(NamedTuple):
-    """Tokens, experts that each takes, experts, and width of a token."""
-
-    tokens: int
-    top_k: int
-    experts: int
-    dim: int
-
-    def __str__(self) -> str:
-        return "x".join(map(str, self))
-
-
-SHAPES = {
-    "deepseek_v3_671b": Routing(4096, 8, 256, 7168),
-    "deepseek_v3_16b": Routing(8192, 6, 64, 2048),
-    "mixtral_8x7b": Routing(8192, 2, 8, 4096),
-    "qwen3_30b_a3b": Routing(4096, 8, 128, 2048),
-    "few_tokens": Routing(64, 8, 256, 7168),
-}
-SMOKE = Routing(24, 2, 4, 160)
 
 
 def job(operation: str, shape: Routing, device: torch.device) -> Job:
@@ -112,12 +87,10 @@ def job(operation: str, shape: Routing, device: torch.device) -> Job:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = driver.parser(__doc__, shapes=(SHAPES, tuple(SHAPES)), only=(OPERATIONS, OPERATIONS))
+    parser = driver.parser(__doc__, (shapes.ROUTED, "default"), only=(OPERATIONS, OPERATIONS))
     args, device = driver.parse(parser, argv)
-    shapes = [SMOKE] if args.smoke else [SHAPES[name] for name in args.shapes]
-    results = Report("permute", device, COLUMNS, vars(args))
-    jobs = [job(operation, shape, device) for operation, shape in itertools.product(args.only, shapes)]
-    return driver.run_jobs(results, jobs, ["eager"])
+    jobs = [job(operation, shape, device) for operation, shape in itertools.product(args.only, args.shapes)]
+    return driver.run_jobs("permute", args, device, jobs, ["eager"])
 
 
 if __name__ == "__main__":

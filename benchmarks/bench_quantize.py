@@ -4,10 +4,9 @@ For each shape: rowwise, columnwise, both, a weight in square blocks, and the tr
 in NVFP4 also the columnwise copy of the random Hadamard transform ("transformed"), and both copies of a gradient,
 rounded stochastically, the columnwise one transformed ("gradient"). fp8_128x128: an input with `grad_weight_blocks` of
 that name, whose columnwise copy is in square blocks.
-Checks first that bits are the reference's. Bytes that must move: the input read once (twice where the scale of the
-tensor must be known first), the payload and scales written. Floor: those over the copy bandwidth measured here.
+The results are bitwise identical to the reference's. Bytes that must move: the input read once (twice where the scale
+of the tensor must be known first), the payload and scales written.
 torchao's kernels, in FP8, compile and try 45 variants for each new width, some 20 seconds: --peers runs them.
-Writes benchmarks/results/quantize_<device>.json and .md.
 
     python benchmarks/bench_quantize.py [--shapes 16384x4096x4096 large] [--only both transpose] [--peers torchao]
                                         [--recipes fp8 fp8_128x128]
@@ -24,13 +23,11 @@ from common import driver, peers, shapes
 from common.driver import Job
 from common.errors import Unavailable, Wrong, check_bits, tensors
 from common.products import RECIPES
-from common.report import Report
 
 from torchao_blockwise import ops
 
 NVFP4_ONLY = ("transformed", "gradient")
 CASES = ("rowwise", "columnwise", "both", "weight", "transpose", *NVFP4_ONLY)
-COLUMNS = ("case", "shape", "by", "us", "spread %", "MiB", "TB/s", "roofline us", "of roofline")
 
 
 def job(case: str, rows: int, columns: int, recipe: str, device: torch.device) -> Job:
@@ -96,17 +93,14 @@ def payload_agrees(peer, ours) -> bool:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = driver.parser(__doc__, only=(CASES, CASES), recipes=(RECIPES, ("fp8",)), peers=(["torchao"], ()))
-    shapes.add_shapes(parser, shapes.LINEAR, "default")
-    args, device = driver.parse(parser, argv)
-    args.shapes, _ = shapes.chosen(args)
-    results = Report("quantize", device, COLUMNS, vars(args))
+    choices = {"only": (CASES, CASES), "recipes": (RECIPES, ("fp8",)), "peers": (["torchao"], ())}
+    args, device = driver.parse(driver.parser(__doc__, (shapes.LINEAR, "default"), **choices), argv)
     jobs = [
         job(case, s.out_features if case in ("weight", "transpose") else s.tokens, s.in_features, recipe, device)
         for case, s, recipe in itertools.product(args.only, args.shapes, args.recipes)
         if case in cases_of(recipe)
     ]
-    return driver.run_jobs(results, jobs, args.peers)
+    return driver.run_jobs("quantize", args, device, jobs, args.peers)
 
 
 if __name__ == "__main__":

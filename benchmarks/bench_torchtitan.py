@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 from common import driver
-from common.environment import free_port
 from common.report import Report
 
 MODELS = {"llama3-8B": 6, "deepseek_v3-16B": 4, "llama3-debugmodel": 2, "deepseek_v3-debugmodel": 2}
@@ -97,8 +96,8 @@ def train(model: str, recipe: str, graph: bool, args: Namespace) -> dict[str, An
     from torchtitan.trainer import Trainer
 
     # The last trainer's process group is gone, and its options for inductor are not to stay.
-    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-    os.environ["MASTER_PORT"] = str(free_port())
+    # Port 0 is any free port.
+    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     torch._dynamo.reset()
     torch._inductor.config.emulate_precision_casts = False
 

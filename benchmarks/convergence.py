@@ -65,7 +65,7 @@ def main(argv: list[str] | None = None) -> int:
         return 2
 
 
-# --- one run, in a process of its own ---------------------------------------------------------------------------------
+# --- one run, in a separate process -----------------------------------------------------------------------------------
 
 
 def train_one(study: Study, args: argparse.Namespace) -> None:
@@ -85,7 +85,7 @@ def train_one(study: Study, args: argparse.Namespace) -> None:
 
             train_start(config, corpus, device, state)
             trainer = Trainer(BASE, config, device)
-            trainer.load(state, corpus, "--study")
+            trainer.load(state, corpus)
             digest = hashlib.sha256()
             for tensor in trainer.model.state_dict().values():
                 digest.update(tensor.cpu().contiguous().view(torch.uint8).numpy().tobytes())
@@ -98,8 +98,8 @@ def train_one(study: Study, args: argparse.Namespace) -> None:
             return
         folder = args.out / run.name
         folder.mkdir(exist_ok=True)
-        how = {"checkpoint_every": max(1, config.steps // _CHECKPOINTS), "resume": True}
-        result = train(recipe, config, corpus, device, folder, starts=args.out, draw=run.draw, **how)
+        every = max(1, config.steps // _CHECKPOINTS)
+        result = train(recipe, config, corpus, device, folder, checkpoint_every=every, start=state, draw=run.draw)
     start = json.loads((args.out / f"{Run(_START, run.seed, 0).name}.json").read_text())["digest"]
     environment.write_json(file, record_of(run, start, result, made_by))
 
@@ -158,7 +158,7 @@ def train_until(study: Study, args: argparse.Namespace) -> list[str]:
 
 
 def fits(run: Run, records: list[dict], left: float) -> bool:
-    """Whether a run is likely to end in so many seconds, by what the same recipe took, or else the slowest."""
+    """Whether a run is likely to end within `left` seconds, judged by the same recipe, or else by the slowest."""
     own = [r["seconds"] for r in records if r["recipe"] == run.recipe] or [r["seconds"] for r in records]
     return left > (1.1 * max(own) + _SETUP_SECONDS if own and run.recipe != _START else 0)
 

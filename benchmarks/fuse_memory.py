@@ -8,16 +8,15 @@ flavors of torchtitan. `memory_report` predicts a training step. Writes benchmar
 
 from __future__ import annotations
 
-import argparse
 import importlib
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from common import driver
 from common.environment import environment
-from common.report import RESULTS, markdown, save
+from common.report import markdown, save
 from torch import nn
 from torchao.quantization import quantize_
 
@@ -78,10 +77,8 @@ def table(rows: Iterable[dict[str, Any]]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=4096)
-    parser.add_argument("--only", nargs="+", choices=MODELS, default=list(MODELS), help="models")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
+    parser = driver.parser(__doc__, only=(MODELS, MODELS))
+    driver.add_numbers(parser, tokens=4096)
     args = parser.parse_args(arguments)
     rows = [row(name, recipe, args.tokens) for name in args.only for recipe in RECIPES]
     text = table(rows)

@@ -3,7 +3,7 @@
 On a GPU it times the calls of a layer so small that the GPU never is what is waited for. Without one, kernels are
 built for sm_90 and Triton's extension in C, like cuBLAS, is replaced by nothing, so that the same Python runs.
 Compiled, a layer runs by inductor; without a GPU only as far as graphs go, for which no compiler is needed.
-"x bf16" is the ratio to the same of bf16. Writes benchmarks/results/host_time_<device>.json and .md.
+"x bf16" is the time over that of bf16. Writes benchmarks/results/host_time_<device>.json and .md.
 
     python benchmarks/host_time.py [--dim 512 --tokens 512]
 """

@@ -26,8 +26,8 @@ import math
 
 import torch
 from common import environment, plot
-from common.report import RESULTS, markdown, save
-from llm_training import checkpoint, products, throughput
+from common.report import RESULTS, Report
+from llm_training import products, throughput
 from llm_training.config import PRESETS, RunConfig, UsageError, override
 from llm_training.data import Corpus, read_corpus
 from llm_training.recipes import DEFAULT, MERGED, RECIPES, SEPARATE
@@ -36,8 +36,8 @@ from llm_training.training import Result, train
 HEADER = ("recipe", "held-out loss", "gap to bf16", "train loss", "tokens/s", "weights", "activations", "peak memory")
 _GUARANTEES = """\
 Every recipe starts from the same weights and sees the same bytes in the same order; both depend only on --seed.
-On a CPU a run repeats bit for bit (same machine, thread count and versions), and so does one that was interrupted and
-resumed. On a GPU the order of additions in PyTorch's backward kernels may vary, so curves repeat closely, not bitwise.
+On a CPU a run repeats bit for bit (same machine, thread count and versions). On a GPU the order of additions in
+PyTorch's backward kernels may vary, so curves repeat closely, not bitwise.
 """
 
 
@@ -53,7 +53,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--data", metavar="PATH", help="a text file, or a folder of them (default: Python's standard library)")
     add("--device", help="cpu, cuda or cuda:N (default: a GPU where there is one)")
     out = Path("runs/train_llm")
-    add("--out", type=Path, default=out, metavar="DIR", help="results and checkpoints (default: %(default)s)")
+    add("--out", type=Path, default=out, metavar="DIR", help="folder of the results (default: %(default)s)")
     add("--results", action="store_true", help="write the results into benchmarks/results/ too")
     add("--throughput", action="store_true", help="time steps of all recipes, which take turns, and train no further")
     add("--profile", action="store_true", help="with --throughput: where a step's time goes, kernel by kernel")
@@ -74,15 +74,13 @@ def make_parser() -> argparse.ArgumentParser:
     numbers.add_argument("--compile", help="torch.compile each block", **switch)
     numbers.add_argument("--activation-checkpointing", help="recompute every block in backward", **switch)
     numbers.add_argument(
-        "--cuda-graph", help="launch each step as one CUDA graph, captured after three steps", **switch
+        "--cuda-graph", help="launch each step from a CUDA graph, captured after three steps", **switch
     )
-    add("--checkpoint-every", type=int, default=0, metavar="N", help="write a checkpoint every N steps")
-    add("--resume", action="store_true", help="continue from the checkpoints in --out")
     return parser
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command; 0: done, 1: a recipe diverged, 2: it could not run, 130: interrupted."""
+    """Run the command; 0: done, 1: a recipe diverged, 2: it could not run."""
     args = make_parser().parse_args(argv)
     try:
         return run(args)
@@ -93,10 +91,6 @@ def main(argv: list[str] | None = None) -> int:
         remedy = "lower --batch-size, or add --activation-checkpointing"
         print(f"train_llm: the device ran out of memory; {remedy}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        remedy = "continue it with --resume" if args.checkpoint_every else "with --checkpoint-every N it can be resumed"
-        print(f"\ntrain_llm: interrupted; {remedy}", file=sys.stderr)
-        return 130
 
 
 def run(args: argparse.Namespace) -> int:
@@ -107,28 +101,20 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError("--cuda-graph needs a GPU; leave it out")
     if args.profile and not args.throughput:
         raise UsageError("--profile looks at steps of --throughput; add that")
-    try:
-        args.out.mkdir(parents=True, exist_ok=True)
-    except OSError:
-        raise UsageError(f"{args.out}: not a folder that can be written; choose another --out") from None
+    # Before hours of training.
+    args.out.mkdir(parents=True, exist_ok=True)
     every = SEPARATE if config.separate else MERGED if args.throughput else DEFAULT
     recipes = list(dict.fromkeys(args.recipes or every))
-    if args.resume and not any(checkpoint.path_of(args.out, r).exists() for r in recipes):
-        remedy = "run with --checkpoint-every N first, or name its --out"
-        raise UsageError(f"--resume: no checkpoint in {args.out}; {remedy}")
     # A few steps need little text.
     everything = device.type == "cuda" and not args.throughput
     corpus = read_corpus(args.data, config.seq_len, config.held_out_sequences, site_packages=everything)
     print(opening_line(config, corpus, device, recipes))
     if args.throughput:
-        args.smoke, args.out = False, RESULTS if args.results else args.out
+        args.out = RESULTS if args.results else args.out
         return throughput.measure(recipes, config, corpus, args, results_name(config, device, "throughput"), device)
-    how = {"checkpoint_every": args.checkpoint_every, "resume": args.resume}
-    results = [train(r, config, corpus, device, args.out, **how) for r in recipes]
-    write_results(args.out, "train_llm", config, corpus, device, results)
-    if args.results:
-        write_results(RESULTS, results_name(config, device), config, corpus, device, results)
-    return int(any(r.diverged for r in results))
+    trained = [train(r, config, corpus, device) for r in recipes]
+    write_results(args, config, corpus, device, trained)
+    return int(any(r.diverged for r in trained))
 
 
 def config_from(args: argparse.Namespace, device: torch.device) -> RunConfig:
@@ -141,17 +127,15 @@ def config_from(args: argparse.Namespace, device: torch.device) -> RunConfig:
 
 
 def results_name(config: RunConfig, device: torch.device, kind: str = "train_llm") -> str:
-    """Of the files in benchmarks/results: train_llm_cpu, train_llm_moe_tiny_cpu, throughput_125m_fuse_compiled.
+    """Of the files of results, before the device: train_llm, train_llm_moe_tiny, throughput_125m_fuse_compiled.
 
     Each kind of model and number of steps has its own; what is training's default is left out.
     """
     named = kind != "train_llm" or config.preset != default_preset(device)
     words = [kind, *config.preset.split("-") * named, *["fuse"] * config.separate, *["compiled"] * config.compile]
     words += ["graph"] * config.cuda_graph
-    if kind == "train_llm":
-        # Other results are written by a report, which adds its device itself.
-        fewer = config.steps != PRESETS[config.preset].steps
-        words += [environment.slug(device), *[f"{config.steps}_steps"] * fewer]
+    if kind == "train_llm" and config.steps != PRESETS[config.preset].steps:
+        words.append(f"{config.steps}_steps")
     return "_".join(words)
 
 
@@ -160,7 +144,7 @@ def default_preset(device: torch.device) -> str:
 
 
 def opening_line(config: RunConfig, corpus: Corpus, device: torch.device, recipes: list[str]) -> str:
-    """What will run, in one line."""
+    """Describe the run in one line."""
     size = f"{config.parameters / 1e6:.1f} M parameters ({config.preset}), {config.layers} layers of width {config.dim}"
     if config.experts:
         active = f"{config.active_parameters / 1e6:.1f} M parameters active"
@@ -173,44 +157,30 @@ def opening_line(config: RunConfig, corpus: Corpus, device: torch.device, recipe
 # --- results of a run -------------------------------------------------------------------------------------------------
 
 
-def gap(result: Result, results: list[Result]) -> float:
-    """Held-out loss above that of bf16, in %; NaN where one of them is missing."""
-    base = next((r.held_out_loss for r in results if r.recipe == "bf16"), math.nan)
-    return 100 * (result.held_out_loss / base - 1)
-
-
-def rows(results: list[Result]) -> list[dict]:
-    """The table as data, a dict a recipe; None where there is no value."""
-    return [
-        {
-            "recipe": r.recipe,
-            "layers": r.layers,
-            "held_out_loss": _finite(r.held_out_loss),
-            "gap_percent": _finite(gap(r, results)),
-            "train_loss": _finite(r.train_loss),
-            "tokens_per_second": r.tokens_per_second,
-            "weight_bytes": r.weight_bytes,
-            "activation_bytes": r.activation_bytes,
-            "peak_bytes": r.peak_bytes,
-        }
-        for r in results
-    ]
-
-
-def table(results: list[Result]) -> str:
-    """The results as a Markdown table."""
-    cells = []
-    for r, row in zip(results, rows(results)):
-        percent = "-" if r.recipe == "bf16" or row["gap_percent"] is None else f"{row['gap_percent']:+.2f} %"
-        loss = f"diverged at step {len(r.losses)}" if r.diverged else f"{r.held_out_loss:.4f}"
-        train_loss = "-" if r.diverged else f"{r.train_loss:.4f}"
-        sizes = (_bytes(row[k]) for k in ("weight_bytes", "activation_bytes", "peak_bytes"))
-        cells.append((r.recipe, loss, percent, train_loss, f"{r.tokens_per_second:,.0f}", *sizes))
-    return markdown(HEADER, cells)
+def row(result: Result, base: Result | None) -> dict:
+    """The row of a recipe; base: the result of bf16."""
+    percent = 100 * (result.held_out_loss / base.held_out_loss - 1) if base else math.nan
+    return {
+        "recipe": result.recipe,
+        "held-out loss": f"diverged at step {len(result.losses)}" if result.diverged else f"{result.held_out_loss:.4f}",
+        "gap to bf16": None if result is base or math.isnan(percent) else f"{percent:+.2f} %",
+        "train loss": None if result.diverged else f"{result.train_loss:.4f}",
+        "tokens/s": result.tokens_per_second,
+        "weights": _bytes(result.weight_bytes),
+        "activations": _bytes(result.activation_bytes),
+        "peak memory": _bytes(result.peak_bytes),
+        "layers": result.layers,
+        "weight_bytes": result.weight_bytes,
+        "activation_bytes": result.activation_bytes,
+        "peak_bytes": result.peak_bytes,
+        "held_out_loss": None if result.diverged else result.held_out_loss,
+        "losses": [x if math.isfinite(x) else None for x in result.losses],
+        "seconds": result.seconds,
+    }
 
 
 def footnotes(config: RunConfig, corpus: Corpus, device: torch.device) -> str:
-    """What the table's numbers are and where they come from."""
+    """Explain the numbers of the table and their source."""
     tokens = config.steps * config.tokens_per_step
     read = f"{tokens:,} tokens from {len(corpus.train) / 1e6:,.1f} MB of text ({corpus.name})"
     passes = tokens / len(corpus.train)
@@ -229,44 +199,38 @@ def footnotes(config: RunConfig, corpus: Corpus, device: torch.device) -> str:
 
 
 def write_results(
-    folder: Path, name: str, config: RunConfig, corpus: Corpus, device: torch.device, results: list[Result]
+    args: argparse.Namespace, config: RunConfig, corpus: Corpus, device: torch.device, trained: list[Result]
 ) -> None:
-    """Print the table, and write name.json, name.md and name.png in `folder`."""
+    """Print the table, and write it with a picture in --out and, with --results, in benchmarks/results."""
     tokens = config.steps * config.tokens_per_step
-    content = {
-        "config": asdict(config) | {"parameters": config.parameters},
-        "data": {
-            "name": corpus.name,
-            "sha256_16": corpus.digest,
-            "train_bytes": len(corpus.train),
-            "passes": tokens / len(corpus.train),
-            "held_out_sequences": len(corpus.held_out),
-            "unigram_entropy": corpus.unigram_entropy,
-        },
-        "environment": environment.environment(device),
-        "table": rows(results),
-        "curves": {r.recipe: {"loss": [_finite(x) for x in r.losses], "seconds": r.seconds} for r in results},
+    data = {
+        "name": corpus.name,
+        "sha256_16": corpus.digest,
+        "train_bytes": len(corpus.train),
+        "passes": tokens / len(corpus.train),
+        "held_out_sequences": len(corpus.held_out),
+        "unigram_entropy": corpus.unigram_entropy,
     }
-    text = f"{table(results)}\n\n{footnotes(config, corpus, device)}"
-    print(f"\n{text}\n")
-    path = save(folder, name, content, text)
-    base = next((r.losses for r in results if r.recipe == "bf16"), [])
-    gaps = {r.recipe: plot.distance(r.losses, base) for r in results if base and r.recipe != "bf16"}
+    name, notes = results_name(config, device), footnotes(config, corpus, device)
+    results = Report(name, device, HEADER, asdict(config) | {"parameters": config.parameters, "data": data})
+    results.sections.append(notes)
+    base = next((r for r in trained if r.recipe == "bf16"), None)
+    print()
+    for result in trained:
+        results.add(row(result, base))
+    print(f"\n{notes}")
+    gaps = {r.recipe: plot.distance(r.losses, base.losses) for r in trained if base and r is not base}
     title = f"A {config.parameters / 1e6:.1f} M-parameter decoder trained on {tokens / 1e6:,.3g} M tokens"
-    data = f"{corpus.name} · {environment.device_name(device)}"
-    losses = {f"{r.recipe} {r.held_out_loss:.3f}": r.losses for r in results}
-    step = config.tokens_per_step
-    plot.draw(path.with_suffix(".png"), title, data, losses, gaps, step, corpus.unigram_entropy)
-    print(f"wrote {path}.json and .md")
+    subtitle = f"{corpus.name} · {environment.device_name(device)}"
+    losses = {f"{r.recipe} {r.held_out_loss:.3f}": r.losses for r in trained}
+    for folder in (args.out, *[RESULTS] * args.results):
+        picture = results.write(folder).with_suffix(".png")
+        plot.draw(picture, title, subtitle, losses, gaps, config.tokens_per_step, corpus.unigram_entropy)
 
 
-def _finite(x: float) -> float | None:
-    return x if math.isfinite(x) else None
-
-
-def _bytes(count: int | None) -> str:
+def _bytes(count: int | None) -> str | None:
     if count is None:
-        return "-"
+        return None
     return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
 
 

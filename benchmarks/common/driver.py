@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,9 +19,21 @@ import torch
 
 from common import report
 from common.report import Report
+from common.shapes import add_shapes, choose
 from common.timing import Timing, input_sets, time_runs
 from torchao_blockwise.ops import Backend
 
+_NOTES = """\
+Results are checked before they are timed. Kernels are replayed from CUDA graphs with a cold cache. roofline us is the
+greater of the bytes that must move over the copy bandwidth, and the operations over the rate of cuBLASLt's tensorwise
+FP8, both measured in the run. "x NAME" is the time of NAME over that of the row: above 1 the row is faster.
+Writes <name>_<device>.json and .md in --out, by default in benchmarks/results.
+"""
+# Of a report, by what bounds its jobs; `by` names our way.
+_COLUMNS = {
+    "bytes": ("us", "spread %", "MiB", "TB/s", "roofline us", "of roofline"),
+    "flops": ("by", "us", "spread %", "TFLOP/s", "roofline us", "of roofline", "error"),
+}
 # A rate above the measured peak times this is not believed.
 _TOO_FAST = 1.5
 
@@ -45,7 +58,7 @@ class Job:
     """One thing to time, by one way of ours or more.
 
     labels: what tells its rows apart, by column. make: gives fresh inputs.
-    ours: inputs -> {name: (*inputs) -> the result, or why it cannot run here}; the column `by` has the name.
+    ours: inputs -> {name: (*inputs) -> the result, or why it cannot run here}; the name is in the column `by`.
     check: (result, inputs, peer or None) -> its error, if it has one; raises Wrong.
     peers: name -> what gives the Peer; may raise Unavailable.
     nbytes: that must move. flops: 0 where only bytes count. more: what else its rows hold.
@@ -65,13 +78,20 @@ class Job:
         return " ".join(self.labels.values())
 
 
-def parser(doc: str, **choices: tuple[Iterable[str], Sequence[str]]) -> argparse.ArgumentParser:
-    """The options of every benchmark, and one for each of `choices`: name -> (what there is, default)."""
+def parser(
+    doc: str, shapes: tuple[Mapping[str, list], str | Sequence[str]] | None = None,
+    **choices: tuple[Iterable[str], Sequence[str]],
+) -> argparse.ArgumentParser:  # fmt: skip
+    """The options of every benchmark, and one for each of `choices`: name -> (allowed values, default).
+
+    shapes: (shapes by name, default) of --shapes, as for `add_shapes`.
+    """
     made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, (there, default) in choices.items():
         shown = f"default {' '.join(default)}" if default else "default none"
         made.add_argument(f"--{name}", nargs="*", choices=list(there), default=list(default), help=shown)
-    made.add_argument("--smoke", action="store_true", help="tiny sizes, on a CPU where there is no GPU: does it run?")
+    if shapes:
+        add_shapes(made, *shapes)
     made.add_argument("--out", type=Path, default=report.RESULTS, help="folder of the results")
     return made
 
@@ -86,10 +106,14 @@ def add_backends(to: argparse.ArgumentParser) -> None:
 
 
 def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> tuple[argparse.Namespace, torch.device]:
-    """Arguments and the device; leaves with a message where there is no GPU to measure."""
+    """Return the arguments, with --smoke, and the device; exit with a message without a GPU to measure."""
+    parser.epilog, smoke = _NOTES, "tiny sizes, also on a CPU: does it run?"
+    parser.add_argument("--smoke", action="store_true", help=smoke)
     args = parser.parse_args(argv)
     if not args.smoke and not torch.cuda.is_available():
         parser.exit(2, f"{parser.prog}: needs a CUDA GPU; none found (--smoke tries the script out on a CPU)\n")
+    if "shapes" in args:
+        choose(args)
     return args, torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -109,9 +133,16 @@ def run(results: Report, work: Iterable[tuple[str, str, Callable[[], object]]]) 
     return 0 if results.rows else 1
 
 
-def run_jobs(results: Report, jobs: Iterable[Job], peers: Sequence[str]) -> int:
+def run_jobs(name: str, args: argparse.Namespace, device: torch.device, jobs: Sequence[Job], peers: Sequence[str]):
+    """Report on jobs of one kind, with these peers."""
+    if not jobs:
+        sys.exit(f"{name}: nothing to measure; these options exclude each other")
+    columns = [*jobs[0].labels, *_COLUMNS["flops" if jobs[0].flops else "bytes"], *(f"x {name}" for name in peers)]
+    return measure_jobs(Report(name, device, columns, vars(args)), jobs, peers)
+
+
+def measure_jobs(results: Report, jobs: Iterable[Job], peers: Sequence[str]) -> int:
     """Measure the ceilings, then each job once, together with these peers."""
-    results.columns += [f"x {name}" for name in peers]
     results.measure_ceilings()
     # Shapes may differ in what a job does not read.
     once = {job.where: job for job in jobs}
@@ -121,7 +152,7 @@ def run_jobs(results: Report, jobs: Iterable[Job], peers: Sequence[str]) -> int:
 def by_backend(
     op, arguments: tuple, named: Sequence[str] | None, run_on: Callable[[Backend], Callable]
 ) -> dict[str, Callable | str]:
-    """Of a job's `ours`: each backend in the operation's table; the reference only where it is named or alone.
+    """`ours` of a job: each backend of the operation; the reference if it is named, or if no other backend can run.
 
     arguments: of the operation, by which its backends say whether they can compute them. named: backends, if any are.
     """
@@ -169,16 +200,14 @@ def measure(job: Job, names: Sequence[str], results: Report) -> None:
             continue
         rate = {"MiB": job.nbytes / 2**20, "TB/s": job.nbytes / t.us / 1e6}
         if job.flops:
-            rate = {"TFLOP/s": job.flops / t.us / 1e6, "intensity": job.flops / job.nbytes}
-        row = {"by": name} if "by" in results.columns else {}
-        row |= {
+            rate = {"TFLOP/s": job.flops / t.us / 1e6}
+        row = {
+            "by": name,
             **job.labels,
             **rate,
-            "us": t.us,
-            "spread %": 100 * (t.high - t.low) / t.us,
+            **t.columns(),
             "roofline us": floor,
             "of roofline": floor / t.us,
-            "timing": t._asdict(),
             **ratios(t.us, {name: other.us for name, other in found.items()}),
             **job.more,
             "peers us": {name: other.us for name, other in found.items()},

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -47,19 +46,8 @@ def device_name(device: torch.device) -> str:
 
 def slug(device: torch.device) -> str:
     """The device in a file name: `cpu`, `nvidia_h200`."""
-    return "cpu" if device.type == "cpu" else slug_of(device_name(device))
-
-
-def slug_of(name: str) -> str:
-    """A device's name in a file name."""
+    name = "cpu" if device.type == "cpu" else device_name(device)
     return "_".join("".join(c if c.isalnum() else " " for c in name.lower()).split())
-
-
-def free_port() -> int:
-    """A port of this machine that nobody listens on."""
-    with socket.socket() as found:
-        found.bind(("localhost", 0))
-        return found.getsockname()[1]
 
 
 def write_text(path: Path, text: str) -> None:

@@ -16,7 +16,7 @@ class Unavailable(Exception):
 
 
 class Wrong(Exception):
-    """How a result differs from what it must be."""
+    """How a result differs from the expected one."""
 
 
 def reason(error: Exception) -> str:

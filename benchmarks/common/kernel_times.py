@@ -24,6 +24,7 @@ KINDS = {
 OTHER = "other"
 # Of a table: what is multiplied, what low precision costs besides, and the rest.
 GROUPS = {"products": ("products",), "quantization": ("quantize", "transpose")}
+GROUP_COLUMNS = tuple(f"{group} ms" for group in (*GROUPS, OTHER))
 # Rows of each group that a table has.
 _ROWS = 12
 _NAME = 90
@@ -47,7 +48,7 @@ class Kernel(NamedTuple):
 
 
 def kernels_of(step: Callable[[], object], device: torch.device, steps: int = 1) -> list[Kernel]:
-    """The kernels of `step`, operators and host µs on a CPU, the longest first; the mean of so many steps."""
+    """Return the kernels of `step`, on a CPU the operators and their host time, longest first: the mean of `steps`."""
     activity = torch.profiler.ProfilerActivity
     on_gpu = device.type == "cuda"
     synchronize(device)
@@ -69,19 +70,9 @@ def kernels_of(step: Callable[[], object], device: torch.device, steps: int = 1)
     return sorted((Kernel(name, *seen) for name, seen in found.items()), key=lambda kernel: -kernel.us)
 
 
-def split_of(kernels: Sequence[Kernel]) -> dict[str, float]:
-    """{kind: share of the time}; "other" is what fits no kind."""
-    total = sum(kernel.us for kernel in kernels) or 1.0
-    shares = dict.fromkeys([*KINDS, OTHER], 0.0)
-    for kernel in kernels:
-        shares[kernel.kind] += kernel.us / total
-    return shares
-
-
 def group_ms(kernels: Sequence[Kernel]) -> dict[str, float]:
     """Columns of a row: milliseconds a step of each group."""
-    groups = [*GROUPS, OTHER]
-    return {f"{group} ms": sum(k.us for k in kernels if k.group == group) / 1e3 for group in groups}
+    return {name: sum(k.us for k in kernels if f"{k.group} ms" == name) / 1e3 for name in GROUP_COLUMNS}
 
 
 def longest(kernels: Sequence[Kernel]) -> list[dict]:

@@ -11,12 +11,13 @@ torchao_tensorwise, torchao_rowwise   torchao.float8's layers, compiled
 from __future__ import annotations
 
 import functools
-import importlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torchao import float8
+from torchao.quantization import quantize_
 
 from common.driver import Peer
 from common.errors import Unavailable
@@ -30,8 +31,7 @@ _BLOCK = FP8_1X128.block[1]
 
 # Ours, of the same weights. "128x128": `grad_weight_blocks`. "saved": `save_weights="quantized"`. "primary": Parameters
 # that are quantized themselves.
-# "nvfp4" is without the transform and random bits, which "full" has; "per_expert": as "nvfp4", with a tensor scale an
-# expert.
+# "nvfp4" is without the transform and random bits, which "full" has.
 OUR_CONFIGS = {
     "fp8": BlockwiseFP8TrainingConfig(),
     "fp8_128x128": BlockwiseFP8TrainingConfig(grad_weight_blocks="128x128"),
@@ -40,7 +40,6 @@ OUR_CONFIGS = {
     "fp8_primary": BlockwiseFP8TrainingConfig(master_weights=False),
     "nvfp4": NVFP4TrainingConfig(hadamard=False, stochastic_rounding=False),
     "nvfp4_full": NVFP4TrainingConfig(),
-    "nvfp4_per_expert": NVFP4TrainingConfig(hadamard=False, stochastic_rounding=False, scale_per_expert=True),
 }
 
 PRODUCTS = ("bf16", "tensorwise", "cublaslt", "deep_gemm")
@@ -147,8 +146,6 @@ def convert(model: nn.Module, recipe: str, device: torch.device) -> nn.Module:
 
     Raises Unavailable, or KeyError for a name that is none.
     """
-    from torchao.quantization import quantize_
-
     if recipe == "bf16":
         return model
     if recipe in OUR_CONFIGS:
@@ -157,14 +154,14 @@ def convert(model: nn.Module, recipe: str, device: torch.device) -> nn.Module:
     if recipe == "torchao":
         need_capability(device, (9, 0))
         torchao_kernels()
-        linear = _import("torchao.prototype.blockwise_fp8_training.linear")
+        from torchao.prototype.blockwise_fp8_training import linear
+
         widths = [s for m in model.modules() if isinstance(m, nn.Linear) for s in m.weight.shape]
         need_multiples("features", widths, _BLOCK)
         quantize_(model, linear.Float8BlockwiseLinearConfig(), filter_fn=lambda m, fqn: isinstance(m, nn.Linear))
         return model
     granularity = {"torchao_tensorwise": "tensorwise", "torchao_rowwise": "rowwise"}[recipe]
     need_capability(device, (8, 9), at_least=True)
-    float8 = _import("torchao.float8")
     config = float8.Float8LinearConfig.from_recipe_name(granularity)
     return float8.convert_to_float8_training(model, config=config)
 
@@ -181,13 +178,14 @@ def compile_model(model: nn.Module, device: torch.device) -> nn.Module:
 def torchao_grouped_product(device: torch.device, widths: Iterable[int]) -> Callable:
     """(x [M, K], weight [E, K, N], ends) -> [M, N] by torchao's blockwise FP8 training; raises Unavailable.
 
-    Through DeepGEMM: what it falls back to without that dequantizes, and is no peer.
+    It needs DeepGEMM. Its fallback without DeepGEMM dequantizes, so it is not compared.
     """
     need_capability(device, (9, 0))
     import_deep_gemm(device)
     torchao_kernels()
     need_multiples("dim and hidden", widths, _BLOCK)
-    grouped = _import("torchao.prototype.moe_training.blockwise_fp8.grouped_mm")
+    from torchao.prototype.moe_training.blockwise_fp8 import grouped_mm as grouped
+
     return functools.partial(grouped._to_fp8_blockwise_then_scaled_grouped_mm, out_dtype=torch.bfloat16)
 
 
@@ -196,42 +194,32 @@ def torchao_grouped_product(device: torch.device, widths: Iterable[int]) -> Call
 
 @functools.cache
 def torchao_kernels():
-    """torchao's blockwise kernels; raises Unavailable.
+    """torchao's blockwise kernels.
 
     Its quantizers are tuned over pipeline stages, of which they have none, being without a loop: variants that differ
     in nothing else are the same code, and two thirds of them are left out to compile the less. Each variant is tried
     for a fifth of the time that Triton would take by itself.
     """
-    kernels = _import("torchao.prototype.blockwise_fp8_training.kernels")
+    from torchao.prototype.blockwise_fp8_training import kernels
+    from triton.testing import do_bench
+
     for name, kernel in vars(kernels).items():
         if not hasattr(kernel, "configs"):
             continue
-        kernel.do_bench = _brief_bench
+        kernel.do_bench = functools.partial(do_bench, warmup=5, rep=20)
         if "_quant_" in name:
             stages = min(config.num_stages for config in kernel.configs)
             kernel.configs = [config for config in kernel.configs if config.num_stages == stages]
     return kernels
 
 
-def _brief_bench(call: Callable, quantiles: Sequence[float]):
-    """Milliseconds of a variant, for Triton's autotuner."""
-    from triton.testing import do_bench
-
-    return do_bench(call, warmup=5, rep=20, quantiles=quantiles)
-
-
-def _import(name: str):
-    try:
-        return importlib.import_module(name)
-    except Exception as error:
-        raise Unavailable(f"cannot import {name}: {type(error).__name__}: {error}") from None
-
-
 def import_deep_gemm(device: torch.device):
     """DeepGEMM, where it runs on this device; raises Unavailable."""
     if isinstance(why := deep_gemm_library.product_on(device.index or 0), str):
         raise Unavailable(why)
-    return _import("deep_gemm")
+    import deep_gemm
+
+    return deep_gemm
 
 
 def need_capability(device: torch.device, wanted: tuple[int, int], *, at_least: bool = False) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import io
 import math
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -60,15 +58,15 @@ def draw(
     distances: Mapping[str, Sequence[float]],
     tokens_a_step: int,
     level: float,
-) -> bool:
-    """Write the picture, whole or not at all; False where matplotlib is missing, which is printed.
+) -> None:
+    """Write the picture; none where matplotlib is missing, which is printed.
 
     losses: training losses by label, of which the first is bf16's. distances: as of `distance`, in the same order,
     empty without bf16. level: entropy of a byte, the loss of a model that knows only frequencies.
     """
     plt = pyplot()
     if plt is None:
-        return False
+        return
     with plt.rc_context(STYLE):
         rows = 2 if distances else 1
         figure, axes = plt.subplots(
@@ -93,13 +91,8 @@ def draw(
         bottom.set_xlabel("training tokens (bytes)")
         figure.suptitle(title, x=0.015, ha="left", fontsize=14, fontweight="bold")
         top.set_title(subtitle, loc="left", fontsize=10, color=_FAINT)
-        image = io.BytesIO()
-        figure.savefig(image, dpi=160, format="png", facecolor="white")
+        figure.savefig(path, dpi=160, facecolor="white")
         plt.close(figure)
-    temporary = path.with_suffix(".png.tmp")
-    temporary.write_bytes(image.getvalue())
-    os.replace(temporary, path)
-    return True
 
 
 def _tokens(curve: Sequence, tokens_a_step: int) -> list[int]:

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
+from summaries.cells import MISSING
+from summaries.cells import table as markdown
 
 from common import environment, roofline
 from common.errors import reason
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
-MISSING = "-"
 
 
 class Report:
-    """The rows of one benchmark, printed and saved as they come: a run that is cut short has left so many.
+    """The rows of one benchmark, printed and saved as they come, so that an interrupted run keeps its rows.
 
     name: of the files. columns: what the table shows, in order; rows may hold more, which only the JSON has.
     A row's numbers are µs, TFLOP/s, TB/s or ratios, as the column says; None where there is nothing.
@@ -43,7 +44,7 @@ class Report:
         if not self.rows:
             print(markdown(self.columns, [], left=2))
         self.rows.append(dict(row))
-        print(_line(self._cells(row)), flush=True)
+        print(f"| {' | '.join(self._cells(row))} |", flush=True)
         if self.arguments.get("out"):
             self._save(Path(self.arguments["out"]))
 
@@ -64,10 +65,12 @@ class Report:
         """A line for each reason why something has no figure."""
         return [f"- {name}: {why} ({', '.join(places)})" for (name, why), places in self.left_out.items()]
 
-    def write(self, folder: Path) -> None:
-        """<name>_<device>.json and .md in `folder`."""
+    def write(self, folder: Path) -> Path:
+        """<name>_<device>.json and .md in `folder`; returns their path without a suffix."""
         print("\n".join(["", *self.notes()]))
-        print(f"wrote {self._save(folder)}.json, .md")
+        path = self._save(folder)
+        print(f"wrote {path}.json, .md")
+        return path
 
     def _cells(self, row: Mapping) -> list[str]:
         return [_text(row.get(column)) for column in self.columns]
@@ -76,7 +79,7 @@ class Report:
         content = {
             "environment": self.environment,
             "arguments": self.arguments,
-            "ceilings": self.ceilings.as_dict() if self.ceilings else None,
+            "ceilings": self.ceilings and self.ceilings._asdict(),
             "rows": self.rows,
             "left out": [{"what": name, "why": why, "where": w} for (name, why), w in self.left_out.items()],
         }
@@ -92,23 +95,12 @@ def save(folder: Path, name: str, content: Mapping, table: str) -> Path:
     return folder / name
 
 
-def markdown(columns: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> str:
-    """A Markdown table of these cells, the first `left` columns aligned to the left."""
-    rule = "|".join("---" if i < left else "--:" for i in range(len(columns)))
-    head = _line(columns).replace("|  |", "| |")
-    return "\n".join([head, f"|{rule}|", *map(_line, rows)])
-
-
 def plain(value):
     """An argument as a JSON holds it."""
     # A shape is a tuple that reads better as text.
     if isinstance(value, Path) or hasattr(value, "_fields"):
         return str(value)
     return [plain(item) for item in value] if isinstance(value, (list, tuple)) else value
-
-
-def _line(cells: Iterable[str]) -> str:
-    return f"| {' | '.join(cells)} |"
 
 
 def _text(value) -> str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -13,8 +14,7 @@ _COPY_BYTES, _SMOKE_COPY_BYTES = 2**30, 2**20
 _WIDTH, _SMOKE_WIDTH = 8192, 128
 
 
-@dataclass(frozen=True)
-class Ceilings:
+class Ceilings(NamedTuple):
     """Measured rates that nothing of its kind exceeds by much.
 
     copy: TB/s of a large device copy, bytes read plus bytes written. bf16, fp8: TFLOP/s of a large GEMM through
@@ -29,21 +29,11 @@ class Ceilings:
         """Least microseconds of a job: max(nbytes / copy, flops / peak)."""
         return max(nbytes / (self.copy * 1e6), flops / (getattr(self, peak) * 1e6))
 
-    def speedup(self, flops: int, quantized_bytes: int) -> float:
-        """How many times faster than in bf16 `flops` are in fp8, with so many bytes moved to quantize operands."""
-        return (flops / self.bf16) / (flops / self.fp8 + quantized_bytes / self.copy)
-
-    def as_dict(self) -> dict:
-        return asdict(self)
-
 
 def measure_ceilings(device: torch.device, *, smoke: bool = False) -> Ceilings:
     """Measure the ceilings on random data; raises RuntimeError where copy or bf16 fails."""
     size, width = (_SMOKE_COPY_BYTES, _SMOKE_WIDTH) if smoke else (_COPY_BYTES, _WIDTH)
-
-    def random(rows, columns):
-        return torch.randn(rows, columns, device=device, dtype=torch.bfloat16)
-
+    random = partial(torch.randn, device=device, dtype=torch.bfloat16)
     copies = input_sets(lambda: (random(size // 2048, 1024),), device, 2 * size)
     operands = input_sets(lambda: (random(width, width), random(width, width)), device, 6 * width**2)
     # By the driver and by a kernel, whichever is faster: in a CUDA graph the driver's is the slower one on an H200.

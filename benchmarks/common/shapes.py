@@ -1,9 +1,9 @@
-"""Which shapes a benchmark runs: of linear layers, and of a mixture's experts with the tokens that each has.
+"""Which shapes a benchmark runs: of linear layers, of a mixture's experts, and of tokens that are sent to experts.
 
 (tokens, out_features, in_features) of linear layers:
-    peers       the shapes that others were measured at, `large` those of whole layers among them
+    large       where whole layers are measured
     tracker     the dense MLPs of DeepSeek-V3 16B and 671B, at the tokens of torchao's tracker of blockwise FP8
-    default     `peers`, and ragged, very small and large ones
+    default     those that others were measured at, and ragged, very small and large ones
     4096x7168x2048
 (tokens, experts, hidden, dim) of experts are those of one GPU, of large models a part in expert parallelism: `ep8` has
 an eighth of the experts. Tokens are counted as experts see them, top_k times each.
@@ -17,7 +17,10 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
-from llm_training.config import PRESETS
+
+
+def _text(shape: Sequence[int]) -> str:
+    return "x".join(map(str, shape))
 
 
 class Shape(NamedTuple):
@@ -26,9 +29,7 @@ class Shape(NamedTuple):
     tokens: int
     out_features: int
     in_features: int
-
-    def __str__(self) -> str:
-        return "x".join(map(str, self))
+    __str__ = _text
 
 
 class Experts(NamedTuple):
@@ -38,17 +39,25 @@ class Experts(NamedTuple):
     experts: int
     hidden: int
     dim: int
-
-    def __str__(self) -> str:
-        return "x".join(map(str, self))
+    __str__ = _text
 
     @property
     def weights(self) -> dict[str, tuple[int, int, int]]:
-        """[experts, out_features, in_features] of both weights, gate and up as one."""
+        """[experts, out_features, in_features] of both weights, of which gate_up is gate and up together."""
         return {"gate_up": (self.experts, 2 * self.hidden, self.dim), "down": (self.experts, self.dim, self.hidden)}
 
 
-PEERS = [
+class Routing(NamedTuple):
+    """Tokens, experts that each takes, experts, and width of a token."""
+
+    tokens: int
+    top_k: int
+    experts: int
+    dim: int
+    __str__ = _text
+
+
+_MEASURED = [
     Shape(4096, 2048, 7168),
     Shape(4096, 7168, 2048),
     Shape(4096, 18432, 7168),
@@ -57,13 +66,11 @@ PEERS = [
     Shape(16384, 14336, 4096),
 ]
 LINEAR = {
-    "peers": PEERS,
-    # Where whole layers were measured.
-    "large": [PEERS[2], PEERS[3], PEERS[5]],
+    "large": [_MEASURED[2], _MEASURED[3], _MEASURED[5]],
     "tracker": [Shape(4096, *weight) for weight in ((10944, 2048), (2048, 10944), (18432, 7168), (7168, 18432))],
     # Few tokens, tokens that fill no tile, features that fill no block, and a long batch.
     "default": [
-        *PEERS, Shape(64, 18432, 7168), Shape(4097, 18432, 7168), Shape(4096, 10944, 2048), Shape(4096, 576, 7168),
+        *_MEASURED, Shape(64, 18432, 7168), Shape(4097, 18432, 7168), Shape(4096, 10944, 2048), Shape(4096, 576, 7168),
         Shape(32768, 4096, 4096),
     ],
     "smoke": [Shape(48, 256, 384), Shape(33, 64, 128)],
@@ -78,18 +85,22 @@ MODELS = {
 }
 MIXTURES = MODELS | {
     "large": [shape for shapes in MODELS.values() for shape in shapes],
-    # Of train_llm, a microbatch of it.
-    "models": [
-        Experts(c.batch_size * c.seq_len * c.top_k, c.experts, c.hidden, c.dim)
-        for c in (PRESETS["moe-400m"], PRESETS["moe-2b"])
-    ],
     "smoke": [Experts(40, 3, 128, 128), Experts(33, 8, 64, 96)],
 }
-MIXTURES["all"] = MIXTURES["large"] + MIXTURES["models"]
+# With a microbatch of moe-400m and moe-2b of train_llm.
+MIXTURES["all"] = [*MIXTURES["large"], Experts(32768, 16, 768, 768), Experts(65536, 32, 1024, 1024)]
+# DeepSeek-V3 671B and 16B, Mixtral 8×7B, Qwen3-MoE 30B, and few tokens.
+ROUTED = {
+    "default": [
+        Routing(4096, 8, 256, 7168), Routing(8192, 6, 64, 2048), Routing(8192, 2, 8, 4096), Routing(4096, 8, 128, 2048),
+        Routing(64, 8, 256, 7168),
+    ],
+    "smoke": [Routing(24, 2, 4, 160)],
+}  # fmt: skip
 
 
 def add_shapes(to: argparse.ArgumentParser, named: Mapping[str, list], default: str | Sequence[str]) -> None:
-    """--shapes, which `chosen` reads: names of `named`, or sizes as one writes them."""
+    """Add --shapes, which `choose` reads: names of `named`, or sizes such as 4096x7168x2048."""
     kind = type(named["smoke"][0])
 
     def parse(text: str) -> list:
@@ -104,20 +115,14 @@ def add_shapes(to: argparse.ArgumentParser, named: Mapping[str, list], default: 
     default = [default] if isinstance(default, str) else default
     what = f"{' x '.join(kind._fields)}, or of {', '.join(named)}; default {' '.join(default)}"
     to.add_argument("--shapes", nargs="+", type=parse, metavar="SHAPE", help=what)
-    to.set_defaults(named=named, default_shapes=[shape for name in default for shape in parse(name)])
+    to.set_defaults(smoke_shapes=named["smoke"], default_shapes=[shape for name in default for shape in parse(name)])
 
 
-def chosen(args: argparse.Namespace) -> tuple[list, str]:
-    """The shapes that the command line names, each once, and the suffix of results' names.
-
-    One of these groups of layers that is named alone has separate files.
-    """
-    named, default = args.named, args.default_shapes
-    del args.named, args.default_shapes
-    if not args.shapes:
-        return named["smoke"] if args.smoke else default, ""
-    suffix = next((f"_{name}" for name in ("tracker", "models") if args.shapes == [named.get(name)]), "")
-    return list(dict.fromkeys(itertools.chain.from_iterable(args.shapes))), suffix
+def choose(args: argparse.Namespace) -> None:
+    """Make `args.shapes` a list of the shapes that the command line names, each once."""
+    default = args.smoke_shapes if args.smoke else args.default_shapes
+    args.shapes = list(dict.fromkeys(itertools.chain.from_iterable(args.shapes or [default])))
+    del args.smoke_shapes, args.default_shapes
 
 
 def _skewed(experts: int) -> list[float]:

@@ -10,6 +10,7 @@ On a CPU all three read the clock around calls, so that what measures runs anywh
 from __future__ import annotations
 
 import gc
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +21,7 @@ import torch
 
 from common.errors import reason, tensors
 
-# One round of calls moves so many L2 caches: they evict by something like age, not exactly by it.
+# One round of calls moves the bytes of four L2 caches, because they do not evict exactly by age.
 _CACHES = 4
 # Few calls would show the pause between two graphs; more calls or bytes would only take longer.
 _MIN_SETS, _MAX_SETS, _MAX_BYTES = 4, 1024, 4 * 2**30
@@ -31,30 +32,30 @@ _UNTOUCHED, _LOOKED_AT = 0x7F, 1024
 
 
 class Timing(NamedTuple):
-    """Microseconds a call: median, and quartiles over `repeats`.
-
-    captured: whether calls were replayed from a CUDA graph; if not, gaps between launches are part of the time.
-    """
+    """Microseconds a call: median, and quartiles over `repeats`."""
 
     us: float
     low: float
     high: float
     repeats: int
-    captured: bool
 
     @classmethod
-    def of(cls, samples: Sequence[float], captured: bool = False) -> Timing:
+    def of(cls, samples: Sequence[float]) -> Timing:
         """Of samples in microseconds."""
         quartiles = statistics.quantiles(samples, n=4, method="inclusive") if len(samples) > 1 else [samples[0]] * 3
-        return cls(statistics.median(samples), quartiles[0], quartiles[2], len(samples), captured)
+        return cls(statistics.median(samples), quartiles[0], quartiles[2], len(samples))
+
+    def columns(self) -> dict:
+        """Columns of a row."""
+        return {"us": self.us, "spread %": 100 * (self.high - self.low) / self.us, "timing": self._asdict()}
 
 
 def input_sets(make: Callable[[], tuple], device: torch.device | str, nbytes: int | None = None) -> list[tuple]:
-    """Argument tuples for `time_runs`: on a GPU so many that a round of calls moves its L2 cache four times over.
+    """Return argument tuples for `time_runs`: on a GPU, as many as move its L2 cache four times in a round of calls.
 
     make: gives fresh random inputs at each call. Zeros would not do: some kernels are faster on them than on data.
     nbytes: bytes that a call reads and writes; by default those of its inputs.
-    From 4 to 1024 sets, fewer where they would move more than 4 GiB; one set where there is no GPU.
+    From 4 to 1024 sets, fewer where they would move more than 4 GiB; one set on a CPU.
     """
     sets = [make()]
     if torch.device(device).type == "cuda":
@@ -71,16 +72,16 @@ def time_runs(
     *,
     seconds: float = _SECONDS,
 ) -> dict[str, Timing | str]:
-    """Device time of each run side by side: {name: Timing}, or {name: why it failed}, which leaves the others alone.
+    """Device time of each run side by side: {name: Timing}, or {name: why it failed}.
 
     runs: name -> (function, its argument tuples as of `input_sets`). Tensors that the function returns are its outputs:
-        what it returns must be computed from its arguments alone, and none of them.
+        they must be computed only from its arguments, and must not be arguments.
     seconds: how long each is timed, after its warm-up.
 
     On a GPU a graph calls the function on every set in turn, each output in separate memory: by the time a set comes
     round again the cache has forgotten it, and what one replay leaves to be written to memory the next one writes. The
-    runs take turns, a replay each without a pause, so that heat and clocks are the same for all. What cannot be
-    captured is called eagerly (Timing.captured is False). A graph that leaves an output unwritten is a failure.
+    runs take turns, a replay each without a pause, so that heat and clocks are the same for all. A function that cannot
+    be captured fails, and so does a graph that leaves an output unwritten.
     """
     device = torch.device(device)
     replays: dict[str, _Replay] = {}
@@ -99,7 +100,7 @@ def time_runs(
     turns = [r for i in range(_MAX_REPEATS) for r in replays.values() if i < r.repeats]
     for replay, us in zip(turns, _sample(turns, device)):
         replay.samples.append(us)
-    done = {name: Timing.of(r.samples, r.captured) for name, r in replays.items()}
+    done = {name: Timing.of(r.samples) for name, r in replays.items()}
     return {name: failed[name] if name in failed else done[name] for name in runs}
 
 
@@ -117,6 +118,17 @@ def synchronize(device: torch.device) -> None:
     """Wait for all work on `device`."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def on_side_stream(run: Callable[[], Any], device: torch.device, calls: int = 1) -> Any:
+    """Run as a capture does, on another stream; returns the last result."""
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        for _ in range(calls):
+            result = run()
+    torch.cuda.current_stream(device).wait_stream(stream)
+    return result
 
 
 def mark(device: torch.device) -> Any:
@@ -174,7 +186,6 @@ class _Replay:
 
     call: Callable[[], object]
     sets: int
-    captured: bool = False
     graph_outputs: object = None
     repeats: int = _MIN_REPEATS
     samples: list[float] = field(default_factory=list)
@@ -187,22 +198,17 @@ def _prepare(run: Callable, sets: Sequence[tuple], device: torch.device) -> _Rep
     if device.type != "cuda":
         return _Replay(call, len(sets))
     # Compilers, autotuners and libraries take what they need before the capture, on a stream as the capture has.
-    stream = torch.cuda.Stream(device)
-    stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            run(*sets[0])
-    torch.cuda.current_stream(device).wait_stream(stream)
+    on_side_stream(lambda: run(*sets[0]), device, 3)
     torch.cuda.synchronize(device)
     graph = torch.cuda.CUDAGraph()
     try:
         with torch.cuda.graph(graph):
             outputs = call()
-    except Exception:
+    finally:
+        # An error of the capture must not appear in the next function.
         torch.cuda.synchronize(device)
-        return _Replay(call, len(sets))
     _check_written(graph, outputs)
-    return _Replay(graph.replay, len(sets), captured=True, graph_outputs=outputs)
+    return _Replay(graph.replay, len(sets), outputs)
 
 
 def _check_written(graph: torch.cuda.CUDAGraph, outputs) -> None:
@@ -218,17 +224,9 @@ def _check_written(graph: torch.cuda.CUDAGraph, outputs) -> None:
 
 def _sample(turns: Sequence[_Replay], device: torch.device) -> list[float]:
     """Microseconds a call of each turn, one after the other without a pause."""
-    if device.type != "cuda":
-        samples = []
-        for replay in turns:
-            start = time.perf_counter()
-            replay.call()
-            samples.append((time.perf_counter() - start) * 1e6 / replay.sets)
-        return samples
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(len(turns) + 1)]
-    marks[0].record()
-    for replay, mark in zip(turns, marks[1:]):
+    marks = [mark(device)]
+    for replay in turns:
         replay.call()
-        mark.record()
-    torch.cuda.synchronize(device)
-    return [a.elapsed_time(b) * 1e3 / r.sets for r, a, b in zip(turns, marks, marks[1:])]
+        marks.append(mark(device))
+    synchronize(device)
+    return [us_between(*span) / replay.sets for replay, span in zip(turns, itertools.pairwise(marks))]

@@ -22,7 +22,7 @@ class RunConfig:
     separate: whether q, k and v, and gate and up, are separate layers, as in transformers, and not one.
     products: what a CPU computes bf16 GEMMs in, "fp32" where it is slow in bf16; see `llm_training.products`.
     bf16_steps: how many of the steps, the first ones, are in bf16, the same for all recipes.
-    cuda_graph: whether a step is launched as one CUDA graph; the curves do not depend on it.
+    cuda_graph: whether a step is launched from a CUDA graph; the curves do not depend on it.
     Raises UsageError for values that cannot train.
     """
 

@@ -7,7 +7,6 @@ import hashlib
 import os
 import platform
 import sysconfig
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -80,11 +79,11 @@ def _order(windows: int, seed: int, number: int) -> torch.Tensor:
 
 
 def read_corpus(path: str | None, seq_len: int, held_out_sequences: int, *, site_packages: bool = False) -> Corpus:
-    """The text at `path`, a file or a folder; None: Python's standard library, on demand with what is in site-packages.
+    """The text at `path`, a file or a folder; None: Python's standard library, optionally with site-packages.
 
     Files are joined in sorted order up to `MAX_BYTES`. Of a folder, hidden and binary (NUL bytes) files and copies are
     left out.
-    Raises UsageError for a path that does not exist, cannot be read, or holds too little text.
+    Raises UsageError for a path that does not exist or holds too little text.
     """
     if path is None:
         name = f"Python {'.'.join(platform.python_version_tuple()[:2])} standard library"
@@ -97,31 +96,17 @@ def read_corpus(path: str | None, seq_len: int, held_out_sequences: int, *, site
         name, files = path, _files(Path(path)) if Path(path).is_dir() else [Path(path)]
     else:
         raise UsageError(f"--data {path}: no such file or folder; give one that exists, or leave --data out")
-    text = bytearray()
-    for piece in _pieces(files, installed=path is None):
-        text += piece[: MAX_BYTES - len(text)]
+    text, seen = bytearray(), set()
+    for file in files:
+        with file.open("rb") as opened:
+            piece = opened.read(MAX_BYTES)
+        digest = hashlib.sha256(piece).digest()
+        if digest not in seen and (path is None or len(files) == 1 or b"\0" not in piece[:_PROBE_BYTES]):
+            seen.add(digest)
+            text += piece[: MAX_BYTES - len(text)]
         if len(text) == MAX_BYTES:
             break
-    if not text:
-        raise UsageError(f"{name}: no text found; give a file or folder with text")
     return Corpus.from_bytes(bytes(text), name, seq_len, held_out_sequences)
-
-
-def _pieces(files: list[Path], installed: bool) -> Iterator[bytes]:
-    seen = set()
-    for file in files:
-        try:
-            with file.open("rb") as opened:
-                piece = opened.read(MAX_BYTES)
-        except OSError as error:
-            if installed:
-                continue
-            why = error.strerror or error
-            raise UsageError(f"--data: cannot read {file}: {why}; fix its permissions or move it away") from None
-        digest = hashlib.sha256(piece).digest()
-        if digest not in seen and (installed or len(files) == 1 or b"\0" not in piece[:_PROBE_BYTES]):
-            seen.add(digest)
-            yield piece
 
 
 def _files(root: Path, suffix: str = "") -> list[Path]:

@@ -15,7 +15,7 @@ class Recipe(NamedTuple):
 
     format: "bf16", "fp8" or "nvfp4".
     options: of the format's training config; NVFP4's seed is the run's.
-    keep: the last blocks that stay in high precision, a count or a share. keep_first: whether the first block does too.
+    keep: the last blocks that stay in high precision, a count or a share.
     fused: "inputs", where layers that read one input share its quantization;
     "once", where SwiGLU quantizes what it computes as well; or "".
     """
@@ -23,7 +23,6 @@ class Recipe(NamedTuple):
     format: str
     options: dict[str, Any] = {}  # noqa: RUF012
     keep: float = 0
-    keep_first: bool = False
     fused: str = ""
 
 
@@ -43,8 +42,6 @@ RECIPES = {
     "fp8_128x128_saved": Recipe("fp8", _SQUARES | _SAVED),
     # The Parameters are the quantized weights, and only the optimizer has masters.
     "fp8_parameters": Recipe("fp8", _PARAMETERS),
-    "fp8_keep_last": Recipe("fp8", keep=1),
-    "fp8_keep_first_and_last": Recipe("fp8", keep=1, keep_first=True),
     "fp8_fused": Recipe("fp8", fused="inputs"),
     "fp8_fused_once": Recipe("fp8", fused="once"),
     "fp8_128x128_fused_once": Recipe("fp8", _SQUARES, fused="once"),
@@ -71,35 +68,24 @@ def convert(model: nn.Module, recipe: str, seed: int = 0) -> str:
     """
     chosen = RECIPES[recipe]
     if chosen.format == "bf16":
-        return "every linear layer in bf16" if not model.routers() else "every linear layer and expert in bf16"
+        return "every layer in bf16"
     from torchao.quantization import quantize_
 
     from torchao_blockwise import BlockwiseFP8TrainingConfig, NVFP4TrainingConfig, conversion_report
-    from torchao_blockwise.conversion import keep_last_blocks, recommended_layers, skip_fqns
+    from torchao_blockwise.conversion import keep_last_blocks, recommended_layers
 
     filter_fn = recommended_layers(model)
-    linears = {fqn for fqn, module in model.named_modules() if isinstance(module, nn.Linear)}
     if chosen.keep:
         filter_fn &= keep_last_blocks(model, chosen.keep)
-    if chosen.keep_first:
-        filter_fn &= skip_fqns("layers.0.*")
     if chosen.format == "fp8":
         config = BlockwiseFP8TrainingConfig(**chosen.options)
     else:
         config = NVFP4TrainingConfig(**chosen.options, seed=seed)
     quantize_(model, config, filter_fn=filter_fn)
-    layers = conversion_report(model).layers
-    converted = [layer for layer in layers if layer.status == "converted"]
-    kinds = {
-        "linear layers": lambda layer: layer.fqn in linears,
-        "weights of experts": lambda layer: len(layer.shape) == 3,
-    }
-    words = []
-    for kind, is_one in kinds.items():
-        done, all_of_them = (sum(map(is_one, some)) for some in (converted, layers))
-        words += [f"{done} of {all_of_them} {kind}"] * (all_of_them > 0)
-    formats = ", ".join(sorted({layer.reason for layer in converted}))
-    return f"{' and '.join(words)} in {formats}" + (f", {fuse(model, chosen.fused)}" if chosen.fused else "")
+    report = conversion_report(model)
+    formats = ", ".join(sorted({layer.reason for layer in report.layers if layer.status == "converted"}))
+    words = f"{report.totals['converted']} of {report.totals['layers']} layers in {formats}"
+    return f"{words}, {fuse(model, chosen.fused)}" if chosen.fused else words
 
 
 @torch.no_grad()

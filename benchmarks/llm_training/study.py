@@ -46,7 +46,7 @@ class Study:
     {"preset": "25m", "steps": 16000, "bf16_steps": 1600, "seeds": [0], "draws": {"bf16": 4, "fp8": 3}, "at_once": 3}
 
     bf16_steps: of the start. draws: of each recipe. at_once: how many runs share a GPU. Other keys are of `RunConfig`.
-    Raises UsageError for a file that is no study.
+    Raises UsageError for a file that is not a study.
     """
 
     name: str
@@ -131,7 +131,7 @@ def missing_runs(study: Study, records: Sequence[Mapping[str, Any]], starts: Map
 
 
 def record_of(run: Run, start: str, result: Any, made_by: Mapping[str, Any]) -> dict[str, Any]:
-    """What is kept of a finished run; `result` as `train` returns it. Losses are None where it diverged.
+    """Return the record of a finished run; `result` as `train` returns it. Losses are None where it diverged.
 
     last_third: mean training loss of the last third of the steps. curve: means of the training loss over equal parts.
     """
@@ -170,20 +170,24 @@ class Gap(NamedTuple):
         return f"{self.mean:+.3f} %" + ("" if self.half_width is None else f" ± {self.half_width:.3f}")
 
 
+def _from_each_start(records: Sequence[Mapping[str, Any]], metric: str, *recipes: str) -> list[list[list[float]]]:
+    """For each start, each recipe's losses above the mean of the first recipe's, in %, where all of them have some."""
+    out = []
+    for start in dict.fromkeys(record["start"] for record in records):
+        own = [r for r in records if r["start"] == start and r[metric] is not None]
+        losses = [[r[metric] for r in own if r["recipe"] == recipe] for recipe in recipes]
+        if all(losses):
+            level = statistics.fmean(losses[0])
+            out.append([[100 * (x / level - 1) for x in values] for values in losses])
+    return out
+
+
 def gap(records: Sequence[Mapping[str, Any]], recipe: str, metric: str) -> Gap | None:
     """The gap of a recipe, each start compared with bf16 from the same start; None where there are no two to compare.
 
     The spread is that of the draws around the mean of their recipe and start, of bf16 and the recipe together.
     """
-    groups = []
-    for start in dict.fromkeys(record["start"] for record in records):
-        base, own = (
-            [r[metric] for r in records if r["start"] == start and r["recipe"] == name and r[metric] is not None]
-            for name in (BASE, recipe)
-        )
-        if base and own:
-            level = statistics.fmean(base)
-            groups.append(([100 * (x / level - 1) for x in base], [100 * (x / level - 1) for x in own]))
+    groups = _from_each_start(records, metric, BASE, recipe)
     if not groups:
         return None
     mean = statistics.fmean(statistics.fmean(own) for _, own in groups)
@@ -220,14 +224,9 @@ def quantile(degrees: int) -> float:
 
 def chance(records: Sequence[Mapping[str, Any]], metric: str) -> float | None:
     """Standard deviation of the draws of bf16, in % of their mean, over all starts; None with fewer than two."""
-    squares, degrees = 0.0, 0
-    for start in dict.fromkeys(record["start"] for record in records):
-        losses = [r[metric] for r in records if r["start"] == start and r["recipe"] == BASE and r[metric] is not None]
-        if losses:
-            level = statistics.fmean(losses)
-            squares += sum((100 * (x / level - 1)) ** 2 for x in losses)
-            degrees += len(losses) - 1
-    return math.sqrt(squares / degrees) if degrees else None
+    samples = [values for (values,) in _from_each_start(records, metric, BASE)]
+    degrees = sum(len(values) - 1 for values in samples)
+    return math.sqrt(sum(x**2 for values in samples for x in values) / degrees) if degrees else None
 
 
 def table(study: Study, records: Sequence[Mapping[str, Any]]) -> str:

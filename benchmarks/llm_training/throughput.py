@@ -21,7 +21,7 @@ from llm_training.training import Trainer
 
 COLUMNS = (
     *("recipe", "tokens/s", "x bf16", "ms a step", "spread %", "host ms", "peak GiB"),
-    *(f"{group} ms" for group in (*kernel_times.GROUPS, kernel_times.OTHER)),
+    *kernel_times.GROUP_COLUMNS,
 )
 # Each model's steps before those that are timed, the last of which gives the memory; steps in a turn; steps for the
 # host's time and for the kernels'.
@@ -53,7 +53,7 @@ class Run:
         self.steps += 1
 
     def turn(self, steps: int) -> None:
-        """Time so many steps without a pause, the device's work included."""
+        """Time `steps` steps without a pause, including the device's work."""
         synchronize(self.device)
         start = time.perf_counter()
         for _ in range(steps):
@@ -106,14 +106,12 @@ def _add_row(recipe: str, run: Run, profile: bool, results: Report) -> None:
     row = {
         "recipe": recipe,
         "tokens/s": run.trainer.config.tokens_per_step / timing.us * 1e6,
-        "x bf16": base["us"] / timing.us if base else None,
         "ms a step": timing.us / 1e3,
-        "spread %": 100 * (timing.high - timing.low) / timing.us,
+        "x bf16": base["us"] / timing.us if base else None,
         "host ms": run.host_us() / 1e3,
         "peak GiB": None if run.peak is None else run.peak / 2**30,
         "layers": run.trainer.result.layers,
-        "us": timing.us,
-        "timing": timing._asdict(),
+        **timing.columns(),
     }
     if profile:
         found = kernel_times.kernels_of(run.step, run.device, _LOOKED_AT)

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from common.peers import compile_options
+from common.timing import on_side_stream
 from torch import nn
 
 from llm_training import checkpoint, products
@@ -141,12 +142,7 @@ class Trainer:
         """`_update` from a CUDA graph, after a few steps on another stream, as PyTorch asks for."""
         if self._steps_before_capture:
             self._steps_before_capture -= 1
-            stream = torch.cuda.Stream()
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                loss = self._update(windows)
-            torch.cuda.current_stream().wait_stream(stream)
-            return loss
+            return on_side_stream(lambda: self._update(windows), self.device)
         if self._graph is None:
             self._graph, self._windows = torch.cuda.CUDAGraph(), windows.clone()
             with torch.cuda.graph(self._graph):
@@ -179,9 +175,9 @@ class Trainer:
         state |= {"losses": self.result.losses, "seconds": self.result.seconds}
         checkpoint.save(path, self.config, corpus.digest, self.device, **state)
 
-    def load(self, path: Path, corpus: Corpus, option: str) -> None:
-        """Raises UsageError for a state of another configuration or other data; option: what asks for it."""
-        state = checkpoint.load(path, self.config, corpus.digest, self.device, option)
+    def load(self, path: Path, corpus: Corpus) -> None:
+        """Raises UsageError for a state of another configuration or other data."""
+        state = checkpoint.load(path, self.config, corpus.digest, self.device)
         self.model.load_state_dict(state["model"])
         # How steps run is this run's choice: a start trained without a CUDA graph also serves runs that use one.
         for saved, own in zip(state["optimizer"]["param_groups"], self.optimizer.param_groups):
@@ -236,34 +232,27 @@ def train(
     folder: Path | None = None,
     *,
     checkpoint_every: int = 0,
-    resume: bool = False,
-    starts: Path | None = None,
+    start: Path | None = None,
     draw: int = 0,
 ) -> Result:
     """Train `recipe` from the seed's weights, or from its checkpoint in `folder`, and evaluate it in its own precision.
 
-    draw: which change by one bit the weights begin with; see `perturb`.
-    starts: where the state after `config.bf16_steps` is, or else is left for other recipes once it is trained.
+    start: the state that `train_start` saved, to begin with. draw: which change by one bit it gets; see `perturb`.
     Raises UsageError for a start of another configuration or other data, and for recipes that cannot begin with one.
     """
+    if start and not RECIPES[recipe].options.get("master_weights", True):
+        raise UsageError(f"{recipe}: its optimizer has masters, which bf16 has not; give it no bf16_steps")
     with products.computed_in(config.products):
-        start = None
-        if config.bf16_steps:
-            if not RECIPES[recipe].options.get("master_weights", True):
-                raise UsageError(f"{recipe}: its optimizer has masters, which bf16 has not; give it no bf16_steps")
-            start = checkpoint.start_of(starts or folder, config.seed)
-            if not start.exists():
-                train_start(config, corpus, device, start)
         gc.collect()
         torch.compiler.reset()
         before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
         trainer = Trainer(recipe, config, device, measures=True)
         result = trainer.result
-        path = None if folder is None else checkpoint.path_of(folder, recipe)
-        if resume and path is not None and path.exists():
-            trainer.load(path, corpus, "--resume")
-        elif start is not None:
-            trainer.load(start, corpus, "bf16_steps")
+        path = checkpoint.path_of(folder, recipe) if folder else None
+        if path and path.exists():
+            trainer.load(path, corpus)
+        elif start:
+            trainer.load(start, corpus)
             perturb(trainer.model, draw)
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)

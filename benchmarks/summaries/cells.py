@@ -19,7 +19,9 @@ class Results:
         return json.loads((self.folder / f"{name}.json").read_text(encoding="utf-8"))
 
     def rows(self, name: str, **where: object) -> list[dict]:
-        return select(self.load(name)["rows"], **where)
+        content = self.load(name)
+        # Of training runs, a table.
+        return select(content["table"] if "table" in content else content["rows"], **where)
 
 
 def select(rows: Iterable[Mapping], **where: object) -> list[dict]:
@@ -71,7 +73,7 @@ def sizes(shape: str) -> list[int]:
 
 
 def link(text: str, name: str) -> str:
-    """To a result beside the table."""
+    """Link to a result in the folder of the table."""
     return f"[{text}]({name}.md)"
 
 

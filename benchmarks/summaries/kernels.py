@@ -52,8 +52,8 @@ def squares(results: Results) -> str:
         before = max(column(select(rows, recipe="fp8"), "TFLOP/s"))
         after = select(rows, recipe="fp8_128x128")
         best = max(after, key=lambda row: row["TFLOP/s"])
-        alone = max(column((row for row in after if row["by"] != "deep_gemm"), "TFLOP/s"))
-        rate = whole(alone) if best["TFLOP/s"] == alone else f"{whole(best['TFLOP/s'])} ({whole(alone)})"
+        own = max(column((row for row in after if row["by"] != "deep_gemm"), "TFLOP/s"))
+        rate = whole(own) if best["TFLOP/s"] == own else f"{whole(best['TFLOP/s'])} ({whole(own)})"
         peers = (ratio(best[key]) if key in best else MISSING for key in ("x bf16", "x tensorwise"))
         return [what, whole(before), rate, ratio(best["TFLOP/s"] / before), *peers]
 
@@ -153,22 +153,22 @@ def _grouped(results: Results) -> Iterable[Sequence[str]]:
     }
     for what, some in whats.items():
         yield what, "power, and each group's last tile", *_peers(some)
-    alone, quantized = (select(rows, product=product) for product in ("grad_weight", "grad_weight_quantized"))
-    yield f"grouped {link('`grad_weight`', GROUPED)}", "power", *_peers(alone)
+    plain, quantized = (select(rows, product=product) for product in ("grad_weight", "grad_weight_quantized"))
+    yield f"grouped {link('`grad_weight`', GROUPED)}", "power", *_peers(plain)
     yield "the same, dy and x in bf16, quantized first", "bytes, then power", *_peers(quantized)
-    shares = _quantizing(quantized, alone, results.load(GROUPED)["ceilings"]["copy"])
+    shares = _quantizing(quantized, plain, results.load(GROUPED)["ceilings"]["copy"])
     yield "only quantizing, the difference of the two", "bytes", span(shares), *[MISSING] * len(PEERS)
 
 
 def _quantizing(with_it: Iterable[dict], without: Iterable[dict], copy: float) -> list[float]:
     """Shares of the floor: 3 bytes an element of dy [tokens, N] and x [tokens, K] at `copy` TB/s over the time."""
     same = ("shape", "weight", "routing")
-    alone = {tuple(row[key] for key in same): row["us"] for row in without}
+    plain = {tuple(row[key] for key in same): row["us"] for row in without}
     shares = []
     for row in with_it:
         tokens, _, hidden, dim = sizes(row["shape"])
         n_plus_k = 2 * hidden + dim if row["weight"] == "gate_up" else dim + hidden
-        us = row["us"] - alone[tuple(row[key] for key in same)]
+        us = row["us"] - plain[tuple(row[key] for key in same)]
         shares.append(3 * tokens * n_plus_k / (copy * 1e6) / us)
     return shares
 

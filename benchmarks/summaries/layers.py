@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -21,6 +22,7 @@ from summaries.cells import (
 )  # fmt: skip
 
 MOE, MOE_PEERS = "moe_nvidia_h200", "moe_peers_nvidia_h200"
+TRACKER, CONVERGENCE = "linear_tracker_nvidia_h200", "convergence_1b_nvidia_h200"
 LINEAR_H100, MODEL_H100, MOE_H100 = (f"{what}_nvidia_h100_80gb_hbm3" for what in ("linear", "model_4_layers", "moe"))
 # In the order of the tables.
 PUBLISHED = {
@@ -42,152 +44,143 @@ FP8_AND_PEERS = "fp8_on_demand"
 # Column -> recipe.
 TORCHAO = {"torchao blockwise": "torchao", "tensorwise": "torchao_tensorwise", "rowwise": "torchao_rowwise"}
 # Name -> recipe.
-FORMATS = {"FP8": "fp8", "NVFP4": "nvfp4"}
+FP8 = {"FP8": "fp8"}
 PARAMETERS = {"FP8": "fp8", "FP8 Parameters": "fp8_primary"}
 SQUARE = {"FP8": "fp8", "FP8, 128×128": "fp8_128x128"}
 SAVED = SQUARE | {"FP8, saved weights": "fp8_saved", "FP8, 128×128, saved weights": "fp8_128x128_saved"}
 # With `fuse` and `round_once`.
 FUSED = SQUARE | {"FP8, `fuse`": "fp8_fused_once", "FP8, 128×128, `fuse`": "fp8_128x128_fused_once"}
+# Benchmark -> columns of speed and memory of its rows, and columns in which rows that are compared agree.
+COMPARED = {
+    "linear": ("TFLOP/s", "", ("shape",)),
+    "moe": ("TFLOP/s", "memory MiB", ("shape", "routing")),
+    "model": ("tokens/s", "peak GiB", ("checkpointing",)),
+    "fsdp": ("tokens/s", "peak GiB", ()),
+    "throughput": ("tokens/s", "peak GiB", ()),
+    "convergence": ("tokens_per_second", "peak_bytes", ()),
+}
 
 
-class Row(NamedTuple):
-    """What was measured, on which GPU, in which recipe; and ranges of its ratios: to bf16, to each of TORCHAO, of peak
-    memory."""
+class Part(NamedTuple):
+    """Rows of a table from one result, a row for each recipe that it has.
 
-    what: str
+    text: the label, a link to the result. end: the rest of the label. recipes: name -> recipe in the result.
+    where: values of the rows that are used.
+    """
+
+    name: str
+    text: str
     gpu: str
-    recipe: str
-    fast: str
-    peers: Mapping[str, str] = {}
-    memory: str = MISSING
+    recipes: Mapping[str, str]
+    end: str = ""
+    where: Mapping[str, object] = {}
 
-    def cells(self) -> list[str]:
-        peers = (self.peers.get(peer, MISSING) for peer in TORCHAO)
-        return [self.what, self.gpu, self.recipe, self.fast, *peers, self.memory]
+    def cells(self, results: Results) -> Iterable[list[str]]:
+        """The labels, and ranges of ratios: to bf16, to each of TORCHAO, of peak memory to that of bf16."""
+        benchmark = self.name.split("_")[0]
+        speed, memory, same = COMPARED[benchmark]
+        rows = results.rows(self.name, **self.where)
+        # With FSDP2, the recipe with an all-gather in FP8.
+        peers = (None, "torchao_fp8_gather", None) if benchmark == "fsdp" else TORCHAO.values()
+        for name, recipe in self.recipes.items():
+            if not (ours := select(rows, recipe=recipe)):
+                continue
+            ratios = [
+                column(ours, f"x {peer}") or against(ours, select(rows, recipe=peer), speed, same)
+                for peer in ("bf16", *peers)
+            ]
+            ratios.append(against(ours, select(rows, recipe="bf16"), memory, same))
+            yield [link(self.text, self.name) + self.end, self.gpu, name, *map(span, ratios)]
 
 
-def _table(*parts: Iterable[Row]) -> str:
-    """A table of rows, without the columns that they do not have."""
+def _table(rows: Iterable[Sequence[str]]) -> str:
+    """A table of rows, without the columns in which none has a figure."""
     columns = ("what", "GPU", "recipe", "× bf16", *(f"× {peer}" for peer in TORCHAO), "peak memory, × bf16")
-    rows = [row.cells() for part in parts for row in part]
-    there = [place for place in range(len(columns)) if any(row[place] != MISSING for row in rows)]
-    return table([columns[place] for place in there], ([row[place] for place in there] for row in rows), left=3)
+    shown = [cells for cells in zip(columns, *rows, strict=True) if set(cells[1:]) != {MISSING}]
+    head, *body = zip(*shown)
+    return table(head, body, left=3)
+
+
+def _parts(results: Results, *parts: Part) -> str:
+    return _table(row for part in parts for row in part.cells(results))
 
 
 def linear(results: Results) -> str:
     """Forward and backward of linear layers."""
-    name = "linear_nvidia_h200"
-    rows = _linear_rows(results, name, "H200", PARAMETERS)
-    return _table(rows, _tracker(results), _linear_rows(results, LINEAR_H100, "H100", SQUARE))
+    # Both matrices of each.
+    dense = {"16B": ("4096x10944x2048", "4096x2048x10944"), "671B": ("4096x18432x7168", "4096x7168x18432")}
+    return _parts(
+        results,
+        Part("linear_nvidia_h200", "three shapes", "H200", PARAMETERS),
+        *(
+            Part(TRACKER, f"DeepSeek-V3 {model}", "H200", PARAMETERS, ", dense FFN, 4096 tokens", {"shape": shapes})
+            for model, shapes in dense.items()
+        ),
+        Part(LINEAR_H100, "three shapes", "H100", SQUARE),
+    )
 
 
 def models(results: Results) -> str:
-    """Steps of large models."""
-    h100 = _model_rows(results, MODEL_H100, f"{link('four Llama-8B layers', MODEL_H100)}, DeepGEMM", "H100", FUSED)
-    return _table(_models(results), _fsdp(results), _convergence(results), h100)
+    """Steps of large models; ranges are over activation checkpointing off and on."""
+
+    def steps(name: str, *part, end: str = "") -> list[Part]:
+        return [Part(name, *part, f"{end}, {mode}", {"mode": mode}) for mode in ("eager", "compiled")]
+
+    config = results.load(CONVERGENCE)["config"]
+    size, trained = f"{config['parameters'] / 1e9:.2f} billion parameters", f"{config['steps']} steps on text"
+    # Layers as Hugging Face has them.
+    separate = FP8 | {"FP8, `fuse`": "fp8_fused", "FP8, `fuse`, `round_once`": "fp8_fused_once"}
+    return _parts(
+        results,
+        *steps("model_4_layers_nvidia_h200", "four Llama-8B layers", "H200", FP8),
+        *steps("model_4_layers_fuse_nvidia_h200", "the same", "H200", separate, end=", separate projections, DeepGEMM"),
+        *steps("model_32_layers_nvidia_h200", "all 32 layers", "H200", FP8),
+        *(
+            Part(name, "the four layers, FSDP2 on two GPUs", "H200", FP8 | {"NVFP4": "nvfp4"}, f", {mode}")
+            for name, mode in (("fsdp_nvidia_h200", "eager"), ("fsdp_compiled_nvidia_h200", "compiled"))
+        ),
+        Part(CONVERGENCE, size, "H200", FP8 | {"NVFP4": "nvfp4_full"}, f", {trained}, compiled"),
+        *steps(MODEL_H100, "four Llama-8B layers", "H100", FUSED, end=", DeepGEMM"),
+    )
 
 
 def experts(results: Results) -> str:
     """Forward and backward of experts' MLPs."""
-    return _table(_experts(results), _experts_h100(results))
+    rows = []
+    for (recipe, key), peer in zip(PARAMETERS.items(), (FP8_AND_PEERS, "fp8_primary"), strict=True):
+        for count in sorted({_experts(shape) for shape in PUBLISHED}):
+            where = {"shape": tuple(shape for shape in PUBLISHED if _experts(shape) == count)}
+            (ours,), (compared,) = (
+                Part(name, f"{count} experts", "H200", {recipe: key}, "", where).cells(results)
+                for name, key in ((MOE, key), (MOE_PEERS, peer))
+            )
+            # torchao ran in the other result.
+            rows.append([cell if cell != MISSING else other for cell, other in zip(ours, compared)])
+    shapes = dict.fromkeys(row["shape"] for row in results.rows(MOE_H100))
+    h100 = (Part(MOE_H100, f"{_experts(s)} experts", "H100", SAVED, "", {"shape": s}).cells(results) for s in shapes)
+    return _table([*rows, *itertools.chain.from_iterable(h100)])
+
+
+def _experts(shape: str) -> int:
+    return sizes(shape)[1]
 
 
 def small(results: Results) -> str:
-    """Steps of small models."""
-    return _table(_small(results))
-
-
-def _linear_rows(results: Results, name: str, gpu: str, recipes: Mapping[str, str]) -> Iterable[Row]:
-    for recipe, key in recipes.items():
-        rows = results.rows(name, recipe=key)
-        peers = {peer: span(column(rows, f"x {other}")) for peer, other in TORCHAO.items()}
-        yield Row(link("three shapes", name), gpu, recipe, span(column(rows, "x bf16")), peers)
-
-
-def _tracker(results: Results) -> Iterable[Row]:
-    name = "linear_tracker_nvidia_h200"
-    # Both matrices of each.
-    models = {"16B": ("4096x10944x2048", "4096x2048x10944"), "671B": ("4096x18432x7168", "4096x7168x18432")}
-    for model, shapes in models.items():
-        for recipe, key in PARAMETERS.items():
-            rows = results.rows(name, recipe=key, shape=shapes)
-            what = f"{link(f'DeepSeek-V3 {model}', name)}, dense FFN, 4096 tokens"
-            yield Row(what, "H200", recipe, span(column(rows, "x bf16")))
-
-
-def _models(results: Results) -> Iterable[Row]:
-    """Eager, then compiled; ranges are over activation checkpointing off and on."""
-    four, fuse, every = (f"model_{what}_nvidia_h200" for what in ("4_layers", "4_layers_fuse", "32_layers"))
-    fp8 = {"FP8": "fp8"}
-    fused = fp8 | {"FP8, `fuse`": "fp8_fused", "FP8, `fuse`, `round_once`": "fp8_fused_once"}
-    for name, what, recipes in (
-        (four, link("four Llama-8B layers", four), fp8),
-        # Layers as Hugging Face has them.
-        (fuse, f"{link('the same', fuse)}, separate projections, DeepGEMM", fused),
-        (every, link("all 32 layers", every), fp8),
-    ):
-        yield from _model_rows(results, name, what, "H200", recipes)
-
-
-def _model_rows(results: Results, name: str, what: str, gpu: str, recipes: Mapping[str, str]) -> Iterable[Row]:
-    for mode in ("eager", "compiled"):
-        rows = results.rows(name, mode=mode)
-        for recipe, key in recipes.items():
-            peers = {peer: _over(rows, key, "tokens/s", other) for peer, other in TORCHAO.items()}
-            fast, memory = (_over(rows, key, column) for column in ("tokens/s", "peak GiB"))
-            yield Row(f"{what}, {mode}", gpu, recipe, fast, peers, memory)
-
-
-def _experts(results: Results) -> Iterable[Row]:
-    rows, compared = results.rows(MOE, shape=tuple(PUBLISHED)), results.rows(MOE_PEERS)
-    counts = sorted({sizes(shape)[1] for shape in PUBLISHED})
-    for recipe, key, peer in zip(PARAMETERS, OURS, (FP8_AND_PEERS, "fp8_primary"), strict=True):
-        for count in counts:
-            ours = [row for row in rows if sizes(row["shape"])[1] == count]
-            theirs = [row for row in select(compared, recipe=peer) if sizes(row["shape"])[1] == count]
-            peers = {"torchao blockwise": span(column(theirs, "x torchao"))}
-            memory = _over(ours, key, "memory MiB", same=("shape", "routing"))
-            yield Row(
-                link(f"{count} experts", MOE),
-                "H200",
-                recipe,
-                span(column(select(ours, recipe=key), "x bf16")),
-                peers,
-                memory,
-            )
-
-
-def _fsdp(results: Results) -> Iterable[Row]:
-    for name, mode in (("fsdp_nvidia_h200", "eager"), ("fsdp_compiled_nvidia_h200", "compiled")):
-        rows = results.rows(name)
-        for recipe, key in FORMATS.items():
-            fast, memory = (_over(rows, key, column, same=()) for column in ("tokens/s", "peak GiB"))
-            # With an all-gather in FP8.
-            peers = {"tensorwise": _over(rows, key, "tokens/s", "torchao_fp8_gather", same=())}
-            yield Row(
-                f"{link('the four layers, FSDP2 on two GPUs', name)}, {mode}", "H200", recipe, fast, peers, memory
-            )
-
-
-def _convergence(results: Results) -> Iterable[Row]:
-    name = "convergence_1b_nvidia_h200"
-    written = results.load(name)
-    parameters, steps = written["config"]["parameters"] / 1e9, written["config"]["steps"]
-    what = f"{link(f'{parameters:.2f} billion parameters', name)}, {steps} steps on text, compiled"
-    for recipe, key in {"FP8": "fp8", "NVFP4": "nvfp4_full"}.items():
-        fast, memory = (_over(written["table"], key, column, same=()) for column in ("tokens_per_second", "peak_bytes"))
-        yield Row(what, "H200", recipe, fast, memory=memory)
-
-
-def _experts_h100(results: Results) -> Iterable[Row]:
-    for shape in dict.fromkeys(row["shape"] for row in results.rows(MOE_H100)):
-        rows = results.rows(MOE_H100, shape=shape)
-        for recipe, key in SAVED.items():
-            own = select(rows, recipe=key)
-            peers = {"torchao blockwise": span(column(own, "x torchao"))}
-            memory = _over(rows, key, "memory MiB", same=("routing",))
-            what = link(f"{sizes(shape)[1]} experts", MOE_H100)
-            yield Row(what, "H100", recipe, span(column(own, "x bf16")), peers, memory)
+    """Steps that Python launches, one operation after the other, and steps that one CUDA graph launches."""
+    runs = {
+        "1b_compiled": "1.07 B, compiled",
+        "350m_compiled_graph": "350 M, compiled, in a CUDA graph",
+        "125m": "125 M, eager",
+        "125m_compiled": "125 M, compiled",
+        "125m_compiled_graph": "125 M, compiled, in a CUDA graph",
+        "moe_400m": "400 M, a mixture of experts, eager",
+        "moe_400m_compiled": "400 M, a mixture of experts, compiled",
+        "moe_400m_compiled_graph": "400 M, a mixture of experts, compiled, in a CUDA graph",
+    }
+    return _parts(
+        results,
+        *(Part(f"throughput_{run}_nvidia_h100_80gb_hbm3", text, "H100", FUSED | SAVED) for run, text in runs.items()),
+    )
 
 
 def energy(results: Results) -> str:
@@ -203,35 +196,6 @@ def energy(results: Results) -> str:
         return [names[recipe], f"{row['tokens/s']:,.0f}", fast, f"{row['MFU %']:.1f}", f"{row['J']:.2f}"]
 
     return table(columns, map(cells, names))
-
-
-def _small(results: Results) -> Iterable[Row]:
-    """Steps that Python launches, one operation after the other, and steps that one CUDA graph launches."""
-    recipes = FUSED | SAVED
-    for stem, what in {
-        "1b_compiled": "1.07 B, compiled",
-        "350m_compiled_graph": "350 M, compiled, in a CUDA graph",
-        "125m": "125 M, eager",
-        "125m_compiled": "125 M, compiled",
-        "125m_compiled_graph": "125 M, compiled, in a CUDA graph",
-        "moe_400m": "400 M, a mixture of experts, eager",
-        "moe_400m_compiled": "400 M, a mixture of experts, compiled",
-        "moe_400m_compiled_graph": "400 M, a mixture of experts, compiled, in a CUDA graph",
-    }.items():
-        name = f"throughput_{stem}_nvidia_h100_80gb_hbm3"
-        rows = results.rows(name)
-        for recipe, key in recipes.items():
-            if select(rows, recipe=key):
-                fast, memory = (_over(rows, key, column, same=()) for column in ("tokens/s", "peak GiB"))
-                yield Row(link(what, name), "H100", recipe, fast, memory=memory)
-
-
-def _over(
-    rows: Iterable[dict], recipe: str, name: str, base: str = "bf16", same: Sequence[str] = ("checkpointing",)
-) -> str:
-    """The range of `name` over that of `base`, in rows that are the `same`."""
-    there = list(rows)
-    return span(against(select(there, recipe=recipe), select(there, recipe=base), name, same))
 
 
 # --- experts' MLPs ----------------------------------------------------------------------------------------------------

@@ -67,7 +67,7 @@ def filled(page: Path, results: Path) -> str:
         elif shown and "\n\n" not in shown:
             text = text.split("\n\n")[0]
         text = listed(text)
-        # Links lead to files beside the result.
+        # Links lead to files in the folder of the result.
         text = re.sub(r"\]\((\w+\.md)\)", rf"]({prefix}/\1)", text)
         return f"{begin}{text}\n{end}"
 

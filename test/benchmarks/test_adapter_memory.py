@@ -28,5 +28,5 @@ def test_rows(tmp_path):
     }
     assert len(bits) >= 3 and bits == pytest.approx({name: expected[name] for name in bits}, rel=1e-3)
     assert len({row["saved for backward MiB"] for row in rows.values()}) == 1
-    beside = [row["peak of a step MiB"] - row["base MiB"] for row in rows.values()]
-    assert beside == pytest.approx([beside[0]] * len(beside), rel=0.01)
+    others = [row["peak of a step MiB"] - row["base MiB"] for row in rows.values()]
+    assert others == pytest.approx([others[0]] * len(others), rel=0.01)

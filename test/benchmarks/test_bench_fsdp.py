@@ -69,7 +69,7 @@ def test_gathered_bytes_are_counted_and_a_failing_recipe_kills_nothing(tmp_path,
     assert rows["fp8"]["of bf16"] <= 0.51 and rows["nvfp4"]["of bf16"] <= 0.26
     for name in ("fp8", "nvfp4"):
         assert 0 < rows[name]["reduce ms"] < rows[name]["sync ms"]
-        assert 0 < rows[name]["reduce %"] < rows[name]["sync %"] < 100
+        assert rows[name]["sync ms"] < rows[name]["ms a step"]
         # One sync and one all-reduce a step, or the times would be of something else.
         assert rows[name]["ranks"][0]["syncs"] == rows[name]["ranks"][0]["reduces"] == 1
     assert rows["torchao_fp8_gather"]["sync ms"] > 0 and rows["torchao_fp8_gather"]["reduce ms"] is None

@@ -24,7 +24,7 @@ from llm_training.data import Corpus
 
 pytestmark = pytest.mark.gpu
 
-# Without peers that compile for long. Ceilings are the real ones but for --smoke, which measures what is too small.
+# Without peers that compile for long. Ceilings are the real ones, except with --smoke, whose sizes are too small.
 RUNS = {
     bench_quantize: "--shapes 512x384x1024 33x96x144 --recipes fp8 nvfp4 --peers",
     bench_fused: "--shapes 512x384x1024 33x96x144",
@@ -74,7 +74,7 @@ def test_steps_from_a_graph_train_as_eager_ones(recipe, config):
 
 
 def test_memory_of_steps_on_the_gpu(tmp_path):
-    """What weights take, but for the allocator's rounding, and the order of the peaks."""
+    """Memory of weights, up to the allocator's rounding, and the order of the peaks."""
     from torchao_blockwise.formats import FP8_128X128
 
     recipes = ("fp8", "fp8_primary")

@@ -10,6 +10,7 @@ import bench_quantize
 import pytest
 import torch
 from bench_grouped_matmul import KINDS, GroupedProduct
+from common import shapes
 from common.errors import Wrong, check_bits, tensors
 
 from torchao_blockwise import ops
@@ -25,7 +26,7 @@ QUANTIZED = [
 JOBS = [
     *(bench_quantize.job(case, 33, 64, recipe, CPU) for case, recipe in QUANTIZED if recipe == "fp8"),
     *(bench_fused.job(case, 33, 64, CPU) for case in bench_fused.CASES),
-    *(bench_permute.job(operation, bench_permute.SMOKE, CPU) for operation in bench_permute.OPERATIONS),
+    *(bench_permute.job(operation, *shapes.ROUTED["smoke"], CPU) for operation in bench_permute.OPERATIONS),
 ]
 
 
@@ -71,7 +72,7 @@ def test_a_byte_that_is_wrong_is_seen(job):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_wrong_group_is_seen(kind):
-    """Each of the three groups that are looked at, and what empty groups must be."""
+    """Of each size, and one without tokens, whose gradient is zero."""
     product = GroupedProduct.of(kind, (0, 3, 20, 0, 9), 32, 48)
     ends = product.ends(CPU)
     a, b = product.quantize(*product.high_precision(CPU), ends)

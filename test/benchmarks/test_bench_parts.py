@@ -14,19 +14,19 @@ from torchao_blockwise.testing import relative_error
 pytestmark = pytest.mark.usefixtures("no_interpreter")
 
 
-def chosen(named: dict, *argv: str) -> tuple[list, str]:
-    parser = driver.parser("")
-    shapes.add_shapes(parser, named, "smoke")
-    return shapes.chosen(parser.parse_args(argv))
+def chosen(named: dict, *argv: str, smoke: bool = False) -> list:
+    args = driver.parser("", (named, "large")).parse_args(argv)
+    args.smoke = smoke
+    shapes.choose(args)
+    return args.shapes
 
 
 def test_shapes_are_chosen_by_name_or_size_once_each(capsys):
-    peers = shapes.LINEAR["peers"]
-    assert chosen(shapes.LINEAR, "--shapes", "16384x14336x4096", "peers") == ([peers[5], *peers[:5]], "")
-    assert chosen(shapes.LINEAR) == (shapes.LINEAR["smoke"], "")
-    # A group has separate files if no other shape is named.
-    assert chosen(shapes.LINEAR, "--shapes", "tracker") == (shapes.LINEAR["tracker"], "_tracker")
-    assert chosen(shapes.MIXTURES, "--shapes", "5x4x3x2")[0] == [Experts(5, 4, 3, 2)]
+    first, second, third = shapes.LINEAR["large"]
+    assert chosen(shapes.LINEAR, "--shapes", "16384x14336x4096", "large") == [third, first, second]
+    assert chosen(shapes.LINEAR) == shapes.LINEAR["large"]
+    assert chosen(shapes.LINEAR, smoke=True) == shapes.LINEAR["smoke"]
+    assert chosen(shapes.MIXTURES, "--shapes", "5x4x3x2") == [Experts(5, 4, 3, 2)]
     for text in ("mixtral", "5x4x3", "5x4x3x0", "5x4x3xa"):
         with pytest.raises(SystemExit):
             chosen(shapes.MIXTURES, "--shapes", text)

@@ -106,8 +106,8 @@ def test_models_fused_and_not(smoke, tmp_path):
     rows = {row["recipe"]: row for row in content["rows"]}
     assert tuple(rows) == recipes and rows["fp8"]["x bf16"] == pytest.approx(rows["bf16"]["us"] / rows["fp8"]["us"])
     for row in rows.values():
-        shares = [row[f"{kind} %"] for kind in (*kernel_times.KINDS, "other")]
-        assert sum(shares) == pytest.approx(100) and row["products %"] > 0
+        assert min(row[column] for column in ("products ms", "other ms")) > 0
+        assert (row["quantization ms"] > 0) == (row["recipe"] != "bf16")
         assert row["tokens/s"] == pytest.approx(64 / row["us"] * 1e6) and row["kernels"]
     bf16, fp8, fused, once = (row["error"] for row in rows.values())
     # Only the last one rounds elsewhere.

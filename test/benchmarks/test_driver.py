@@ -56,7 +56,7 @@ def test_a_row_has_times_rates_floors_and_ratios(results):
     rows = []
     for flops in (0, 10**6):
         results.rows = []
-        assert driver.run_jobs(results, [job(peers={"peer": partial(Peer, add)}, flops=flops)], ["peer"]) == 0
+        assert driver.measure_jobs(results, [job(peers={"peer": partial(Peer, add)}, flops=flops)], ["peer"]) == 0
         rows += results.rows
     moving, multiplying = rows
     for row in rows:
@@ -66,7 +66,7 @@ def test_a_row_has_times_rates_floors_and_ratios(results):
     assert moving["MiB"] == 1000 / 2**20 and moving["TB/s"] == pytest.approx(1000 / moving["us"] / 1e6)
     assert moving["roofline us"] == pytest.approx(1e-3) and "error" not in moving
     assert multiplying["TFLOP/s"] == pytest.approx(1 / multiplying["us"]) and multiplying["error"] == 0.25
-    assert multiplying["roofline us"] == pytest.approx(0.5) and multiplying["intensity"] == 1000
+    assert multiplying["roofline us"] == pytest.approx(0.5)
 
 
 def test_what_is_wrong_or_fails_is_not_timed_and_kills_nothing(results):
@@ -79,7 +79,7 @@ def test_what_is_wrong_or_fails_is_not_timed_and_kills_nothing(results):
         "missing": missing,
     }
     ways = {"right": add, "off": lambda x: x, "bad": fail, "none": "needs a GPU"}
-    assert driver.run_jobs(results, [job("a", ways, peers), job("b", lambda x: x)], [*peers]) == 0
+    assert driver.measure_jobs(results, [job("a", ways, peers), job("b", lambda x: x)], [*peers]) == 0
     assert [(row["shape"], row["by"]) for row in results.rows] == [("a", "right")]
     assert results.rows[0]["peers us"].keys() == {"peer"}
     luck, wrong = ["RuntimeError: no luck today"], ["WRONG, not one more"]
@@ -95,7 +95,7 @@ def test_what_accumulates_starts_from_zeros_for_the_check_and_is_finished(result
         out += x
 
     peer = Peer(accumulate, lambda x: (x + 1, torch.zeros(2, 4)), finish=lambda out: out[0])
-    assert driver.run_jobs(results, [job(peers={"peer": lambda: peer})], ["peer"]) == 0
+    assert driver.measure_jobs(results, [job(peers={"peer": lambda: peer})], ["peer"]) == 0
     assert results.rows[0]["x peer"] > 0 and results.left_out == {}
 
 
@@ -147,11 +147,12 @@ def test_an_output_that_no_replay_writes_is_found():
 
 
 @pytest.mark.gpu
-def test_gpu_times_are_captured_and_near_those_of_a_long_loop():
+def test_gpu_times_are_near_those_of_a_long_loop_and_what_cannot_be_captured_fails():
     device = torch.device("cuda")
     sets = input_sets(lambda: (torch.randn(4096, 4096, device=device, dtype=torch.bfloat16),), device)
     times = time_runs({"copy": (torch.clone, sets), "matmul": (lambda x: x @ x, sets)}, device)
-    assert all(t.captured for t in times.values())
+    uncaptured = time_runs({"sum": (lambda x: x.sum().item(), sets)}, device)
+    assert isinstance(uncaptured["sum"], str)
     # 64 MiB moved and 137 GFLOP: no GPU does that faster than 10 TB/s and 5 PFLOP/s.
     assert times["copy"].us > 64 * 2**20 / 10e6 and times["matmul"].us > 2 * 4096**3 / 5e9
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from common import peers, shapes
 from common.errors import Unavailable
-from common.products import KINDS, RECIPES, Product, error_budget, product_error
+from common.products import KINDS, RECIPES, Product, decoded, error_budget, product_error
 
 from torchao_blockwise import ops
 from torchao_blockwise.testing import relative_error
@@ -44,6 +44,7 @@ def test_the_error_of_a_right_product_is_within_budget_and_of_a_wrong_one_is_not
     product = Product(kind, *layer, recipe)
     *_, a, b = product.make(CPU)
     out = ops.matmul(a, b, out_dtype=torch.bfloat16)
+    a, b = decoded(a), decoded(b)
     assert product_error(out, a, b) < error_budget(product.mnk[2])
     for row, column in ((0, 0), (-1, -1), (0, -1), (-1, 0)):
         wrong = out.clone()
@@ -69,7 +70,7 @@ def test_peers_that_quantize_by_themselves_compute_the_same_product(name, kind, 
     product = Product(kind, 256, 384, 256)
     *hp, a, b = product.make(torch.device(device))
     peer = peers.product_peer(name, product, torch.device(device))
-    assert product_error(peer.run(*peer.prepare(*hp, a, b)), a, b) < 0.1
+    assert product_error(peer.run(*peer.prepare(*hp, a, b)), decoded(a), decoded(b)) < 0.1
 
 
 @pytest.mark.parametrize(

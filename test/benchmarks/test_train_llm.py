@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 import train_llm
-from llm_cases import TEXT, TINY
+from llm_cases import CPU, TEXT, TINY
 from llm_training import throughput
+from llm_training.config import UsageError
+from llm_training.data import Corpus
 from llm_training.recipes import DEFAULT, SEPARATE
+from llm_training.training import Trainer
 
 pytestmark = pytest.mark.usefixtures("train_llm_alike")
 
 
 def refusal(capsys, *argv: object) -> str:
     assert train_llm.main([str(a) for a in ("--device", "cpu", "--preset", "tiny", *argv)]) == 2
-    *before, line = capsys.readouterr().err.splitlines()
-    # A checkpoint is found wanting when its recipe's training begins, which is announced.
-    assert line.startswith("train_llm: ") and (not before or "--resume" in argv)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("train_llm: ")
     return line
 
 
@@ -26,13 +29,11 @@ def refusal(capsys, *argv: object) -> str:
     ("argv", "messages"),
     (
         ("--data {folder}/nothing", ["no such file or folder"]),
-        ("--data {folder}/empty.txt", ["no text found"]),
+        ("--data {folder}/empty.txt", ["need at least 130 bytes", "got 0"]),
         ("--data {folder}/short.txt", ["need at least 130 bytes", "got 100"]),
         ("--warmup 8 --steps 8", ["warmup must be"]),
         ("--steps 0", ["steps must be at least 1, got 0"]),
         ("--lr nan", ["lr must be above 0"]),
-        ("--out {folder}/short.txt", ["not a folder"]),
-        ("--resume --data {folder}/text.txt", ["no checkpoint in"]),
     ),
 )
 def test_what_cannot_run_is_refused(argv, messages, capsys, text_file, tmp_path):
@@ -42,15 +43,13 @@ def test_what_cannot_run_is_refused(argv, messages, capsys, text_file, tmp_path)
     assert all(part in message for part in messages)
 
 
-def test_resume_with_another_configuration_names_the_fields(capsys, text_file, tmp_path):
-    common = ("--recipes", "bf16", "--out", tmp_path, "--data")
-    argv = ("--device", "cpu", "--preset", "tiny", "--checkpoint-every", "4", "--steps", "4", *common, text_file)
-    assert train_llm.main([str(a) for a in argv]) == 0
-    capsys.readouterr()
-    text_file.write_bytes(TEXT[1:])
-    line = refusal(capsys, "--resume", "--steps", 6, "--lr", "0.5", *common, text_file)
-    for part in ("steps: 4 -> 6", "lr: 0.002 -> 0.5", "data (sha256)"):
-        assert part in line
+def test_a_checkpoint_of_another_configuration_names_the_fields(tmp_path):
+    path, corpora = tmp_path / "x.pt", [Corpus.from_bytes(text, "text", 64, 4) for text in (TEXT, TEXT[1:])]
+    Trainer("bf16", TINY, CPU).save(path, corpora[0])
+    with pytest.raises(UsageError) as raised:
+        Trainer("bf16", replace(TINY, steps=6, lr=0.5), CPU).load(path, corpora[1])
+    for part in ("steps: 8 -> 6", "lr: 0.002 -> 0.5", "data (sha256)"):
+        assert part in str(raised.value)
 
 
 # --- report -----------------------------------------------------------------------------------------------------------
@@ -65,20 +64,22 @@ def test_the_command_leaves_table_json_and_picture(text_file, tmp_path, capsys, 
     printed = capsys.readouterr().out
     assert "0.4 M parameters" in printed and "8 steps of 128 tokens" in printed
 
-    content = json.loads((out / "train_llm.json").read_text())
-    assert content["config"]["dim"] == TINY.dim and content["config"]["seed"] == 0
-    assert content["environment"]["torch"] == torch.__version__ and content["config"]["products"] == "bf16"
-    device, data = content["environment"]["device"], content["data"]
+    content = json.loads((out / "train_llm_tiny_cpu.json").read_text())
+    config = content["arguments"]
+    assert config["dim"] == TINY.dim and config["seed"] == 0 and config["products"] == "bf16"
+    assert content["environment"]["torch"] == torch.__version__
+    device, data = content["environment"]["device"], config["data"]
     assert device and f"{device}. 1,024 tokens from 0.0 MB of text ({text_file}), no byte twice." in printed
     assert data["passes"] == 8 * 128 / data["train_bytes"]
-    assert [row["recipe"] for row in content["table"]] == list(DEFAULT)
-    for row in content["table"]:
-        assert row["held_out_loss"] > 0 and row["tokens_per_second"] > 0 and row["peak_bytes"] is None
-        assert len(content["curves"][row["recipe"]]["loss"]) == TINY.steps
-        assert f"{row['held_out_loss']:.4f}" in printed
-    bf16, fp8, _ = content["table"]
-    assert fp8["gap_percent"] == pytest.approx(100 * (fp8["held_out_loss"] / bf16["held_out_loss"] - 1))
-    assert (out / "train_llm.png").read_bytes().startswith(b"\x89PNG")
+    assert [row["recipe"] for row in content["rows"]] == list(DEFAULT)
+    for row in content["rows"]:
+        assert row["tokens/s"] > 0 and row["peak memory"] is row["peak_bytes"] is None
+        assert len(row["losses"]) == len(row["seconds"]) == TINY.steps
+        assert row["held-out loss"] == f"{row['held_out_loss']:.4f}" and f"| {row['held-out loss']} |" in printed
+    bf16, fp8, _ = content["rows"]
+    assert fp8["gap to bf16"] == f"{100 * (fp8['held_out_loss'] / bf16['held_out_loss'] - 1):+.2f} %"
+    assert bf16["gap to bf16"] is None
+    assert (out / "train_llm_tiny_cpu.png").read_bytes().startswith(b"\x89PNG")
     assert {p.name for p in results.iterdir()} == {f"train_llm_tiny_cpu.{suffix}" for suffix in ("json", "md", "png")}
 
 
