@@ -10,7 +10,8 @@ optimizer step's and in no step here):
     memory   what a step has allocated at its peak, with the weight and gradients, and without x and dy
              (layers.py; the JSON has the parts)
 Output and gradients must be those of bf16 within FP8's error. Bytes that must move: x, w, dy read once and y, dx, dw
-written once. The results of --shapes tracker have separate files, linear_tracker_<device>.
+written once. "roofline x" and what of it is reached: see layers.py. The results of --shapes tracker have separate
+files, linear_tracker_<device>.
 
     python benchmarks/bench_linear.py [--shapes 4096x18432x7168] [--only fp8 bf16 torchao]
 """
@@ -22,7 +23,7 @@ from collections.abc import Sequence
 
 import torch
 from common import driver, layers, peers, shapes
-from common.layers import Layer, Work
+from common.layers import Layer, Work, quantized_bytes
 from common.shapes import Shape
 from torch import nn
 
@@ -58,6 +59,7 @@ def work_of(shape: Shape, device: torch.device) -> Work:
         nbytes,
         6 * t * n * k,
         _BUDGETS,
+        quantized_bytes=quantized_bytes(t, (n, k)),
     )
 
 

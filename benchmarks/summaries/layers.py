@@ -128,19 +128,19 @@ def models(results: Results) -> str:
 
     config = results.load(CONVERGENCE)["config"]
     size, trained = f"{config['parameters'] / 1e9:.2f} billion parameters", f"{config['steps']} steps on text"
-    # Layers as Hugging Face has them.
-    separate = FP8 | {"FP8, `fuse`": "fp8_fused", "FP8, `fuse`, `round_once`": "fp8_fused_once"}
+    fsdp = "the four layers, FSDP2 on two GPUs"
     return _parts(
         results,
+        *steps(MODEL_H100, "four Llama-8B layers", "H100", FUSED, end=", DeepGEMM"),
+        Part("model_32_layers_nvidia_h100_80gb_hbm3", "all 32 layers", "H100", FUSED, ", DeepGEMM, compiled"),
+        Part("fsdp_compiled_nvidia_h100_80gb_hbm3", fsdp, "H100", SQUARE, ", DeepGEMM, compiled"),
         *steps("model_4_layers_nvidia_h200", "four Llama-8B layers", "H200", FP8),
-        *steps("model_4_layers_fuse_nvidia_h200", "the same", "H200", separate, end=", separate projections, DeepGEMM"),
         *steps("model_32_layers_nvidia_h200", "all 32 layers", "H200", FP8),
         *(
-            Part(name, "the four layers, FSDP2 on two GPUs", "H200", FP8 | {"NVFP4": "nvfp4"}, f", {mode}")
+            Part(name, fsdp, "H200", FP8 | {"NVFP4": "nvfp4"}, f", {mode}")
             for name, mode in (("fsdp_nvidia_h200", "eager"), ("fsdp_compiled_nvidia_h200", "compiled"))
         ),
         Part(CONVERGENCE, size, "H200", FP8 | {"NVFP4": "nvfp4_full"}, f", {trained}, compiled"),
-        *steps(MODEL_H100, "four Llama-8B layers", "H100", FUSED, end=", DeepGEMM"),
     )
 
 
