@@ -352,6 +352,9 @@ def _output_heads(model: nn.Module) -> dict[nn.Module, str]:
                 found |= dict.fromkeys(declared.modules(), "output head")
         if isinstance(module, nn.Linear) and is_head_name(fqn):
             found[module] = "output head"
+        # PyTorch ≥ 2.13; the loss multiplies by the weight without calling the layer.
+        if isinstance(module, getattr(nn, "LinearCrossEntropyLoss", ())):
+            found[module.linear] = "output head"
     tied = {m: embeddings.get(id(m.weight)) for m in model.modules() if isinstance(m, nn.Linear)}
     return found | {m: f"output head, tied to {fqn}" for m, fqn in tied.items() if fqn is not None}
 
