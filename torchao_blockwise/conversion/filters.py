@@ -344,6 +344,8 @@ def _output_heads(model: nn.Module) -> dict[nn.Module, str]:
     in_blocks = {m: m in inner for m in model.modules() if isinstance(m, nn.Linear) or expert_weights(m)}
     if any(in_blocks.values()) and not list(in_blocks.values())[-1]:
         found[list(in_blocks)[-1]] = "last layer, after the blocks"
+    # Only PyTorch ≥ 2.13 has it. It multiplies by the weight without calling its layer.
+    loss: Any = getattr(nn, "LinearCrossEntropyLoss", ())
     for fqn, module in model.named_modules():
         # Models of transformers, and parts of them, declare their head.
         get: Any = getattr(module, "get_output_embeddings", lambda: None)
@@ -352,8 +354,7 @@ def _output_heads(model: nn.Module) -> dict[nn.Module, str]:
                 found |= dict.fromkeys(declared.modules(), "output head")
         if isinstance(module, nn.Linear) and is_head_name(fqn):
             found[module] = "output head"
-        # PyTorch ≥ 2.13; the loss multiplies by the weight without calling the layer.
-        if isinstance(module, getattr(nn, "LinearCrossEntropyLoss", ())):
+        if isinstance(module, loss):
             found[module.linear] = "output head"
     tied = {m: embeddings.get(id(m.weight)) for m in model.modules() if isinstance(m, nn.Linear)}
     return found | {m: f"output head, tied to {fqn}" for m, fqn in tied.items() if fqn is not None}
