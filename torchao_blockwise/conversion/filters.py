@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 
 from torchao_blockwise import _compat
-from torchao_blockwise._names import nearest_names
+from torchao_blockwise._names import nearest_names, shown
 from torchao_blockwise.conversion.weights import expert_weights
 from torchao_blockwise.tensors import NVFP4TrainingConfig, TrainingConfig
 from torchao_blockwise.tensors.config import check_config
@@ -295,10 +295,9 @@ def warn_of_plain(model: nn.Module, config: TrainingConfig, chosen: Iterable[str
     left_out = {fqn: advice.why_not(model.get_submodule(fqn), fqn) for fqn in chosen}
     unwanted = [f"{fqn} ({why})" for fqn, why in left_out.items() if why is not None]
     if unwanted:
-        shown = ", ".join(unwanted[:3]) + (f" and {len(unwanted) - 3} more" if len(unwanted) > 3 else "")
         warnings.warn(
-            f"quantize_: without a filter, it also converts {shown}; to leave these out, convert a new model with "
-            "filter_fn=recommended_layers(model, config)",
+            f"quantize_: without a filter, it also converts {shown(unwanted)}; to leave these out, convert a new model "
+            "with filter_fn=recommended_layers(model, config)",
             stacklevel=3,
         )
 
