@@ -1,9 +1,12 @@
-"""Suggestions for misspelled names, and replacements of removed ones."""
+"""Names in messages: lists, suggestions for misspelled names, and replacements of removed ones."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+# The number of names that messages list.
+_SHOWN = 3
 
 
 def did_you_mean(name: object, known: Iterable[str]) -> str:
@@ -15,6 +18,11 @@ def did_you_mean(name: object, known: Iterable[str]) -> str:
 def nearest_names(pattern: str, known: list[str]) -> str:
     """Return the three known names that are most similar to a pattern which matches none of them."""
     return ", ".join(difflib.get_close_matches(pattern, known, n=3, cutoff=0))
+
+
+def shown(names: Sequence[str]) -> str:
+    """Return the first names and the number of the others, for messages."""
+    return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if names[_SHOWN:] else "")
 
 
 def refusing_removed(module: str, removed: Mapping[str, str]) -> Callable[[str], object]:

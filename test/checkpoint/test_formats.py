@@ -96,7 +96,9 @@ def test_an_engine_gets_the_settings_of_the_files(format, tmp_path):
         model.config.model_type = "deepseek_v4"
     export(model, tmp_path / "out", format)
     settings = checkpoint.quantized_weights(model, format).quantization_config()
-    assert settings == json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    content = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert settings == content["quantization_config"]
+    assert (content["architectures"], content["dtype"]) == (["LlamaForCausalLM"], str(model.dtype)[6:])
     assert "lm_head" in settings.get("modules_to_not_convert", settings.get("ignore"))
     assert ("scale_fmt" in settings) == (config is FP8_POW2)
     if format == "nvfp4_modelopt":

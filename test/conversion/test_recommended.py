@@ -125,6 +125,14 @@ to_classes: skipped, last layer, after the blocks""",
     )  # fmt: skip
 
 
+@pytest.mark.skipif(not hasattr(nn, "LinearCrossEntropyLoss"), reason="needs PyTorch 2.13")
+def test_the_head_inside_a_loss():
+    model = nn.Sequential(nn.Linear(64, 64), nn.LinearCrossEntropyLoss(64, 32))
+    assert left_out(model) == {"1.linear": "output head"}
+    quantize_(model, FP8, filter_fn=recommended_layers(model))
+    model[1](model[0](torch.randn(8, 64)), torch.randint(32, (8,))).backward()
+
+
 class Gated(nn.Module):
     """A gated MLP that narrows: its gate is not a router, as up has its shape."""
 

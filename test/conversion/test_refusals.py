@@ -59,6 +59,14 @@ def fake_quantized():
     return FakeQuantizedLinear(64, 64, weight_config=IntxFakeQuantizeConfig(torch.int4, group_size=32))
 
 
+def int8():
+    from torchao.quantization import Int8WeightOnlyConfig
+
+    layer = nn.Linear(64, 64)
+    quantize_(layer, Int8WeightOnlyConfig())
+    return layer
+
+
 def derived():
     layer = fake_quantized()
     layer.__class__ = type("Mine", (type(layer),), {"forward": lambda self, x: type(layer).forward(self, x)})
@@ -90,7 +98,7 @@ FAILURES = {
     "lazy": (lambda: nn.LazyLinear(64), "its weight is not initialized yet; run one forward pass first"),
     "parametrized": (lambda: nn.utils.parametrizations.weight_norm(nn.Linear(64, 64)), r"not a Parameter \(.*; remove"),
     "pruned": (lambda: prune.random_unstructured(nn.Linear(64, 64), "weight", amount=0.5), r"not a Parameter \("),
-    "own parameter": (lambda: changed(nn.Linear(64, 64), own_parameter), "a OwnParameter; convert first, then shard"),
+    "own parameter": (lambda: changed(nn.Linear(64, 64), own_parameter), "a OwnParameter; convert before sharding"),
     "no linear": (lambda: nn.Conv1d(4, 4, 1), "a Conv1d is not an nn.Linear and has no expert weights"),
     "quantized": (lambda: convert_module(nn.Linear(64, 64), QUANTIZED), "already a BlockwiseFP8Tensor; call unconvert"),
     "weak reference": (lambda: changed(nn.Linear(64, 64), lambda m: weakref.ref(m.weight)), "a weak reference to its"),
@@ -101,7 +109,7 @@ FAILURES = {
     "experts, double": (changed_experts(lambda m: m.double() and None), r"up: its weight is torch.float64; cast it to"),
     "experts, weak": (changed_experts(lambda m: weakref.ref(m.down)), "down: something holds a weak reference to its"),
     "experts, view": (changed_experts(lambda m: m.down.mT), "down: a view, the autograd graph of"),
-    "experts, own": (changed_experts(own_parameter), "down: its weight is a OwnParameter; convert first"),
+    "experts, own": (changed_experts(own_parameter), "down: its weight is not a plain .* a OwnParameter;"),
     "experts, quantized": (changed_experts(lambda m: convert_module(m, QUANTIZED) and None), "up: .* already a .*; "),
     # Layers that quantize by themselves.
     "qat": (lambda: qat.Linear(64, 64, qconfig=get_default_qat_qconfig()), ITSELF.format("Linear", r"torch\.ao")),
@@ -112,6 +120,7 @@ FAILURES = {
                             "its weight is torch.float8_e4m3fn, and its scales are stored in another tensor"),
     "bitnet": (of("transformers.integrations.bitnet", "AutoBitLinear"), ITSELF.format("AutoBitLinear", "transformers")),
     "8 bits": (of("bitsandbytes.nn", "Linear8bitLt"), ITSELF.format("Linear8bitLt", "bitsandbytes")),
+    "int8": (int8, "a Int8Tensor; convert before .* or quantizing it"),
     "4 bits": (of("bitsandbytes.nn", "Linear4bit"), ITSELF.format("Linear4bit", "bitsandbytes")),
 }  # fmt: skip
 

@@ -244,6 +244,8 @@ def _load_other_shape(model):
 REFUSALS = {
     "no class": (lambda m: MasterWeightOptimizer(torch.optim.AdamW(m.parameters()), m), TypeError,
                  "optimizer_class must be an optimizer's class, got AdamW"),
+    "no model": (lambda m: MasterWeightOptimizer(torch.optim.AdamW, [*m.parameters()]), TypeError,
+                 "model must be the converted nn.Module, got a list; pass parameters as params="),
     "shard": (lambda m: adamw(m, shard="zero3"), ValueError, 'shard must be "zero1", "zero2" or None, got .zero3.'),
     "no ranks": (lambda m: adamw(m, shard="zero1"), ValueError, "needs ranks; call torch.distributed.init_process_gr"),
     "option": (lambda m: adamw(m, betas=(2, 2)), ValueError, "Invalid beta parameter"),

@@ -98,7 +98,7 @@ def resumes(rank: int, recipe: str, saved_as: str) -> None:
 def needs_conversion_before_shards(rank: int) -> None:
     module = Sharded()
     module.converts = False
-    with pytest.raises(ValueError, match="its weight is a DTensor; convert first, then shard"):
+    with pytest.raises(ValueError, match="a DTensor; convert before sharding"):
         fit_on_ranks(module, rank, "fp8", ".", 1)
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 from exported_models import FORMATS, export, losses, tensors_in
 from helpers import assert_same_tensors
 from pretrained_models import write
@@ -54,6 +55,22 @@ def every_rank_reads(rank: int, family: str, format: str, trainable: str) -> Non
     export(model, folder / "again", format)
     if rank == 0:
         assert_same_tensors(tensors_in(folder / "again"), tensors_in(folder / "x"))
+
+
+def a_plan_of_transformers(rank: int, family: str, format: str) -> None:
+    """FSDP2 by transformers' config: the losses of the model on one device, bit for bit."""
+    if not hasattr(transformers.PreTrainedModel, "maybe_distribute_model"):
+        return
+
+    def distribute(model) -> None:
+        config = transformers.distributed.DistributedConfig(fsdp_size=2)
+        config, _, mesh = model.prepare_distribute_model(config)
+        model.maybe_distribute_model(model, config, mesh)
+
+    folder, options = written(family, format) / "x", {"dtype": torch.float32, "device": device()}
+    model = from_pretrained(folder, RECIPE_OF[format], parallelize=distribute, **options)
+    assert all(hasattr(p, "placements") for p in model.parameters())
+    assert losses(model) == losses(from_pretrained(folder, RECIPE_OF[format], **options))
 
 
 def the_first_rank_sends(rank: int, family: str, format: str) -> None:
@@ -113,6 +130,7 @@ CASES = {
             ("every_rank_reads", "Qwen3Moe", _CT, "adapters"),
             ("the_first_rank_sends", "Qwen3", "fp8_block"),
             ("all_ranks_raise", "Qwen3", "fp8_block"),
+            ("a_plan_of_transformers", "Llama", "fp8_block"),
         ],
         [
             ("every_rank_reads", "Qwen3", _CT, "full"),

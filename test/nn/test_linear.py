@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
 from helpers import FP8, both_formats, every_recipe, forward_backward, replace, tokens, weight
+from shared_inputs import assert_same
 from torch import nn
 from torchao.quantization import quantize_
 
@@ -30,6 +33,17 @@ def test_layers_without_features(config, n, k):
     assert torch.equal(out, layer.bias.expand(2, 5, n))
     out.sum().backward()
     assert x.grad.shape == x.shape and layer.weight.grad.shape == (n, k) and not x.grad.any()
+
+
+@both_formats
+def test_a_nested_tensor_is_the_matrix_of_its_tokens(config):
+    layer, parts = layer_of(config, 40, 72), [tokens(n, 72, seed=n) for n in (3, 9, 1)]
+    expected = forward_backward(copy.deepcopy(layer), torch.cat(parts))
+    x = torch.nested.nested_tensor(parts, layout=torch.jagged, requires_grad=True)
+    out = layer(x)
+    assert out.shape[:2] == x.shape[:2]
+    out.values().sum().backward()
+    assert_same((out.values().detach(), x.grad.values(), layer.weight.grad, layer.bias.grad), expected)
 
 
 QUANTIZED = {"fp8": BlockwiseFP8Tensor, "nvfp4": NVFP4Tensor}

@@ -156,6 +156,14 @@ def test_small_steps_of_a_weight_that_trains_are_refused(made, config):
             alias.add_(torch.full((N, K), 1e-5))
 
 
+def test_the_error_of_a_plain_optimizer_names_three_weights():
+    model = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(5)))
+    quantize_(model, replace(FP8, master_weights=False))
+    gradients(model, 0)
+    with pytest.raises(NotImplementedError, match=r"\(0.weight, 1.weight, 2.weight and 2 more\).*MasterWeight"):
+        torch.optim.AdamW(model.parameters(), foreach=True).step()
+
+
 @every_kind
 def test_an_adapters_factors_are_added_to_a_quantized_weight(from_hp):
     """`baddbmm` gives a master weight of the decoded values and their product; of any others it is a GEMM."""

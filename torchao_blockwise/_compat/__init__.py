@@ -50,6 +50,13 @@ def grouped_products_of_others() -> list[Operation]:
     return [] if op is None else [op, op.default]
 
 
+def jagged_like(x: Any, values: torch.Tensor) -> torch.Tensor:
+    """Return a nested tensor with the sequences of the jagged tensor `x`, and other values."""
+    return torch.nested.nested_tensor_from_jagged(
+        values, x.offsets(), x.lengths(), x._ragged_idx, x._maybe_min_seqlen, x._maybe_max_seqlen
+    )
+
+
 def quantize_call() -> tuple[Any, Any, str | None]:
     """Return (model, filter_fn, name of the calling module) of the `quantize_` call on the stack, or three Nones.
 

@@ -97,6 +97,15 @@ def ignored_on_load(model: torch.nn.Module) -> set[str]:
     return {*(named or ()), *[r"rotary_emb\.inv_freq$"] * is_theirs}
 
 
+def class_in_config(model: Any) -> dict[str, Any]:
+    """Return the class and the dtype of a model of transformers as `save_pretrained` writes them to config.json."""
+    if not hasattr(model, "_tied_weights_keys"):
+        return {}
+    # The prefix of a class that FSDP2 derives.
+    architecture = type(model).__name__.removeprefix("FSDP")
+    return {"architectures": [architecture], "dtype": str(model.dtype).removeprefix("torch.")}
+
+
 def model_on_meta(config: Any, dtype: torch.dtype | None, options: dict[str, Any]) -> Any:
     """Return the model that `config` names, else a causal LM or a base model, on the meta device.
 

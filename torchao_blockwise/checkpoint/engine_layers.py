@@ -14,7 +14,7 @@ import re
 import warnings
 from collections.abc import Iterable
 
-from torchao_blockwise.checkpoint.files import shown
+from torchao_blockwise._names import shown
 from torchao_blockwise.checkpoint.model_tensors import DIMS_OF_EXPERTS, Part
 
 # Layers that vLLM fuses, by the last parts of their names in files, in vLLM's order. Source: vLLM 0.33.0, read on

@@ -10,19 +10,20 @@ import re
 import secrets
 import shutil
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
+from torchao_blockwise._names import shown
+
 INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 # The file that identifies a run which may be resumed, and the name of a file while it is being written.
 _PLAN, _PART = "plan.json", "part"
 _SHARD = re.compile(r"model-\d+-of-(\d+)\.safetensors")
-_SHOWN = 3
 # A key of config.json.
 SETTINGS = "quantization_config"
 # Open files are mapped, so everything that was read from them stays in memory.
@@ -262,11 +263,6 @@ def config_and_settings(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     if not isinstance(settings, dict):
         raise ValueError(f"load: {SETTINGS} of {file} is a {type(settings).__name__}; copy it again")
     return content, settings
-
-
-def shown(names: Sequence[str]) -> str:
-    """Return the first names and the number of the others, for messages."""
-    return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if names[_SHOWN:] else "")
 
 
 def _weight_map(folder: Path) -> dict[str, str] | None:

@@ -13,8 +13,7 @@ from torch import nn
 
 from torchao_blockwise import _compat, ops
 from torchao_blockwise._compat import hugging_face
-from torchao_blockwise._names import did_you_mean
-from torchao_blockwise.checkpoint.files import shown
+from torchao_blockwise._names import did_you_mean, shown
 from torchao_blockwise.checkpoint.gathering import on_all_ranks, reshard
 from torchao_blockwise.checkpoint.layouts import FP8, TENSOR_MAX
 from torchao_blockwise.checkpoint.model_tensors import (

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from torchao_blockwise import _compat, ops
+from torchao_blockwise._compat import hugging_face
 from torchao_blockwise._names import did_you_mean
 from torchao_blockwise.checkpoint.engine_layers import READ_EXPERTS, plain_layers, warn_of_readers
 from torchao_blockwise.checkpoint.files import Folder
@@ -111,7 +112,8 @@ def export(
                 if hasattr(x, "save_pretrained"):
                     x.save_pretrained(folder.path)
             if (file := folder.path / "config.json").exists():
-                weights.write_settings(folder, json.loads(file.read_text()))
+                content = json.loads(file.read_text()) | hugging_face.class_in_config(weights.model)
+                weights.write_settings(folder, content)
             source = tokenizer_from if tokenizer_from is not None else getattr(config, "_name_or_path", "")
             if source and Path(source).is_dir():
                 folder.copy_tokenizer(Path(source))

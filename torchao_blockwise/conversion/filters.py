@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 
 from torchao_blockwise import _compat
-from torchao_blockwise._names import nearest_names
+from torchao_blockwise._names import nearest_names, shown
 from torchao_blockwise.conversion.weights import expert_weights
 from torchao_blockwise.tensors import NVFP4TrainingConfig, TrainingConfig
 from torchao_blockwise.tensors.config import check_config
@@ -295,10 +295,9 @@ def warn_of_plain(model: nn.Module, config: TrainingConfig, chosen: Iterable[str
     left_out = {fqn: advice.why_not(model.get_submodule(fqn), fqn) for fqn in chosen}
     unwanted = [f"{fqn} ({why})" for fqn, why in left_out.items() if why is not None]
     if unwanted:
-        shown = ", ".join(unwanted[:3]) + (f" and {len(unwanted) - 3} more" if len(unwanted) > 3 else "")
         warnings.warn(
-            f"quantize_: without a filter, it also converts {shown}; to leave these out, convert a new model with "
-            "filter_fn=recommended_layers(model, config)",
+            f"quantize_: without a filter, it also converts {shown(unwanted)}; to leave these out, convert a new model "
+            "with filter_fn=recommended_layers(model, config)",
             stacklevel=3,
         )
 
@@ -344,6 +343,8 @@ def _output_heads(model: nn.Module) -> dict[nn.Module, str]:
     in_blocks = {m: m in inner for m in model.modules() if isinstance(m, nn.Linear) or expert_weights(m)}
     if any(in_blocks.values()) and not list(in_blocks.values())[-1]:
         found[list(in_blocks)[-1]] = "last layer, after the blocks"
+    # Only PyTorch ≥ 2.13 has it. It multiplies by the weight without calling its layer.
+    loss: Any = getattr(nn, "LinearCrossEntropyLoss", ())
     for fqn, module in model.named_modules():
         # Models of transformers, and parts of them, declare their head.
         get: Any = getattr(module, "get_output_embeddings", lambda: None)
@@ -352,6 +353,8 @@ def _output_heads(model: nn.Module) -> dict[nn.Module, str]:
                 found |= dict.fromkeys(declared.modules(), "output head")
         if isinstance(module, nn.Linear) and is_head_name(fqn):
             found[module] = "output head"
+        if isinstance(module, loss):
+            found[module.linear] = "output head"
     tied = {m: embeddings.get(id(m.weight)) for m in model.modules() if isinstance(m, nn.Linear)}
     return found | {m: f"output head, tied to {fqn}" for m, fqn in tied.items() if fqn is not None}
 

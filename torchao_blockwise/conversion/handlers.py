@@ -125,7 +125,8 @@ def _why_no_weight(
     if isinstance(weight, QuantizedTensor) or (isinstance(weight, MasterWeightTensor) and not config.master_weights):
         return f"its weight is already a {type(weight).__name__}; call unconvert(model) first"
     if type(weight) not in (nn.Parameter, MasterWeightTensor):
-        return f"its weight is a {type(weight).__name__}; convert first, then shard or wrap"
+        kind = type(weight).__name__
+        return f"its weight is not a plain Parameter but a {kind}; convert before sharding, wrapping or quantizing it"
     if weight.dtype not in HIGH_PRECISION_DTYPES:
         return f"its weight is {weight.dtype}; cast it to bfloat16, float16 or float32, or exclude the layer"
     if (reason := why_not_swappable(weight)) is not None:

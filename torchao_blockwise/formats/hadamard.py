@@ -28,8 +28,9 @@ def hadamard_number(hadamard: bool | Sequence[int]) -> int:
     """
     if hadamard is False:
         return 0
-    signs = DEFAULT_SIGNS if hadamard is True else tuple(hadamard)
-    if len(signs) != HADAMARD_SIZE or any(sign not in (1, -1) for sign in signs):
+    signs = DEFAULT_SIGNS if hadamard is True else hadamard
+    are_signs = isinstance(signs, Sequence) and all(sign in (1, -1) for sign in signs)
+    if not are_signs or len(signs) != HADAMARD_SIZE:
         raise ValueError(f"hadamard must be True, False or {HADAMARD_SIZE} signs of 1 and -1, got {hadamard!r}")
     return _PRESENT | sum(1 << i for i, sign in enumerate(signs) if sign < 0)
 

@@ -16,7 +16,8 @@ from torch import nn
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from torchao_blockwise._compat import hugging_face
-from torchao_blockwise.checkpoint.files import SETTINGS, shown
+from torchao_blockwise._names import shown
+from torchao_blockwise.checkpoint.files import SETTINGS
 from torchao_blockwise.checkpoint.gathering import on_all_ranks
 from torchao_blockwise.checkpoint.model_tensors import Part, is_converted, tensors_of, unwrapped
 from torchao_blockwise.checkpoint.reading import check, fill, warn_of_scales, why_requantized

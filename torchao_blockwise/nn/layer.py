@@ -259,6 +259,9 @@ def local_linear(
     like: the weight, or the tensor that it was detached from. places: see `GemmSpec`.
     shared: the copies of `x` that several layers share.
     """
+    if x.layout is torch.jagged:
+        # A nested tensor holds the tokens of all its sequences in one matrix.
+        return _compat.jagged_like(x, local_linear(x.values(), weight, bias, like, amax_groups, places, shared))
     # Otherwise each access to a weight's shape, dtype or device runs Python code, 10 µs a call in total.
     with _compat.no_torch_function():
         x = cast_for_compute(x)

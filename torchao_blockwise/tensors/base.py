@@ -12,6 +12,7 @@ from torchao.utils import TorchAOBaseTensor
 
 from torchao_blockwise import _compat
 from torchao_blockwise._compat.torch_types import Args, Function, Kwargs, Types
+from torchao_blockwise._names import shown
 from torchao_blockwise.tensors.rounding import Keys, carry_key
 
 if TYPE_CHECKING:
@@ -84,8 +85,8 @@ def _contiguous(func: Function, types: Types, args: Args, kwargs: Kwargs) -> Ten
 
 
 def layers_of(leaves: Iterable[object], unnamed: str = "a converted weight") -> str:
-    """Return the names of the layers whose weights are among `leaves`, or `unnamed` if they have none."""
-    return ", ".join(sorted({x.layer for x in leaves if isinstance(x, WeightTensor) and x.layer})) or unnamed
+    """Return the first names of the weights among `leaves`, or `unnamed` if they have none."""
+    return shown(sorted({x.layer for x in leaves if isinstance(x, WeightTensor) and x.layer})) or unnamed
 
 
 def _described(inner: Tensor) -> tuple[object, ...]:

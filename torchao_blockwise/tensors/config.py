@@ -249,8 +249,7 @@ class NVFP4TrainingConfig(TrainingConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not isinstance(self.hadamard, bool):
-            # Lists are accepted too.
+        if isinstance(self.hadamard, list):
             object.__setattr__(self, "hadamard", tuple(self.hadamard))
         try:
             hadamard_number(self.hadamard)

@@ -65,8 +65,9 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
     `param_groups` holds the model's Parameters, so schedulers, `GradScaler`, `clip_grad_norm_` and `zero_grad` work as
     usual. With "zero2", use this optimizer's `clip_grad_norm_` and no `GradScaler`, which would see only the gradients
     of this rank. Values that are copied or loaded into a quantized Parameter go to its master before the next step.
-    Raises TypeError if optimizer_class is not an optimizer class; ValueError for an unknown shard, for a weight whose
-    blocks are not square, and if ranks differ in model or options; RuntimeError if a rank is missing.
+    Raises TypeError if optimizer_class is not an optimizer class, or model not a module; ValueError for an unknown
+    shard, for a weight whose blocks are not square, and if ranks differ in model or options; RuntimeError if a rank is
+    missing.
     Source: DeepSeek-V3 report (arXiv 2412.19437), §3.3; ZeRO (arXiv 1910.02054), stages 1 and 2.
     """
 
@@ -82,6 +83,9 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
     ):
         if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)):
             raise TypeError(f"{NAME}: optimizer_class must be an optimizer's class, got {optimizer_class!r}")
+        if not isinstance(model, nn.Module):
+            got = type(model).__name__
+            raise TypeError(f"{NAME}: model must be the converted nn.Module, got a {got}; pass parameters as params=")
         self._group = checked_group(process_group, shard)
         # This rank and the number of ranks, if they split masters and states.
         self._part: dict[str, int] | None = None
