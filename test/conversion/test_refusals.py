@@ -219,6 +219,8 @@ def test_a_training_config_is_wanted_and_no_class():
                     call(layers(), given)
     with pytest.raises(TypeError, match=r"got str; use BlockwiseFP8TrainingConfig\(\) or NVFP4TrainingConfig\(\)"):
         dry_run(layers(), "fp8")
+    with pytest.raises(TypeError, match=r"model must be an nn\.Module, got a BlockwiseFP8TrainingConfig$"):
+        recommended_layers(FP8)
 
 
 @every_config

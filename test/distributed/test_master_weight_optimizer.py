@@ -252,6 +252,7 @@ REFUSALS = {
     "shape": (_load_other_shape, ValueError, r"of up.weight must have shape \[75, 37\], got \[76, 37\]; load the full"),
     "groups": (lambda m: adamw(m, params=groups_of(m)).load_state_dict(adamw(primary()[0]).state_dict()), ValueError,
                "different number of parameter groups"),
+    "copied": (lambda m: copy.deepcopy(adamw(m)), TypeError, r"cannot be copied or pickled.*load state_dict\(\)"),
     "DDP flattens": (lambda m: m.up.weight.view(-1), ValueError, r"\(DistributedDataParallel: init_sync=False;"),
 }  # fmt: skip
 

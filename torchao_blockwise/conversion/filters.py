@@ -281,9 +281,11 @@ def recommended_layers(model: nn.Module, config: TrainingConfig | None = None) -
     of their module contains "expert" or "moe"; `| experts()` adds all others.
 
     model: the model that is passed to `quantize_`, or a model that contains it; layers of other models are left out.
-    Raises TypeError unless `config` is a training config or None.
+    Raises TypeError unless `model` is a module, and `config` a training config or None.
     Source: DeepSeek-V3 report (arXiv 2412.19437), §3.3.1; NVFP4 pretraining (arXiv 2509.25149).
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"recommended_layers: model must be an nn.Module, got a {type(model).__name__}")
     if config is not None:
         check_config("recommended_layers", config)
     return recommended(model, config)

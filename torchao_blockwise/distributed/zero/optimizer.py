@@ -255,6 +255,12 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         self._take_loaded_values(self._weights.values())
         self._write()
 
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError(
+            f"{NAME}: cannot be copied or pickled, because it belongs to its model; create one for the copied model, "
+            "and load state_dict() (with ZeRO, full_state_dict()) into it"
+        )
+
     # --- masters ------------------------------------------------------------------------------------------------------
 
     def _add_masters(self, groups: Sequence[dict[str, Any]]) -> list[PrimaryWeight]:
