@@ -50,6 +50,7 @@ SUBJECTS = {
     "refit": "Weights sent to an inference engine",
     "study": "Loss study",
     "throughput": "Training steps of language models",
+    "torchtitan": "Training in torchtitan",
     "train_llm": "The example training run",
     "weight_bytes": "Bytes of a weight",
 }
