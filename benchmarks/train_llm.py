@@ -184,15 +184,16 @@ def footnotes(config: RunConfig, corpus: Corpus, device: torch.device) -> str:
     tokens = config.steps * config.tokens_per_step
     read = f"{tokens:,} tokens from {len(corpus.train) / 1e6:,.1f} MB of text ({corpus.name})"
     passes = tokens / len(corpus.train)
-    repeated = f"each byte {passes:.1f} times" if passes > 1 else "no byte twice"
+    repeated = f"each byte {passes:.1f} times" if passes > 1 else "each byte once"
     notes = [
         f"{environment.device_name(device)}. {read}, {repeated}.",
-        "held-out loss: nats a byte, each model in its own precision. train loss: mean of the last steps (5 %, or 10).",
-        "weights: those of linear layers and experts as the GEMMs read them; every recipe keeps fp32 masters besides.",
-        "activations: saved for backward by one microbatch, run eagerly.",
+        "held-out loss: in nats per byte, in the precision of the recipe. "
+        "train loss: mean of the last 5 % of the steps, at least 10.",
+        "weights: of linear layers and experts, as the GEMMs read them; every recipe also keeps fp32 masters.",
+        "activations: saved for backward by one microbatch in eager mode.",
     ]
     if device.type == "cpu":
-        notes.append("On a CPU low precision is emulated: tokens/s and memory say nothing of a GPU, the losses do.")
+        notes.append("A CPU emulates low precision: its losses hold for a GPU, its tokens/s and memory do not.")
     if config.products == "fp32":
         notes.append("This processor is slow in bf16: bf16 GEMMs are computed in fp32 on the same operands.")
     return "\n".join(notes)

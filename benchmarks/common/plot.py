@@ -81,7 +81,7 @@ def draw(
         finite = [x for curve in losses.values() for x in curve if math.isfinite(x)]
         top.set_ylim(min(finite) - 0.1, max(1.12 * level, min(finite) + 0.5))
         top.axhline(level, color=_FAINT, linestyle=":", label="byte frequencies")
-        top.set_ylabel("training loss (nats a byte)")
+        top.set_ylabel("training loss (nats per byte)")
         for i, (label, curve) in enumerate(distances.items(), 1):
             bottom.plot(_tokens(curve, tokens_a_step), curve, color=f"C{i}", label=label)
         if distances:

@@ -42,7 +42,7 @@ class Result:
     """The result of training one recipe.
 
     layers: what became of the linear layers and experts, in words.
-    losses: mean training loss of each step, in nats a byte; seconds: its duration, evaluation and checkpoints left out.
+    losses: mean training loss of each step, in nats per byte. seconds: its duration without evaluation and checkpoints.
     bf16_steps: how many of these are of the start in bf16.
     activation_bytes: saved for backward by one microbatch, no weights nor their copies among them.
     weight_bytes: the linear weights in the form that the GEMMs read. peak_bytes: None on a CPU.

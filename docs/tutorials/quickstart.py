@@ -123,7 +123,7 @@ for name, losses in curves.items():
 figure, axes = plt.subplots()
 for name, losses in curves.items():
     axes.plot(losses, label=name, linestyle="--" if name == "bf16" else "-")
-axes.set(title="Training loss in bf16 and in FP8", xlabel="step", ylabel="nats a byte")
+axes.set(title="Training loss in bf16 and in FP8", xlabel="step", ylabel="nats per byte")
 axes.legend()
 plt.show()
 

@@ -69,7 +69,7 @@ def test_the_command_leaves_table_json_and_picture(text_file, tmp_path, capsys, 
     assert config["dim"] == TINY.dim and config["seed"] == 0 and config["products"] == "bf16"
     assert content["environment"]["torch"] == torch.__version__
     device, data = content["environment"]["device"], config["data"]
-    assert device and f"{device}. 1,024 tokens from 0.0 MB of text ({text_file}), no byte twice." in printed
+    assert device and f"{device}. 1,024 tokens from 0.0 MB of text ({text_file}), each byte once." in printed
     assert data["passes"] == 8 * 128 / data["train_bytes"]
     assert [row["recipe"] for row in content["rows"]] == list(DEFAULT)
     for row in content["rows"]:
