@@ -6,15 +6,18 @@ import collections
 
 import pytest
 import torch
-from every_layer import CONFIGS, Run, every_model, make, tokens
+from every_layer import CONFIGS, MODELS, Halves, Run, every_model, make, tokens
 from helpers import FP8, FP8_SQUARES, NVFP4, both_formats, forward_backward, replace, weight_calls
 from shared_inputs import OPS, Counter, assert_same, counting_backend
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
+from torchao.quantization import quantize_
 
 from torchao_blockwise import MasterWeightTensor, weights_unchanged
+from torchao_blockwise.ops import registry
+from torchao_blockwise.ops.backend import Backend
 from torchao_blockwise.testing import assert_bitwise_equal, relative_error
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -34,6 +37,28 @@ def results(model, x, run=None):
 
 def weights_of(model) -> dict[str, nn.Parameter]:
     return {name: p for name, p in model.named_parameters() if isinstance(p, MasterWeightTensor)}
+
+
+@pytest.mark.parametrize(
+    ("model", "config"),
+    (*((model, FP8) for model in (*MODELS, "swiglu_linear")), ("linear", NVFP4), ("experts", NVFP4)),
+)
+def test_a_named_backend_reaches_every_operation(model, config, monkeypatch):
+    """Those of a step that have several backends."""
+    chosen, choose = {}, registry.choose
+
+    def recorded(op, table, backend, *more):
+        if len({row.backend for row in table}) > 1:
+            chosen.setdefault(op, set()).add(backend)
+        return choose(op, table, backend, *more)
+
+    config = replace(config, backend="reference")
+    layer = make(model, config) if model in MODELS else nn.Sequential(Halves(64, 48, bias=True))
+    quantize_(layer, config, filter_fn=lambda m, fqn: isinstance(m, nn.Linear) and model not in MODELS)
+    monkeypatch.setattr(registry, "choose", recorded)
+    forward_backward(layer, tokens(model).requires_grad_())
+    assert len(chosen) > 1 and set().union(*chosen.values()) == {Backend.REFERENCE}, chosen
+    assert model != "swiglu_linear" or "swiglu_backward" in chosen
 
 
 @every_model
