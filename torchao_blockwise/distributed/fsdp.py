@@ -92,10 +92,11 @@ class Root:
     @torch.no_grad()
     def sync(self) -> None:
         self.scopes = self._open_scopes()
-        casts = [(p.group, s, _cast_of_master(p, s)) for p, s in self.masters if isinstance(s, QuantizedShard)]
-        for *_, cast in casts:
-            if modes.is_capturing(cast.scale):
-                self.captured += cast.scale, cast.global_scale
+        shards = [(p, shard) for p, shard in self.masters if isinstance(shard, QuantizedShard)]
+        captures = bool(shards) and modes.is_capturing(shards[0][1].scale)
+        casts = [(p.group, shard, _cast_of_master(p, shard, new_scales=not captures)) for p, shard in shards]
+        if captures:
+            self.captured += [x for *_, cast in casts for x in (cast.scale, cast.global_scale)]
         waiting = [(p, p.local) for p in self.parameters if isinstance(p.local, QuantizedShard) and p.local.awaits_cast]
         # Amaxes are reduced by position, so all ranks must have loaded values for the same weights.
         _check_same([p for p, _ in waiting], [f"values for {p.name}" for p, _ in waiting])
@@ -160,10 +161,11 @@ def _shard_of_master(p: FsdpParameter) -> QuantizedShard | ShardLayout:
     return QuantizedShard(qdata.view(fmt.element.storage_dtype), scale, layout, master.dtype, global_scale)
 
 
-def _cast_of_master(p: FsdpParameter, shard: QuantizedShard) -> PartialCast:
-    """Return the cast of a master weight, with new scale tensors, since gathered weights hold the old ones.
+def _cast_of_master(p: FsdpParameter, shard: QuantizedShard, new_scales: bool) -> PartialCast:
+    """Return the cast of a master weight.
 
-    A CUDA graph writes to those of the last pass before the capture, whose addresses are in device memory already.
+    new_scales: whether to write to new scale tensors, since gathered weights hold the old ones. A CUDA graph writes to
+        those of the last pass before the capture, whose addresses are in device memory already.
     """
     split_groups: tuple[dist.ProcessGroup, ...] = ()
     if shard.global_scale is not None:
@@ -177,12 +179,12 @@ def _cast_of_master(p: FsdpParameter, shard: QuantizedShard) -> PartialCast:
             )
     blocks = shard.scale.numel()
     entries = blocks + bool(split_groups)
-    if modes.is_capturing(shard.scale):
-        scale = shard.scale.as_strided((entries,), (1,))
-    else:
+    if new_scales:
         scale = torch.empty(entries, dtype=shard.scale.dtype, device=shard.device)
         shard.scale = scale[:blocks].view(shard.scale.shape)
         shard.global_scale = None if shard.global_scale is None else torch.empty_like(shard.global_scale)
+    else:
+        scale = shard.scale.as_strided((entries,), (1,))
     return cast_of_shard(shard, _master(p).hp)._replace(scale=scale, split_groups=split_groups)
 
 
