@@ -87,19 +87,23 @@ def kept_in_fp32(model: torch.nn.Module) -> list[str] | None:
     return getattr(model, "_keep_in_fp32_modules", None)
 
 
+def is_model(model: object) -> bool:
+    """Whether `model` is a model of transformers, or of a library that derives from its class."""
+    return hasattr(model, "_tied_weights_keys")
+
+
 def ignored_on_load(model: torch.nn.Module) -> set[str]:
     """Return patterns of names that files may have and `model` does not; empty for models of other libraries.
 
     Examples are layers for multi-token prediction in DeepSeek-V3 and GLM-4.5, and rotary frequencies in old files.
     """
     named = getattr(model, "_keys_to_ignore_on_load_unexpected", None)
-    is_theirs = hasattr(model, "_tied_weights_keys")
-    return {*(named or ()), *[r"rotary_emb\.inv_freq$"] * is_theirs}
+    return {*(named or ()), *[r"rotary_emb\.inv_freq$"] * is_model(model)}
 
 
 def class_in_config(model: Any) -> dict[str, Any]:
     """Return the class and the dtype of a model of transformers as `save_pretrained` writes them to config.json."""
-    if not hasattr(model, "_tied_weights_keys"):
+    if not is_model(model):
         return {}
     # The prefix of a class that FSDP2 derives.
     architecture = type(model).__name__.removeprefix("FSDP")
@@ -218,7 +222,7 @@ def reverted(model: torch.nn.Module, state: dict[str, torch.Tensor]) -> dict[str
 
     The state dict of a model of another library is returned unchanged.
     """
-    if "transformers" not in sys.modules or not hasattr(model, "_tied_weights_keys"):
+    if "transformers" not in sys.modules or not is_model(model):
         return state
     from transformers import core_model_loading
 

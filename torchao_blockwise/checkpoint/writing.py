@@ -140,7 +140,7 @@ class QuantizedWeights:
         self.layout = _layout_for(op, self.model, format, converted)
         self._parts = parts_on_disk(self.model)
         self.written = [part for parts in self._parts.values() for part in parts]
-        for x in self.written if hasattr(self.model, "_tied_weights_keys") else ():
+        for x in self.written if hugging_face.is_model(self.model) else ():
             if x.is_quantized and len(x.shape) == DIMS_OF_EXPERTS and not x.name.endswith(READ_EXPERTS):
                 layer = x.own[0].rpartition(".")[0]
                 raise ValueError(
