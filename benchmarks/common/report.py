@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
-from summaries.cells import MISSING
-from summaries.cells import table as markdown
 
 from common import environment, roofline
 from common.errors import reason
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
+MISSING = "-"
 
 
 class Report:
@@ -93,6 +92,12 @@ def save(folder: Path, name: str, content: Mapping, table: str) -> Path:
     environment.write_json(folder / f"{name}.json", dict(content))
     environment.write_text(folder / f"{name}.md", table + "\n")
     return folder / name
+
+
+def markdown(columns: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> str:
+    """A Markdown table, the first `left` columns aligned to the left."""
+    rule = "|".join("---" if place < left else "--:" for place in range(len(columns)))
+    return "\n".join([f"| {' | '.join(columns)} |", f"|{rule}|", *(f"| {' | '.join(cells)} |" for cells in rows)])
 
 
 def plain(value):

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
-MISSING = "-"
+from common.report import MISSING
 
 
 class Results:
@@ -75,9 +75,3 @@ def sizes(shape: str) -> list[int]:
 def link(text: str, name: str) -> str:
     """Link to a result in the folder of the table."""
     return f"[{text}]({name}.md)"
-
-
-def table(columns: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> str:
-    """A Markdown table, the first `left` columns aligned to the left."""
-    rule = "|".join("---" if place < left else "--:" for place in range(len(columns)))
-    return "\n".join([f"| {' | '.join(columns)} |", f"|{rule}|", *(f"| {' | '.join(cells)} |" for cells in rows)])

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
-from summaries.cells import MISSING, Results, column, link, ratio, select, sizes, span, table, times, whole
+from common.report import MISSING, markdown
+
+from summaries.cells import Results, column, link, ratio, select, sizes, span, times, whole
 from summaries.layers import PUBLISHED, SHAPE
 
 COPIES = ("rowwise", "columnwise", "both", "weight", "transpose")
@@ -24,12 +26,12 @@ _LARGE = 64 * 2**20
 
 def kernels(results: Results) -> str:
     columns = ("kernel", "writes", "of its floor", "compared with", "× that")
-    return table(columns, _bytes(results), left=2)
+    return markdown(columns, _bytes(results), left=2)
 
 
 def gemms(results: Results) -> str:
     columns = ("GEMM", "bound by", "of its floor", *(f"× {peer}" for peer in PEERS))
-    return table(columns, (row for part in (_products, _grouped) for row in part(results)), left=2)
+    return markdown(columns, (row for part in (_products, _grouped) for row in part(results)), left=2)
 
 
 def grad_weight(results: Results) -> str:
@@ -41,7 +43,7 @@ def grad_weight(results: Results) -> str:
 
     there = {row["shape"] for row in rows}
     columns = (f"grouped `grad_weight`, {SHAPE}", "TFLOP/s")
-    return table(columns, (cells(shape) for shape in PUBLISHED if shape in there))
+    return markdown(columns, (cells(shape) for shape in PUBLISHED if shape in there))
 
 
 def squares(results: Results) -> str:
@@ -64,7 +66,7 @@ def squares(results: Results) -> str:
         for shape in _values(grouped, "shape")
         for weight in _values(grouped, "weight")
     ]
-    return table(columns, dense + experts)
+    return markdown(columns, dense + experts)
 
 
 def _values(rows: Iterable[dict], name: str) -> list[str]:

@@ -6,20 +6,9 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from summaries.cells import (
-    MISSING,
-    Results,
-    against,
-    column,
-    link,
-    select,
-    sizes,
-    span,
-    table,
-    tenths,
-    times,
-    whole,
-)  # fmt: skip
+from common.report import MISSING, markdown
+
+from summaries.cells import Results, against, column, link, select, sizes, span, tenths, times, whole
 
 MOE, MOE_PEERS = "moe_nvidia_h200", "moe_peers_nvidia_h200"
 TRACKER, CONVERGENCE = "linear_tracker_nvidia_h200", "convergence_1b_nvidia_h200"
@@ -98,7 +87,7 @@ def _table(rows: Iterable[Sequence[str]]) -> str:
     columns = ("what", "GPU", "recipe", "× bf16", *(f"× {peer}" for peer in TORCHAO), "peak memory, × bf16")
     shown = [cells for cells in zip(columns, *rows, strict=True) if set(cells[1:]) != {MISSING}]
     head, *body = zip(*shown)
-    return table(head, body, left=3)
+    return markdown(head, body, left=3)
 
 
 def _parts(results: Results, *parts: Part) -> str:
@@ -195,7 +184,7 @@ def energy(results: Results) -> str:
         fast = MISSING if row["x bf16"] is None else f"{row['x bf16']:.2f}"
         return [names[recipe], f"{row['tokens/s']:,.0f}", fast, f"{row['MFU %']:.1f}", f"{row['J']:.2f}"]
 
-    return table(columns, map(cells, names))
+    return markdown(columns, map(cells, names))
 
 
 # --- experts' MLPs ----------------------------------------------------------------------------------------------------
@@ -222,7 +211,7 @@ def moe_speed(results: Results) -> str:
         host = [host_ms(select(of_shape, recipe=recipes)) for recipes in (OURS, "bf16")]
         return [MODELS.get(shape, MISSING), times(shape), whole(tokens // experts), *fast, quantizing, *host]
 
-    return table(columns, map(cells, _in_order(rows)), left=2)
+    return markdown(columns, map(cells, _in_order(rows)), left=2)
 
 
 def moe_memory(results: Results) -> str:
@@ -236,7 +225,7 @@ def moe_memory(results: Results) -> str:
         peaks = [column(some, "memory MiB") for some in (bf16, fp8, primary, select(torchao, shape=shape))]
         return [times(shape), *(span(peak, whole) for peak in (peaks[0], owning_x, *peaks[1:]))]
 
-    return table(columns, map(cells, _in_order(rows)))
+    return markdown(columns, map(cells, _in_order(rows)))
 
 
 def moe_peers(results: Results) -> str:
@@ -251,7 +240,7 @@ def moe_peers(results: Results) -> str:
         best = [span(column(some, "x torchao")) for some in (fp8, primary)]
         return [times(shape), *best, span(eager, tenths), span(kernels, tenths)]
 
-    return table(columns, map(cells, _in_order(rows)))
+    return markdown(columns, map(cells, _in_order(rows)))
 
 
 def _in_order(rows: Iterable[dict]) -> Sequence[str]:
@@ -283,4 +272,4 @@ def headlines(results: Results) -> str:
         f"**{of_bf16(gathered, 'fp8')} the traffic** of bf16 when FSDP2 all-gathers weights; "
         f"{of_bf16(gathered, 'nvfp4')} in NVFP4 ({link('measured', gather)})",
     )
-    return table(("", "", ""), [cells], left=3)
+    return markdown(("", "", ""), [cells], left=3)

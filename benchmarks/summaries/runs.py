@@ -5,7 +5,9 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable
 
-from summaries.cells import MISSING, Results, ratio, select, table, tenths, whole
+from common.report import MISSING, markdown
+
+from summaries.cells import Results, ratio, select, tenths, whole
 
 # Result -> model, and the step to which its recipes share a run in bf16.
 MODELS = {
@@ -51,14 +53,14 @@ def loss(results: Results) -> str:
     found = {model: gaps(results, name) for name, model in MODELS.items()}
     seeds = sorted({seed for recipes in found.values() for by_seed in recipes.values() for seed in by_seed})
     rows = ([model, *cells] for model, recipes in found.items() for cells in _by_seed(recipes, seeds))
-    return table(("model", "recipe", *seeds), rows, left=2)
+    return markdown(("model", "recipe", *seeds), rows, left=2)
 
 
 def nvfp4_parts(results: Results) -> str:
     """The same of the parts of the recipe of NVFP4."""
     recipes = gaps(results, NVFP4)
     seeds = sorted({seed for by_seed in recipes.values() for seed in by_seed})
-    return table(("recipe", *seeds), _by_seed(recipes, seeds))
+    return markdown(("recipe", *seeds), _by_seed(recipes, seeds))
 
 
 def gaps(results: Results, name: str) -> dict[str, dict[str, float]]:
@@ -83,7 +85,7 @@ def fsdp(results: Results) -> str:
     """Two H200s, eager, then compiled: bytes gathered, time, memory, and what making scales takes."""
     columns = ("recipe", "gathered MiB a step", "of bf16", "ms a step", "× bf16", "× torchao, FP8 gather", "peak GiB")
     columns += ("scales, ms a step", "their all-reduce")
-    return table(columns, (cells for name in FSDP for cells in _fsdp_rows(results.rows(name))))
+    return markdown(columns, (cells for name in FSDP for cells in _fsdp_rows(results.rows(name))))
 
 
 def _fsdp_rows(rows: list[dict]) -> Iterable[list[str]]:
@@ -111,4 +113,4 @@ def graphs(results: Results) -> str:
         return [WAYS[way], tenths(bf16["ms a step"]), *shown]
 
     there = {row["way"] for row in rows}
-    return table(("way", "bf16, ms a step", "FP8", "NVFP4"), (cells(way) for way in WAYS if way in there))
+    return markdown(("way", "bf16, ms a step", "FP8", "NVFP4"), (cells(way) for way in WAYS if way in there))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from common.report import MISSING, markdown
 from llm_training.config import RunConfig
 from llm_training.study import BASE, METRICS, gap, growth
 
-from summaries.cells import MISSING, Results, table
+from summaries.cells import Results
 
 # Of one family of models.
 STUDIES = ("study_6m", "study_25m")
@@ -24,7 +25,7 @@ def sizes(results: Results) -> str:
         if recipe != BASE and None not in gaps:
             slope = growth([(config.parameters, found) for config, found in zip(configs, gaps)])
             rows.append([recipe, *map(str, gaps), str(slope) if slope else MISSING])
-    return table(("recipe", *columns, "change with ten times the size"), rows)
+    return markdown(("recipe", *columns, "change with ten times the size"), rows)
 
 
 def config_of(results: Results, name: str) -> RunConfig:

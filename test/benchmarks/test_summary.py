@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 import summary
+from common.report import MISSING, markdown
 from summaries import sources
-from summaries.cells import MISSING, Results, against, ratio, select, span, table, whole
+from summaries.cells import Results, against, ratio, select, span, whole
 from summaries.sources import filled, pages
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
@@ -83,7 +84,7 @@ def test_ranges():
     assert (ratio(9.994), ratio(9.996)) == ("9.99", "10.0")
     assert span([5737.4, 5744.1], whole) == "5,737–5,744"
     assert span([]) == MISSING
-    assert table(("what", "×"), [("a", span([0.5]))]) == "| what | × |\n|---|--:|\n| a | 0.50 |"
+    assert markdown(("what", "×"), [("a", span([0.5]))]) == "| what | × |\n|---|--:|\n| a | 0.50 |"
 
 
 def test_rows_are_compared_with_their_like():
