@@ -46,8 +46,8 @@ def converters_of(recipe: str) -> list[Any]:
     return [BlockwiseConverter.Config(format="fp8", options=options)]
 
 
-def _components() -> tuple[type, type]:
-    """A tokenizer that does nothing, and a loader of random tokens."""
+def components() -> tuple[type, type]:
+    """Return a tokenizer that does nothing, and a loader of random tokens, which differ by step and rank."""
     from torchtitan.components.dataloader import BaseDataLoader
     from torchtitan.components.tokenizer import BaseTokenizer
 
@@ -66,21 +66,24 @@ def _components() -> tuple[type, type]:
         class Config(BaseDataLoader.Config):
             vocabulary: int
 
-        def __init__(self, config, *, seq_len, local_batch_size, **_):
-            self.shape, self.vocabulary = (local_batch_size, seq_len + 1), config.vocabulary
+        def __init__(self, config, *, dp_world_size, dp_rank, seq_len, local_batch_size, **_):
+            self.vocabulary, self.ranks, self.rank = config.vocabulary, dp_world_size, dp_rank
+            self.batch, self.length, self.step = local_batch_size, seq_len + 1, 0
 
         def __iter__(self):
-            generator = torch.Generator().manual_seed(0)
             while True:
-                tokens = torch.randint(self.vocabulary, self.shape, generator=generator)
-                positions = torch.arange(tokens.shape[1] - 1).expand(tokens.shape[0], -1)
+                generator = torch.Generator().manual_seed(self.step)
+                every = torch.randint(self.vocabulary, (self.batch * self.ranks, self.length), generator=generator)
+                tokens = every[self.rank * self.batch :][: self.batch]
+                self.step += 1
+                positions = torch.arange(self.length - 1).expand(self.batch, -1)
                 yield {"input": tokens[:, :-1], "positions": positions}, tokens[:, 1:].contiguous()
 
         def state_dict(self):
-            return {}
+            return {"step": self.step}
 
         def load_state_dict(self, state):
-            pass
+            self.step = state["step"]
 
     return Tokenizer, Tokens
 
@@ -102,7 +105,7 @@ def train(model: str, recipe: str, graph: bool, args: Namespace) -> dict[str, An
     torch._inductor.config.emulate_precision_casts = False
 
     name, flavor = model.split("-")
-    tokenizer, tokens = _components()
+    tokenizer, tokens = components()
     spec = importlib.import_module(f"torchtitan.models.{name}").model_registry(flavor, converters=converters_of(recipe))
     spec.model.layers = spec.model.layers[: args.layers or MODELS[model]]
     for layer in spec.model.layers if args.attention == "sdpa" else ():

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import re
 import shutil
-import sys
 import tempfile
 from pathlib import Path
 
@@ -105,13 +103,11 @@ def refuses(rank, family, name, options, sentence, **how):
 def is_measured(rank):
     """bench_torchtitan.py has a row for each recipe, all of about the same loss."""
     titan.load()
-    sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-    bench = importlib.import_module("bench_torchtitan")
-    recipes = [recipe for recipe in bench.RECIPES if not recipe.endswith(("deep_gemm", "rowwise"))]
+    recipes = [recipe for recipe in titan.bench_torchtitan.RECIPES if not recipe.endswith(("deep_gemm", "rowwise"))]
     argv = ["--smoke", "--model", "llama3-debugmodel", "--recipes", *recipes]
     argv += ["--tokens", "64", "--seq_len", "32", "--steps", "2", "--log_freq", "1"]
     with tempfile.TemporaryDirectory() as folder:
-        assert bench.main([*argv, "--out", folder]) == 0
+        assert titan.bench_torchtitan.main([*argv, "--out", folder]) == 0
         rows = json.loads((Path(folder) / "torchtitan_llama3_debugmodel_cpu.json").read_text())["rows"]
     assert [row["recipe"] for row in rows] == recipes
     losses = [row["loss"] for row in rows]

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import importlib
+import sys
 import types
 from dataclasses import dataclass
+from pathlib import Path
 from unittest import mock
 
 import torch
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
+import bench_torchtitan
 
 SECTION = "torchao_blockwise.integrations.torchtitan"
 
@@ -54,45 +59,8 @@ def sum_gradients(model):
             module.set_force_sum_reduction_for_comms(True)
 
 
-def _parts():
-    from torchtitan.components.dataloader import BaseDataLoader
-    from torchtitan.components.tokenizer import BaseTokenizer
+def _attention():
     from torchtitan.protocols.module import Module
-
-    class Tokenizer(BaseTokenizer):
-        @dataclass(kw_only=True, slots=True)
-        class Config(BaseTokenizer.Config):
-            pass
-
-        def __init__(self, config, tokenizer_path=""):
-            super().__init__()
-
-        encode = decode = get_vocab_size = None
-
-    class Tokens(BaseDataLoader):
-        @dataclass(kw_only=True, slots=True)
-        class Config(BaseDataLoader.Config):
-            pass
-
-        def __init__(self, config, *, dp_world_size, dp_rank, tokenizer, seq_len, local_batch_size, **_):
-            self.ranks, self.rank, self.batch, self.length, self.step = (
-                dp_world_size, dp_rank, local_batch_size, seq_len + 1, 0,
-            )  # fmt: skip
-
-        def __iter__(self):
-            while True:
-                generator = torch.Generator().manual_seed(self.step)
-                every = torch.randint(64, (self.batch * self.ranks, self.length), generator=generator)
-                tokens = every[self.rank * self.batch :][: self.batch]
-                self.step += 1
-                positions = torch.arange(self.length - 1).expand(self.batch, -1)
-                yield {"input": tokens[:, :-1], "positions": positions}, tokens[:, 1:].contiguous()
-
-        def state_dict(self):
-            return {"step": self.step}
-
-        def load_state_dict(self, state):
-            self.step = state["step"]
 
     class Attention(Module):
         """Causal attention that runs forward and backward on a CPU, unlike FlexAttention."""
@@ -112,7 +80,7 @@ def _parts():
             out = (scores.softmax(-1).to(v.dtype) @ v).transpose(1, 2)
             return out if out_transform is None else out_transform(out, scores.logsumexp(-1).transpose(1, 2))
 
-    return Tokenizer, Tokens, Attention
+    return Attention
 
 
 def config_of(family: str, imports=(), *, layers=2, steps=2, tp=1, ep=1, compiled=False, selective=False,
@@ -126,7 +94,7 @@ def config_of(family: str, imports=(), *, layers=2, steps=2, tp=1, ep=1, compile
     from torchtitan.config.configs import DebugConfig
     from torchtitan.distributed.activation_checkpoint import SelectiveAC
 
-    Tokenizer, Tokens, Attention = _parts()
+    (Tokenizer, Tokens), Attention = bench_torchtitan.components(), _attention()
     spec = importlib.import_module(f"torchtitan.models.{family}").model_registry("debugmodel", converters=converters)
     spec.model.layers = spec.model.layers[:layers]
     for layer in spec.model.layers:
@@ -136,7 +104,7 @@ def config_of(family: str, imports=(), *, layers=2, steps=2, tp=1, ep=1, compile
         model_spec=spec,
         loss=CrossEntropyLoss.Config(global_vocab_size=spec.model.vocab_size),
         tokenizer=Tokenizer.Config(),
-        dataloader=Tokens.Config(),
+        dataloader=Tokens.Config(vocabulary=64),
         optimizer=default_adamw(lr=1e-3),
         training=TrainingConfig(local_batch_size=2, seq_len=32, steps=steps, disable_cuda_graphs=True),
         parallelism=ParallelismConfig(tensor_parallel_degree=tp, expert_parallel_degree=ep, spmd_backend=backend),
