@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+import tempfile
 import types
 from dataclasses import dataclass
 from pathlib import Path
@@ -113,7 +114,7 @@ def config_of(family: str, imports=(), *, layers=2, steps=2, tp=1, ep=1, compile
         checkpoint=checkpoint,
         debug=DebugConfig(seed=1),
         override=OverrideConfig(imports=[(f"{SECTION}.{name}", options) for name, options in imports]),
-        dump_folder=folder,
+        dump_folder=folder or tempfile.gettempdir(),
     )
 
 
