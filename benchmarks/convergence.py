@@ -6,8 +6,8 @@ python benchmarks/convergence.py --study benchmarks/studies/25m.json --minutes 0
 
 A study is a file of runs (llm_training/study.py). All runs of a seed fork from one bf16 state, and see the same
 batches. Each command trains the next runs that fit into its minutes, several at a time where they share a GPU, and
-adds them to what other commands, machines and commits have left in --out and benchmarks/results. A run that was cut
-off goes on from its last checkpoint, as long as --out is there.
+adds them to what other commands, machines and commits have left in --out and benchmarks/results. It uses all GPUs that
+CUDA_VISIBLE_DEVICES allows. A run that was cut off goes on from its last checkpoint, as long as --out is there.
 """
 
 from __future__ import annotations
@@ -108,18 +108,21 @@ def train_one(study: Study, args: argparse.Namespace) -> None:
 
 
 def train_until(study: Study, args: argparse.Namespace) -> list[str]:
-    """Train what is missing until the minutes are over, those that share a GPU together; returns runs that failed."""
+    """Train what is missing until the minutes are over, `at_once` runs on each GPU; returns runs that failed."""
     deadline = time.monotonic() + 60 * args.minutes
     failed: list[str] = []
     running: dict[Run, subprocess.Popen] = {}
+    gpus, gpu_of = visible_gpus() or [""], dict[Run, str]()
     tried: set[Run] = set()
 
     def start(run: Run) -> None:
         tried.add(run)
         command = [sys.executable, __file__, "--study", str(args.study), "--out", str(args.out), "--run", run.name]
         command += ["--data", args.data] if args.data else []
+        taken = [gpu_of[other] for other in running]
+        gpu_of[run] = min(gpus, key=taken.count)
         # Threads that spin while they wait take the cores from others that work.
-        env = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}
+        env = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE", "CUDA_VISIBLE_DEVICES": gpu_of[run]}
         with (args.out / f"{run.name}.log").open("w") as log:
             running[run] = subprocess.Popen(command, stdout=log, stderr=log, env=env)
         print(f"{run.name}: started, {(deadline - time.monotonic()) / 60:.1f} minutes left", file=sys.stderr)
@@ -145,7 +148,7 @@ def train_until(study: Study, args: argparse.Namespace) -> list[str]:
         # Each seed needs its start first.
         nexts = [run if run.seed in starts else Run(_START, run.seed, 0) for run in waiting]
         nexts = [run for run in dict.fromkeys(nexts) if run not in tried and fits(run, content["runs"], left)]
-        while nexts and len(running) < study.at_once:
+        while nexts and len(running) < study.at_once * len(gpus):
             start(nexts.pop(0))
         if not running or left <= 0:
             break
@@ -155,6 +158,13 @@ def train_until(study: Study, args: argparse.Namespace) -> list[str]:
         process.wait()
         print(f"{run.name}: cut off; it goes on from its last checkpoint in {args.out}", file=sys.stderr)
     return sorted(failed)
+
+
+def visible_gpus() -> list[str]:
+    """The GPUs of this process, each as CUDA_VISIBLE_DEVICES names it."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    count = torch.cuda.device_count()
+    return (named.split(",") if named else [str(index) for index in range(count)])[:count]
 
 
 def fits(run: Run, records: list[dict], left: float) -> bool:

@@ -21,11 +21,13 @@ STUDIES = sorted((Path(convergence.__file__).parent / "studies").glob("*.json"))
 FILE = {"preset": "tiny", "steps": 8, "bf16_steps": 2, "seeds": [0, 1], "draws": {"bf16": 3, "fp8": 2}, "at_once": 2}
 # What stands for a process of one run: it writes what a run does; `slow` sleeps, `bad` fails.
 STAND_IN = """
-import json, pathlib, sys, time
+import json, os, pathlib, sys, time
 args = dict(zip(sys.argv[1::2], sys.argv[2::2]))
 out, (recipe, seed, draw) = pathlib.Path(args["--out"]), args["--run"].rsplit("-", 2)
 with (out / "order.txt").open("a") as log:
     log.write(args["--run"] + "\\n")
+with (out / "gpus.txt").open("a") as log:
+    log.write(os.environ["CUDA_VISIBLE_DEVICES"] + "\\n")
 if recipe == "start":
     (out / f"start_seed_{seed}.pt").touch()
     content = {"digest": out.name + seed, "seed": int(seed), "operand_errors": {"x": {"fp8": {"median": 1, "max": 2}}}}
@@ -104,6 +106,20 @@ def test_runs_that_fail_or_are_cut_off_are_named_and_added_later(command, tmp_pa
     code, _ = command(out="failing")
     of_bf16 = [run for run in trained(tmp_path, "failing") if run.startswith("bf16")]
     assert code == 0 and len(of_bf16) == len(set(of_bf16)), "what is done is not done again"
+
+
+@pytest.mark.parametrize(("named", "gpus"), [(None, "012"), ("5,7,8", "57")], ids=str)
+def test_runs_are_spread_over_the_gpus_of_the_process(command, tmp_path, monkeypatch, named, gpus):
+    """at_once on each GPU, those that CUDA_VISIBLE_DEVICES names where it does."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(gpus))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if named is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", named)
+    code, out = command("--minutes", "0.06", slow=("bf16", "fp8"))
+    of_runs = gpus * FILE["at_once"]
+    assert code == 1 and out.count("cut off") == len(of_runs)
+    # A start on each of two GPUs, then the runs.
+    assert sorted((tmp_path / "out" / "gpus.txt").read_text().split()) == sorted(gpus[:2] + of_runs)
 
 
 def test_another_machine_continues_with_a_start_of_its_own(command, tmp_path, study_file):
