@@ -15,10 +15,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, MixedPrecision
 from torchao.quantization import quantize_
-from wrong_ranks import come_late, go_wrong
+from wrong_ranks import go_wrong
 
 from torchao_blockwise import BlockwiseFP8Tensor, MasterWeightTensor, NVFP4Tensor
-from torchao_blockwise.distributed import sync_weight_scales, watch_collectives
+from torchao_blockwise.distributed import sync_weight_scales
 from torchao_blockwise.tensors import QuantizedShard
 from torchao_blockwise.tensors.fsdp import ShardLayout, attach
 
@@ -226,19 +226,3 @@ def test_errors_name_the_rank_and_the_weight_in_time(what, left):
         message, seconds = of_rank[what]
         assert re.search(pattern, message, re.DOTALL), message
         assert seconds < 3 * TIMEOUT
-
-
-def test_a_rank_that_comes_late_is_named_while_others_wait(tmp_path):
-    """As on NCCL, whose collectives wait for it and raise nothing."""
-    *others, last = spawn(come_late, 3, tmp_path, 4.0)
-    assert last == []
-    for rank, logged in enumerate(others):
-        assert logged == [
-            f"sync_weight_scales: rank {rank} waits to reduce the amaxes of 4 weights, 0.up.weight the first, with "
-            "ranks [0, 1, 2]; after 3 s there is no answer from rank 2: failed before, or busy with another collective"
-        ]
-
-
-def test_collectives_are_watched_only_in_a_process_group():
-    with pytest.raises(ValueError, match="call it after init_process_group"):
-        watch_collectives()

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 import time
-from datetime import timedelta
 
 import pytest
 import torch
@@ -17,9 +15,6 @@ from primary_weight_checks import Net, net
 from ranks import device, join, run_in_turn
 from torch.distributed.device_mesh import DeviceMesh
 from torchao.quantization import quantize_
-
-from torchao_blockwise import _compat
-from torchao_blockwise.distributed import rank_consistency, watch_collectives
 
 # Over gloo: its collectives raise where a rank is missing, those of NCCL end the process.
 
@@ -79,30 +74,6 @@ def go_wrong(rank: int, ranks: int, port: int, file: str, timeout: float) -> Non
         left[name] = (message, time.monotonic() - start)
         torch.save(left, file)
         dist.destroy_process_group()
-
-
-def come_late(rank: int, ranks: int, port: int, file: str, seconds: float) -> None:
-    """The last rank pauses before the second step, so long that others lose patience; leaves what each rank logged.
-
-    seconds: that NCCL would wait, and does on GPUs.
-    """
-    join(rank, ranks, port, seconds=10 * seconds if device().type == "cpu" else seconds)
-    pause = 0.85 * seconds
-    if device().type == "cpu":
-        _compat.nccl_timeout, pause = lambda group: timedelta(seconds=seconds), 2 * seconds
-    watch_collectives()
-    logged = []
-    rank_consistency._log.addHandler(handler := logging.Handler())
-    handler.emit = lambda record: logged.append(record.getMessage())
-    model = shard(blocks(CONFIGS["fp8"]), DeviceMesh(device().type, list(range(ranks))))
-    optimizer = adamw(model)
-    train(model, optimizer, steps=1)
-    if rank == ranks - 1:
-        time.sleep(pause)
-    train(model, optimizer, steps=1)
-    time.sleep(seconds)
-    torch.save(logged, file)
-    dist.destroy_process_group()
 
 
 def one_computes_alone(rank: int, ranks: int, port: int, file: str, cases, seconds: float) -> None:

@@ -10,7 +10,6 @@ import sys
 import types
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -252,17 +251,8 @@ def in_backward() -> bool:
 
 
 def default_store() -> Any:
-    """Return the key-value store with which `torch.distributed` was initialized. PyTorch's stubs lack its `clone`."""
+    """Return the key-value store with which `torch.distributed` was initialized."""
     return torch.distributed.distributed_c10d._get_default_store()
-
-
-def nccl_timeout(group: ProcessGroup) -> timedelta | None:
-    """Return the timeout of NCCL collectives in `group`, after which NCCL ends the process; None without NCCL."""
-    try:
-        backend = group._get_backend(torch.device("cuda"))
-    except RuntimeError:
-        return None
-    return backend.options._timeout if backend.name() == "nccl" else None
 
 
 def keeping_version(x: torch.Tensor) -> AbstractContextManager[None]:

@@ -1,11 +1,9 @@
-"""Consistency checks between ranks, and errors that name missing ranks when a collective fails or does not end.
+"""Consistency checks between ranks, and errors that name missing ranks when a collective fails.
 
 check_same          before data is exchanged by position: all ranks have the same weights
 name_absent_ranks   if a rank is missing, gloo raises but names at most a port: ranks find out which rank it is
-watch_collectives   NCCL does not raise: if a rank never enters a collective, the others wait on the device until
-                    PyTorch ends the process, without naming it. A timer compares the collectives that ranks entered.
 
-All use the key-value store of the process group: it works with any backend, does not synchronize with a device, and
+Both use the key-value store of the process group: it works with any backend, does not synchronize with a device, and
 tells which rank is missing.
 """
 
@@ -14,8 +12,6 @@ from __future__ import annotations
 import contextlib
 import datetime
 import hashlib
-import logging
-import threading
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import zip_longest
 from typing import Any
@@ -85,15 +81,12 @@ def _named(ranks: Sequence[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
-# --- collectives that fail, or do not end -----------------------------------------------------------------------------
+# --- collectives that fail --------------------------------------------------------------------------------------------
 
-_log = logging.getLogger("torchao_blockwise")
 # How long a rank whose collective failed waits for the markers of others. The missing rank never writes one.
 _MARKER_TIMEOUT = datetime.timedelta(seconds=30)
 _WHY = "failed before, or busy with another collective"
 _STORE_GONE = "the key-value store is not reachable: the process that hosts it failed, usually rank 0"
-# The fraction of NCCL's timeout after which a collective is late.
-_LATE_SHARE = 0.7
 
 
 @contextlib.contextmanager
@@ -103,8 +96,6 @@ def name_absent_ranks(subject: str, what: str, group: dist.ProcessGroup) -> Iter
     what: the collective, such as "reduce the amaxes". A rank that failed before, or waits in another collective, writes
     no marker.
     """
-    if _watched is not None and _watched[0] is dist.group.WORLD:
-        _watch(subject, what, group, _watched[1])
     try:
         yield
     except RuntimeError as e:
@@ -119,56 +110,3 @@ def name_absent_ranks(subject: str, what: str, group: dist.ProcessGroup) -> Iter
         except RuntimeError:
             why = _STORE_GONE
         raise RuntimeError(f"{subject}: rank {me} could not {what} with ranks {ranks}; {why}") from e
-
-
-# For each kind of collective, the timer that reports the last one if it is late.
-_timers: dict[str, threading.Timer] = {}
-# The default group whose collectives are watched, and a connection to its store.
-_watched: tuple[object, Any] | None = None
-
-
-def watch_collectives() -> None:
-    """Log which ranks are missing when a collective of this package takes too long on NCCL.
-
-    That is after 70 % of the timeout of its process group, before PyTorch ends the process. Call it on all ranks after
-    `init_process_group`, to debug a program that hangs: each rank then writes to the key-value store in each forward
-    pass and optimizer step. It is not needed for gloo, which raises, and then the error names the ranks.
-    Raises ValueError before `init_process_group`.
-    """
-    global _watched
-    if not dist.is_initialized():
-        raise ValueError("watch_collectives: no process group; call it after init_process_group")
-    # A separate connection, because a collective may block the first one.
-    _watched = dist.group.WORLD, _compat.default_store().clone()
-
-
-def _watch(subject: str, what: str, group: dist.ProcessGroup, store: Any) -> None:
-    """Count this collective in the store if NCCL runs it, and report it when it is late.
-
-    Only the store is used, since a query of the device would break the capture of a CUDA graph.
-    """
-    if (timeout := _compat.nccl_timeout(group)) is None:
-        return
-    ranks, seconds = sorted(dist.get_process_group_ranks(group)), _LATE_SHARE * timeout.total_seconds()
-    prefix = f"torchao_blockwise/entered/{subject}/{ranks}"
-    if prefix in _timers:
-        _timers[prefix].cancel()
-    keys = {rank: f"{prefix}/{rank}" for rank in ranks}
-    number = store.add(keys[dist.get_rank()], 1)
-    waits = f"{subject}: rank {dist.get_rank()} waits to {what} with ranks {ranks}"
-
-    def report() -> None:
-        """Log which ranks have entered fewer of these collectives than this rank, if any."""
-        try:
-            absent = [rank for rank, key in keys.items() if store.add(key, 0) < number]
-        except RuntimeError:
-            # Or this process has left the group.
-            if dist.is_initialized():
-                _log.error("%s; %s", waits, _STORE_GONE)
-        else:
-            if absent:
-                _log.error("%s; after %.0f s there is no answer from %s: %s", waits, seconds, _named(absent), _WHY)
-
-    timer = _timers[prefix] = threading.Timer(seconds, report)
-    timer.daemon = True
-    timer.start()
