@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 from torchao_blockwise import ops
 from torchao_blockwise._compat import pytree
 from torchao_blockwise.diagnostics import cases as recorded
-from torchao_blockwise.formats import FORMATS, FP8_1X128, FP8_128X128, NVFP4_1X16
+from torchao_blockwise.formats import FORMATS, FP8_1X128, FP8_128X128, NVFP4_1X16, random_bits
+from torchao_blockwise.ops.backend import Backend
 from torchao_blockwise.testing import assert_bitwise_equal, random_tensor
 
 library = torch.ops.torchao_blockwise
@@ -20,6 +24,10 @@ def quantize(x: torch.Tensor, fmt):
 
 # The layers whose calls are checked: (tokens, features in, features out, ends of groups).
 SIZES = {"ragged": (33, 144, 80, (3, 3, 20, 30)), "none": (0, 48, 32, (0, 0, 0, 0))}
+
+
+# Operations whose reference decides on the host by values of tensors.
+READS_THE_HOST = ("grouped_matmul", "add_grouped_matmul")
 
 
 def calls_of_no_layer(tokens: int) -> None:
@@ -80,6 +88,39 @@ def test_opcheck(case):
         assert_bitwise_equal(x, copy, "an input that was written to")
     storages = [x.untyped_storage().data_ptr() for x in (*inputs, *results) if x.numel()]
     assert len(set(storages)) == len(storages), "an output shares memory with an input or another output"
+
+
+class CopiesFromTheHost(TorchFunctionMode):
+    """Counts tensors that are made of Python's numbers, or moved from the CPU."""
+
+    count = 0
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        moved = func in (torch.Tensor.to, torch.Tensor.cuda) and args[0].device.type == "cpu"
+        self.count += moved or func in (torch.tensor, torch.as_tensor)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_the_reference_makes_its_constants_on_the_device(case, monkeypatch):
+    """As a CUDA graph, which cannot capture a copy from the host, needs them."""
+    # No autocast for the meta device.
+    monkeypatch.setattr(torch, "autocast", lambda *args, **options: contextlib.nullcontext())
+    args = pytree.tree_map_only(torch.Tensor, lambda x: x.to("meta"), list(case.args))
+    rows = [row for row in case.op.table if row.backend is Backend.REFERENCE]
+    with CopiesFromTheHost() as copies:
+        try:
+            for row in rows:
+                row.function(*args)
+        except NotImplementedError as error:
+            assert "copy out of meta tensor" in str(error) and case.op.name in READS_THE_HOST
+    assert rows and not copies.count
+
+
+def test_a_key_is_made_on_the_device():
+    with CopiesFromTheHost() as copies:
+        random_bits.key_of(ops.StochasticRounding(1, 2, 3), torch.device("meta"))
+    assert not copies.count
 
 
 def test_take_key_counts_and_autograd_does_not_see_it():

@@ -120,8 +120,9 @@ class _E2M1(Element):
         return self.pack(code)
 
     def decode(self, qdata: torch.Tensor, columns: int) -> torch.Tensor:
-        values = torch.tensor([*E2M1_VALUES, *(-v for v in E2M1_VALUES)], device=qdata.device)
-        return _look_up(values, self.unpack(qdata, columns))
+        # Filled on the device, because a CUDA graph cannot capture a copy from the host.
+        positive = torch.stack([torch.full((), value, device=qdata.device) for value in E2M1_VALUES])
+        return _look_up(torch.cat((positive, -positive)), self.unpack(qdata, columns))
 
 
 def _look_up(values: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:

@@ -41,7 +41,7 @@ def hadamard_transform(x: torch.Tensor, number: int) -> torch.Tensor:
     number: from `hadamard_number`. The last chunk is padded with zero rows. fp32 butterflies of stride 1, 2, 4, 8.
     """
     chunks = F.pad(x.float(), (0, 0, 0, -x.shape[0] % HADAMARD_SIZE)).unflatten(0, (-1, HADAMARD_SIZE))
-    negative = torch.tensor([bool(number >> i & 1) for i in range(HADAMARD_SIZE)], device=x.device)[:, None]
+    negative = (number >> torch.arange(HADAMARD_SIZE, device=x.device) & 1).bool()[:, None]
     # Do not multiply by the sign: a zero would become -0, and so would a sum of zeros if all signs are negative.
     y = torch.where(negative, 0 - chunks, chunks)
     stride = 1

@@ -74,7 +74,8 @@ def key_of(rounding: StochasticRounding, device: torch.device) -> torch.Tensor:
         if not 0 <= number < 1 << bits:
             raise ValueError(f"stochastic: {name} must be from 0 to 2^{bits} - 1, got {number}")
     signed = seed - (1 << 64) if seed >> 63 else seed
-    key = torch.tensor([signed, stream, counted, expert], device=device)
+    # Filled on the device, because a CUDA graph cannot capture a copy from the host.
+    key = torch.stack([torch.full((), n, dtype=torch.int64, device=device) for n in (signed, stream, counted, expert)])
     if isinstance(use, torch.Tensor):
         key[2] = use
     return key
