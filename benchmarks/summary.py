@@ -25,6 +25,7 @@ TABLES: dict[str, tuple[Callable[[Results], str], tuple[str, ...]]] = {
     "energy": (layers.energy, (layers.MODEL_H100,)),
     "loss": (runs.loss, tuple(runs.MODELS)),
     "loss_sizes": (studies.sizes, studies.STUDIES),
+    "loss_blocks": (studies.blocks, ()),
     "loss_nvfp4": (runs.nvfp4_parts, (runs.NVFP4,)),
     "fsdp": (runs.fsdp, runs.FSDP),
     "grad_weight": (kernels.grad_weight, (kernels.GROUPED,)),

@@ -157,7 +157,7 @@ def record_of(run: Run, start: str, result: Any, made_by: Mapping[str, Any]) -> 
 
 
 class Gap(NamedTuple):
-    """A recipe's loss above bf16's, in %, and half the width of its 95 % interval; None where spread is unknown.
+    """A recipe's loss above another's, in %, and half the width of its 95 % interval; None where spread is unknown.
 
     runs: of the recipe.
     """
@@ -182,12 +182,12 @@ def _from_each_start(records: Sequence[Mapping[str, Any]], metric: str, *recipes
     return out
 
 
-def gap(records: Sequence[Mapping[str, Any]], recipe: str, metric: str) -> Gap | None:
-    """The gap of a recipe, each start compared with bf16 from the same start; None where there are no two to compare.
+def gap(records: Sequence[Mapping[str, Any]], recipe: str, metric: str, base: str = BASE) -> Gap | None:
+    """The gap of a recipe to `base`, start by start; None where no start has runs of both.
 
-    The spread is that of the draws around the mean of their recipe and start, of bf16 and the recipe together.
+    The spread is that of the draws around the mean of their recipe and start, of both recipes together.
     """
-    groups = _from_each_start(records, metric, BASE, recipe)
+    groups = _from_each_start(records, metric, base, recipe)
     if not groups:
         return None
     mean = statistics.fmean(statistics.fmean(own) for _, own in groups)

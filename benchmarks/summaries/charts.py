@@ -10,7 +10,7 @@ from llm_training.study import BASE, chance, gap
 
 from summaries.cells import Results
 from summaries.runs import MODELS, NVFP4, gaps
-from summaries.studies import STUDIES, config_of
+from summaries.studies import METRIC, STUDIES, config_of
 
 SPEED, MEMORY = "model_4_layers_nvidia_h100_80gb_hbm3", "memory_nvidia_h200"
 _OURS, _OTHER, _PEER, _BASE = "#0e7c86", "#b45309", "#9ca3af", "#4b5563"
@@ -53,21 +53,30 @@ def speed(axes: Any, results: Results) -> tuple[str, str]:
 
 
 def loss(axes: Any, results: Results) -> tuple[str, str]:
-    contents = {name: results.load(name)["runs"] for name in STUDIES}
-    noise = max(chance(runs, "last_third") for runs in contents.values())
-    axes.axvspan(-noise, noise, color=_PEER, alpha=0.35, label=f"{BASE}, one bit changed: ± 1 σ")
-    axes.axvline(0, color=_BASE)
-    for place, (name, runs) in enumerate(contents.items()):
-        found = [gap(runs, recipe, "last_third") for recipe in _LOSS]
-        at = [row + 0.2 * place - 0.1 for row in range(len(found))]
-        means, widths = [g.mean for g in found], [g.half_width for g in found]
-        color, size = (_OTHER, _OURS)[place], config_of(results, name).parameters / 1e6
-        label = f"{size:.0f} M parameters, 95 % interval"
-        axes.errorbar(means, at, xerr=widths, fmt="o", color=color, capsize=4, label=label)
-    axes.set_yticks(range(len(_LOSS)), list(_LOSS.values()))
-    axes.set_ylim(-1.9, len(_LOSS) - 0.5)
-    axes.legend(loc="lower right", fontsize=8)
-    return "Training loss of FP8 above bf16", "% of bf16's loss in the last third of the steps"
+    runs = [results.load(name)["runs"] for name in STUDIES]
+    sizes = [config_of(results, name).parameters for name in STUDIES]
+    noise = [chance(of, METRIC) for of in runs]
+    label = f"{BASE}, one bit changed: ± 1 σ"
+    axes.fill_between(sizes, [-x for x in noise], noise, color=_PEER, alpha=0.35, label=label)
+    axes.axhline(0, color=_BASE)
+    for place, (recipe, label) in enumerate(_LOSS.items()):
+        found = [(size, gap(of, recipe, METRIC)) for size, of in zip(sizes, runs)]
+        # Side by side, on a logarithmic axis.
+        points = [(size * 1.1 ** (place - 1), g.mean, g.half_width) for size, g in found if g]
+        at, means, widths = zip(*points)
+        color = (_OURS, _OTHER, _BASE)[place]
+        axes.errorbar(at, means, yerr=widths, fmt="o", ms=4, color=color, capsize=3, label=label)
+    axes.set_xscale("log")
+    axes.set_xticks(sizes, [f"{size / 1e6:.0f} M" for size in sizes])
+    axes.minorticks_off()
+    axes.margins(x=0.12)
+    # Room for the legend.
+    low, high = axes.get_ylim()
+    axes.set_ylim(low, high + 0.5 * (high - low))
+    axes.grid(axis="y")
+    axes.legend(loc="upper right", fontsize=7)
+    axes.set_ylabel("% of bf16's loss", fontsize=10)
+    return "Training loss of FP8 above bf16", "parameters; 95 % intervals"
 
 
 def loss_models(axes: Any, results: Results) -> tuple[str, str]:

@@ -9,23 +9,34 @@ from llm_training.study import BASE, METRICS, gap, growth
 from summaries.cells import Results
 
 # Of one family of models.
-STUDIES = ("study_6m", "study_25m")
-_METRIC = next(iter(METRICS))
+STUDIES = ("study_6m", "study_25m", "study_85m")
+METRIC = next(iter(METRICS))
 
 
 def sizes(results: Results) -> str:
-    """A recipe's training loss above bf16 in each study, and the slope of a line through it over log10 of the size."""
-    contents = [results.load(name) for name in STUDIES]
+    """Each study's training loss above bf16, and a recipe's slope over log10 of the size."""
+    contents = {name: results.load(name)["runs"] for name in STUDIES}
     configs = [config_of(results, name) for name in STUDIES]
-    columns = [f"{_millions(c.parameters)} parameters, {_millions(_tokens(c))} tokens" for c in configs]
-    recipes = dict.fromkeys(run["recipe"] for content in contents for run in content["runs"])
+    recipes = list(dict.fromkeys(run["recipe"] for runs in contents.values() for run in runs))
+    recipes.remove(BASE)
+    gaps = [[gap(runs, recipe, METRIC) for recipe in recipes] for runs in contents.values()]
+    rows = [
+        [_millions(config.parameters), _millions(_tokens(config)), *(str(g or MISSING) for g in found)]
+        for config, found in zip(configs, gaps)
+    ]
+    slopes = [growth([(c.parameters, g) for c, g in zip(configs, found) if g]) for found in zip(*gaps)]
+    rows.append(["change with ten times the size", "", *map(str, slopes)])
+    return markdown(("parameters", "tokens", *recipes), rows)
+
+
+def blocks(results: Results) -> str:
+    """In each study, the loss with blocks of 128x128 for `grad_weight` above that with 1x128, the default."""
     rows = []
-    for recipe in recipes:
-        gaps = [gap(content["runs"], recipe, _METRIC) for content in contents]
-        if recipe != BASE and None not in gaps:
-            slope = growth([(config.parameters, found) for config, found in zip(configs, gaps)])
-            rows.append([recipe, *map(str, gaps), str(slope) if slope else MISSING])
-    return markdown(("recipe", *columns, "change with ten times the size"), rows)
+    for name in STUDIES:
+        runs, config = results.load(name)["runs"], config_of(results, name)
+        found = [gap(runs, "fp8_128x128", metric, "fp8") for metric in METRICS]
+        rows.append([_millions(config.parameters), *map(str, found)])
+    return markdown(("parameters", *METRICS.values()), rows)
 
 
 def config_of(results: Results, name: str) -> RunConfig:

@@ -183,6 +183,8 @@ def test_a_gap_is_that_of_means_with_the_interval_of_draws():
     single = gap(records("a", bf16=[1.0], fp8=[1.02]), "fp8", "last_third")
     assert (round(single.mean, 9), single.half_width) == (2.0, None)
     assert gap(records("a", bf16=[1.0]), "fp8", "last_third") is None
+    other = gap(records("a", bf16=[1.0], fp8=[2.0, 2.0], nvfp4=[2.02]), "nvfp4", "last_third", "fp8")
+    assert other.mean == pytest.approx(1.0)
     assert [quantile(degrees) for degrees in (1, 5, 30)] == pytest.approx([12.71, 2.571, 2.04], abs=0.005)
 
 
