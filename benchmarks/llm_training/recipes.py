@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from llm_training.config import UsageError
+from llm_training.partly import PARTS, PartlyQuantizedLinear
 
 
 class Recipe(NamedTuple):
@@ -18,12 +19,14 @@ class Recipe(NamedTuple):
     keep: the last blocks that stay in high precision, a count or a share.
     fused: "inputs", where layers that read one input share its quantization;
     "once", where SwiGLU quantizes what it computes as well; or "".
+    only: the operand or the GEMM that is quantized, for a dense model; see `llm_training.partly`. "" for all.
     """
 
     format: str
     options: dict[str, Any] = {}  # noqa: RUF012
     keep: float = 0
     fused: str = ""
+    only: str = ""
 
 
 def _nvfp4(hadamard: bool, stochastic_rounding: bool, keep: float = 1, fused: str = "", **options) -> Recipe:
@@ -53,6 +56,7 @@ RECIPES = {
     "nvfp4_full_15_percent": _nvfp4(True, True, keep=0.15),
     "nvfp4_full_parameters": _nvfp4(True, True, **_PARAMETERS),
     "nvfp4_fused": _nvfp4(False, False, fused="inputs"),
+    **{f"{fmt}_only_{part}": Recipe(fmt, only=part) for fmt in ("fp8", "nvfp4") for part in PARTS},
 }
 DEFAULT = "bf16", "fp8", "nvfp4"
 # Timed in a model with separate projections, and in one whose merged projections share their input already.
@@ -75,6 +79,11 @@ def convert(model: nn.Module, recipe: str, seed: int = 0) -> str:
     from torchao_blockwise.conversion import keep_last_blocks, recommended_layers
 
     filter_fn = recommended_layers(model)
+    if chosen.only:
+        layers = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.Linear) and filter_fn(m, name)]
+        for name, layer in layers:
+            model.set_submodule(name, PartlyQuantizedLinear(layer.weight, chosen.format, chosen.only))
+        return f"{chosen.only} of {len(layers)} layers in {chosen.format}"
     if chosen.keep:
         filter_fn &= keep_last_blocks(model, chosen.keep)
     if chosen.format == "fp8":
