@@ -107,7 +107,7 @@ class _E2M1(Element):
         v + u/256 · step(v) is rounded down to a representable value. A representable v does not change.
         """
         v = y.abs().clamp(max=self.max)
-        step = torch.where(v < 2, 0.5, torch.where(v < 4, 1.0, 2.0))
+        step = torch.where(v < 2, 0.5, torch.where(v < 4, 1.0, 2.0)).float()
         t = (v + random.float() / 256 * step).clamp(max=self.max)
         return self._pack_count((t >= value for value in E2M1_VALUES[1:]), y)
 
@@ -120,7 +120,8 @@ class _E2M1(Element):
         return self.pack(code)
 
     def decode(self, qdata: torch.Tensor, columns: int) -> torch.Tensor:
-        values = torch.tensor([*E2M1_VALUES, *(-v for v in E2M1_VALUES)], device=qdata.device)
+        signed = [*E2M1_VALUES, *(-v for v in E2M1_VALUES)]
+        values = torch.tensor(signed, dtype=torch.float32, device=qdata.device)
         return _look_up(values, self.unpack(qdata, columns))
 
 
