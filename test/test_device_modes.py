@@ -1,4 +1,4 @@
-"""A default device changes nothing: every tensor is made on a device that is named."""
+"""A default device or dtype changes nothing: every tensor is made on a device that is named."""
 
 from __future__ import annotations
 
@@ -37,7 +37,17 @@ def default_device():
         torch.set_default_device(None)
 
 
-MODES = {"context": lambda: torch.device("meta"), "default": default_device}
+@contextlib.contextmanager
+def default_dtype():
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+MODES = {"context": lambda: torch.device("meta"), "default": default_device, "dtype": default_dtype}
 
 
 def assert_same_results(run, mode: str) -> None:
@@ -137,10 +147,19 @@ FEATURES = {
 }
 
 
+# A default dtype changes the initial values of models.
+WITHOUT_MODEL = "layer_checks", "rounding", "doctor"
+
+
 @pytest.mark.parametrize(
-    "feature", [pytest.param(name, marks=[pytest.mark.slow] * (name == "doctor")) for name in FEATURES]
+    ("feature", "mode"),
+    [
+        pytest.param(name, mode, marks=[pytest.mark.slow] * (name == "doctor"))
+        for mode, names in (("context", FEATURES), ("dtype", WITHOUT_MODEL))
+        for name in names
+    ],
 )
-def test_features(feature, tmp_path):
+def test_features(feature, mode, tmp_path):
     """Models and inputs are on the CPU, where helpers make them."""
 
     def run(scope) -> list:
@@ -149,7 +168,7 @@ def test_features(feature, tmp_path):
         with scope():
             return FEATURES[feature](folder)
 
-    assert_same_results(run, "context")
+    assert_same_results(run, mode)
 
 
 def test_import():

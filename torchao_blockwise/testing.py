@@ -21,7 +21,7 @@ def random_tensor(
 ) -> torch.Tensor:
     """Return normal values with rows and columns scaled by random powers of two, so that a wrong scale is noticed."""
     generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(*shape, generator=generator, device="cpu")
+    x = torch.randn(*shape, generator=generator, dtype=torch.float32, device="cpu")
     for dim in (-1, -2):
         size = x.shape[dim]
         exponent = torch.randint(-6, 7, (size,), generator=generator, device="cpu").float()

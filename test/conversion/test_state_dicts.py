@@ -10,6 +10,8 @@ from expert_modules import ENDS, Model, X
 from helpers import FP8, NVFP4, RECIPES, Tied, assert_same_tensors, both_formats, mlp, replace, saved_and_loaded
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.nn.utils.parametrizations import weight_norm
+from torch.nn.utils.parametrize import register_parametrization
 from torchao.quantization import quantize_
 
 from torchao_blockwise import (
@@ -70,6 +72,29 @@ def test_both_directions(config, assign, through_file, direction):
         assert type(weight) is (nn.Parameter if direction == "to_plain" else MasterWeightTensor)
         assert isinstance(weight, nn.Parameter) and weight.requires_grad
     assert assign or target.tied.embed.weight is target.tied.lm_head.weight
+
+
+class Double(nn.Module):
+    def forward(self, weight):
+        return weight * 2
+
+
+@both_formats
+@pytest.mark.parametrize("assign", (False, True), ids=("copy", "assign"))
+@pytest.mark.parametrize(
+    "parametrize", (weight_norm, lambda layer: register_parametrization(layer, "weight", Double()))
+)
+def test_parametrized_weights(config, parametrize, assign):
+    """A state dict has the values that the parametrization reads, as that of a plain model."""
+    converted, plain, x = mlp(config), mlp(seed=1), torch.randn(4, 64)
+    for model in (converted, plain):
+        parametrize(model[0])
+    expected = saved_and_loaded(plain.state_dict())
+    converted.load_state_dict(expected, assign=assign)
+    saved = converted.state_dict()
+    assert all(type(v) is torch.Tensor for v in saved.values())
+    assert_same_tensors(saved, expected)
+    assert isinstance(converted[0].weight, MasterWeightTensor) and converted(x).isfinite().all()
 
 
 def test_assigned_values_are_used_and_keep_their_config():

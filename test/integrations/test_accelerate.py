@@ -1,4 +1,5 @@
-"""accelerate: models that it loads and dispatches are converted after that; its float8 recipe over one is refused."""
+"""accelerate: models that it loads and dispatches are converted after that, or offloaded converted to the CPU; its
+float8 recipe over one is refused."""
 
 from __future__ import annotations
 
@@ -56,6 +57,41 @@ def test_what_is_offloaded_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"2: accelerate offloads its weight and replaces it .*; put it on a device"):
         quantize_(model, FP8)
     assert not isinstance(model[0].weight, MasterWeightTensor)
+
+
+def offload_to_cpu(model, folder, **options):
+    accelerate.cpu_offload(model, execution_device=torch.device("cpu"), **options)
+
+
+def offload_to_disk(model, folder):
+    accelerate.disk_offload(model, str(folder), execution_device=torch.device("cpu"))
+
+
+def dispatch(model, folder):
+    accelerate.dispatch_model(model, {"0": "cpu", "1": "cpu", "2": "disk"}, main_device="cpu", offload_dir=str(folder))
+
+
+@pytest.mark.parametrize("masters", (True, False), ids=("masters", "quantized"))
+@pytest.mark.parametrize("offload", (offload_to_cpu, offload_to_disk, dispatch))
+def test_offloading_converted_weights_as_plain_ones_is_refused(offload, masters, tmp_path):
+    model = mlp(replace(FP8, master_weights=masters))
+    offload(model, tmp_path)
+    fix = r"state_dict=dict\(model.named_parameters\(\)\) .* to the disk, call unconvert\(model\) first"
+    with torch.no_grad(), pytest.raises(NotImplementedError, match=f"[02]: accelerate replaced .*; .*{fix}"):
+        model(torch.randn(4, 64))
+
+
+@both_formats
+@pytest.mark.parametrize("masters", (True, False), ids=("masters", "quantized"))
+def test_converted_weights_are_offloaded_to_the_cpu(config, masters, tmp_path):
+    model, x = mlp(replace(config, master_weights=masters)), torch.randn(4, 64)
+    with torch.no_grad():
+        expected = model(x)
+        offload_to_cpu(model, tmp_path, state_dict=dict(model.named_parameters()))
+        assert model[0].weight.is_meta
+        for _ in range(2):
+            assert_bitwise_equal(model(x), expected)
+    assert model[0].weight.is_meta
 
 
 REASONS = {

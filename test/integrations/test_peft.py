@@ -126,6 +126,29 @@ def test_merging_needs_no_word_more(config, masters, order, safe):
     assert torch.isfinite(out).all()
 
 
+@both_formats
+@both_masters
+def test_several_adapters_merge(config, masters):
+    """Each is added in its turn, to the layers that it adapts."""
+    adapted = peft.get_peft_model(base(config, masters), peft.LoraConfig(**LINEAR, init_lora_weights=False))
+    adapted.add_adapter("other", peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
+    layers = {name: m for name, m in adapted.named_modules() if name.endswith(("q_proj", "o_proj"))}
+    expected = {}
+    for name, layer in layers.items():
+        weight = layer.get_base_layer().weight
+        values = weight.dequantize()
+        for adapter in layer.lora_A:
+            values = values + layer.get_delta_weight(adapter)
+            values = values if masters else type(weight).from_hp(values).dequantize()
+        expected[name] = values
+    adapted.merge_adapter(["default", "other"])
+    assert sorted(len(layer.merged_adapters) for layer in layers.values()) == [1, 2]
+    for name, layer in layers.items():
+        assert_bitwise_equal(layer.get_base_layer().weight.dequantize(), expected[name])
+    adapted.unmerge_adapter()
+    assert not any(layer.merged for layer in layers.values())
+
+
 @pytest.mark.parametrize("order", ORDERS)
 def test_adapters_are_left_out_and_the_report_says_so(order):
     adapted = adapted_model(order, FP8, True)

@@ -41,6 +41,22 @@ def test_layers_of_a_kind_compile_with_dynamic_shapes(model, config):
         assert_same(*(torch.autograd.grad(out.sum(), layers.parameters()) for out in outputs))
 
 
+@every_model
+@pytest.mark.parametrize("config", ("fp8", "nvfp4"))
+def test_compiled_autograd(model, config):
+    layer, x = make(model, CONFIGS[config]), tokens_of(model, 33)
+
+    def step():
+        layer(x).sum().backward()
+
+    with torch._dynamo.config.patch(compiled_autograd=True):
+        torch.compile(step, backend="aot_eager")()
+    got = [p.grad for p in layer.parameters()]
+    layer = make(model, CONFIGS[config])
+    step()
+    assert_same(got, [p.grad for p in layer.parameters()])
+
+
 def test_the_function_and_a_tied_model():
     model = Tied()
     quantize_(model, FP8)

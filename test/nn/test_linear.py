@@ -113,6 +113,18 @@ ERRORS = {
     "int_x": (lambda w: F.linear(X.long(), w), TypeError, "x must be bfloat16, float16 or float32"),
     "f64_x": (lambda w: F.linear(X.double(), w), TypeError, "got torch.float64; cast it first"),
     "complex_x": (lambda w: F.linear(X + 0j, w), TypeError, "got torch.complex64; cast it first"),
+    "sparse_x": (
+        lambda w: F.linear(X.to_sparse(), w),
+        TypeError,
+        r"must be dense, got torch.sparse_coo; .*to_dense\(\)",
+    ),
+    "csr_x": (lambda w: F.linear(X.to_sparse_csr(), w), TypeError, "x must be dense, got torch.sparse_csr"),
+    "nested_x": (
+        lambda w: F.linear(torch.nested.nested_tensor([X, X[:1]]), w),
+        TypeError,
+        "x must be dense, got a nested tensor in torch.strided; use layout=torch.jagged",
+    ),
+    "tuple_x": (lambda w: linear((X, X), w), TypeError, "x must be a tensor, got a tuple"),
     "k": (lambda w: F.linear(X[:, 1:], w), ValueError, r"must agree in K, got \[3, 71\] and \[40, 72\]"),
     "scalar": (lambda w: F.linear(torch.ones(()), w), ValueError, r"must agree in K, got \[\] and \[40, 72\]"),
     "bias": (lambda w: F.linear(X, w, X[0, :39]), ValueError, r"bias must be \[N\] = \[40\], got shape \[39\]"),

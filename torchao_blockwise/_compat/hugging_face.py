@@ -55,6 +55,17 @@ def tell_peft_how_to_merge(kind: type) -> None:
             own(self, base_layer, *args, **options)
 
         lora.__init__ = init
+        merge = lora.merge
+
+        @functools.wraps(merge)
+        def merge_each(self: Any, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
+            # PEFT (0.21) can merge only one adapter of such a layer, which the layer must have.
+            for name in peft_utils.check_adapters_to_merge(self, adapter_names):
+                if name in self.lora_A:
+                    merge(self, safe_merge, [name])
+
+        peft_utils: Any = sys.modules["peft.tuners.tuners_utils"]
+        lora.merge = merge_each
 
     # PEFT ≥ 0.20
     resolve = getattr(sys.modules.get("peft.utils"), "resolve_quantization_backend", None)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from torchao_blockwise import _compat
 from torchao_blockwise.tensors import MasterWeightTensor, QuantizedShard, QuantizedTensor
@@ -38,15 +40,24 @@ def is_converted(module: nn.Module) -> bool:
 
 
 def _save_plain(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any]) -> None:
-    for name, param in _compat.parameters_of(module).items():
-        saved: Any = state_dict.get(prefix + name)
+    for name, param in _named_parameters(module, prefix):
+        saved: Any = state_dict.get(name)
         # With keep_vars=True the state dict holds the Parameter itself.
         if param is None or saved is param:
             continue
         if isinstance(local := _compat.local_of(saved), MasterWeightTensor):
-            state_dict[prefix + name] = _compat.with_local(saved, local.hp)
+            state_dict[name] = _compat.with_local(saved, local.hp)
         elif isinstance(quantized := _compat.local_of(param), QuantizedTensor):
-            state_dict[prefix + name] = _compat.with_local(param, _values(quantized, state_dict))
+            state_dict[name] = _compat.with_local(param, _values(quantized, state_dict))
+
+
+def _named_parameters(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Parameter | None]]:
+    """Yield (name in the state dict, Parameter) of `module` and of the parametrizations of its weights."""
+    for name, param in _compat.parameters_of(module).items():
+        yield prefix + name, param
+    if is_parametrized(module):
+        held = module.get_submodule("parametrizations")
+        yield from held.named_parameters(f"{prefix}parametrizations", remove_duplicate=False)
 
 
 def _values(weight: QuantizedTensor, state_dict: dict[str, Any]) -> torch.Tensor:
@@ -66,8 +77,8 @@ def _load_assigned(
     """Wrap the tensors with which `load_state_dict(assign=True)` replaces converted Parameters."""
     if not local_metadata.get("assign_to_params_buffers", False):
         return
-    for name, param in _compat.parameters_of(module).items():
-        loaded = state_dict.get(prefix + name)
+    for name, param in _named_parameters(module, prefix):
+        loaded = state_dict.get(name)
         if param is None or loaded is None:
             continue
         if isinstance(values := _compat.local_of(loaded), (MasterWeightTensor, QuantizedTensor)):
@@ -75,10 +86,10 @@ def _load_assigned(
         local, values = _compat.local_of(param), values.detach()
         # While FSDP2 has gathered a master weight, the Parameter is a quantized tensor.
         if isinstance(local, (MasterWeightTensor, QuantizedTensor)) and local.config and local.config.master_weights:
-            state_dict[prefix + name] = _compat.with_local(loaded, MasterWeightTensor(values, local.config))
+            state_dict[name] = _compat.with_local(loaded, MasterWeightTensor(values, local.config))
         elif isinstance(local, QuantizedShard):
-            state_dict[prefix + name] = _compat.with_local(param, local.with_values(values))
+            state_dict[name] = _compat.with_local(param, local.with_values(values))
         elif isinstance(param, QuantizedTensor):
             quantized = param._requantize(values)
             quantized.pending_master = param.pending_master and PendingMaster(values)
-            state_dict[prefix + name] = quantized
+            state_dict[name] = quantized

@@ -70,7 +70,7 @@ def cases(device: torch.device) -> list[Case]:
     numbers = torch.Generator().manual_seed(0)
 
     def values(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=numbers, device="cpu").to(device, torch.bfloat16)
+        return torch.randn(*shape, generator=numbers, dtype=torch.float32, device="cpu").to(device, torch.bfloat16)
 
     with _recorded() as found, torch.enable_grad():
         fp8, nvfp4 = BlockwiseFP8TrainingConfig(), NVFP4TrainingConfig()
@@ -144,7 +144,7 @@ def _train(make: Callable[..., nn.Module], config: TrainingConfig, values: Calla
         weight = nn.Parameter(values(*p.shape))
         setattr(layer.get_submodule(module), own_name, weight)
         if i % 2:
-            weight.main_grad = torch.zeros(p.shape, device=x.device)  # type: ignore[attr-defined]
+            weight.main_grad = torch.zeros(p.shape, dtype=torch.float32, device=x.device)  # type: ignore[attr-defined]
     quantize_(layer, config, filter_fn=linears_and_experts())
     out = layer(x, torch.tensor(ENDS, dtype=torch.int32, device=x.device)) if experts else layer(x)
     out.backward(values(*out.shape))
@@ -166,7 +166,7 @@ def _cast_shards(w: torch.Tensor, whole: Operand) -> None:
     bits = torch.zeros(whole.scale.numel(), dtype=torch.int32, device=w.device)
     encode, auto = torch.zeros_like(bits, dtype=torch.float32), Backend.AUTO
     shards.partial_block_amax_op(bits, part, auto)
-    global_scales = [torch.zeros((), device=w.device)] if fmt.has_global_scale else []
+    global_scales = [torch.zeros((), dtype=torch.float32, device=w.device)] if fmt.has_global_scale else []
     shards.block_scales_op(encode, [torch.zeros_like(whole.scale)], global_scales, bits, [0], fmt, False, auto)
     target = torch.zeros_like(whole.qdata)
     shards.partial_cast_op([target], part, encode, WHOLE, auto)

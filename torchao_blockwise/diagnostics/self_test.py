@@ -127,7 +127,7 @@ def check_layers(device: torch.device) -> Iterator[ProductReport]:
     """
     numbers = torch.Generator().manual_seed(0)
     w, x, dy = (
-        torch.randn(*shape, generator=numbers, device="cpu").to(device)
+        torch.randn(*shape, generator=numbers, dtype=torch.float32, device="cpu").to(device)
         for shape in ((FEATURES_OUT, FEATURES_IN), (TOKENS, FEATURES_IN), (TOKENS, FEATURES_OUT))
     )
     plain = {"output": x @ w.mT, "grad_input": dy @ w, "grad_weight": dy.mT @ x}
@@ -135,8 +135,8 @@ def check_layers(device: torch.device) -> Iterator[ProductReport]:
         config = RECIPES[recipe]
         of_x, of_dy = (_rounding(t, config.activation_format) for t in (x, dy))
         of_w = _rounding(w, config.weight_format)
-        layer = nn.Linear(FEATURES_IN, FEATURES_OUT, bias=False, device="meta").to_empty(device=device)
-        layer.weight.data.copy_(w)
+        layer = nn.Linear(FEATURES_IN, FEATURES_OUT, bias=False, device="meta")
+        layer.weight = nn.Parameter(w.clone())
         quantize_(layer, config)
         with torch.enable_grad():
             given = x.clone().requires_grad_()

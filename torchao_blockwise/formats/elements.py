@@ -107,7 +107,7 @@ class _E2M1(Element):
         v + u/256 · step(v) is rounded down to a representable value. A representable v does not change.
         """
         v = y.abs().clamp(max=self.max)
-        step = torch.where(v < 2, 0.5, torch.where(v < 4, 1.0, 2.0))
+        step = torch.where(v < 2, 0.5, torch.where(v < 4, 1.0, 2.0)).float()
         t = (v + random.float() / 256 * step).clamp(max=self.max)
         return self._pack_count((t >= value for value in E2M1_VALUES[1:]), y)
 
@@ -121,7 +121,8 @@ class _E2M1(Element):
 
     def decode(self, qdata: torch.Tensor, columns: int) -> torch.Tensor:
         # Filled on the device, because a CUDA graph cannot capture a copy from the host.
-        positive = torch.stack([torch.full((), value, device=qdata.device) for value in E2M1_VALUES])
+        made = {"dtype": torch.float32, "device": qdata.device}
+        positive = torch.stack([torch.full((), value, **made) for value in E2M1_VALUES])
         return _look_up(torch.cat((positive, -positive)), self.unpack(qdata, columns))
 
 

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from torchao_blockwise import _compat
-from torchao_blockwise._compat import torch_fsdp
+from torchao_blockwise._compat import hugging_face, torch_fsdp
 from torchao_blockwise.nn.layer import linear, local_linear
 from torchao_blockwise.nn.weights import WEIGHTS, config_of, is_low_precision
 from torchao_blockwise.tensors import MasterWeightTensor, QuantizedTensor
@@ -29,7 +29,7 @@ from torchao_blockwise.tensors.weight_uses import recorded_uses, traced_gemms
 
 class DerivedModule(nn.Module):
     """Base of derived classes. They keep the module and name of the original class, because tracers treat a module in
-    torch.nn as one operation.
+    torch.nn as a single operation.
 
     derivation: (function that derives the class, original class).
     attributes: names of the attributes that a derived module has in addition.
@@ -125,7 +125,7 @@ class ConvertedLinear(ConvertedModule, nn.Linear):
         if is_low_precision(weight):
             return linear(input, weight, self.bias)
         torch_fsdp.check_not_flattened(weight, self.fqn or "a converted layer")
-        _warn_replaced(self.fqn)
+        _check_replaced(self)
         return super().forward(input)
 
     def extra_repr(self) -> str:
@@ -133,6 +133,17 @@ class ConvertedLinear(ConvertedModule, nn.Linear):
         if not is_low_precision(weight):
             return super().extra_repr()
         return f"{super().extra_repr()}, weight in {config_of(_compat.local_of(weight)).weight_format.name}"
+
+
+def _check_replaced(module: ConvertedModule) -> None:
+    """Warn that `module` computes with a plain weight; raise NotImplementedError if accelerate offloads it."""
+    if hugging_face.is_offloaded_by_accelerate(module):
+        raise NotImplementedError(
+            f"{module.fqn or 'a converted layer'}: accelerate replaced its offloaded weight with a plain one; to "
+            "offload converted weights to the CPU, pass state_dict=dict(model.named_parameters()) to cpu_offload or "
+            "dispatch_model; to offload to the disk, call unconvert(model) first"
+        )
+    _warn_replaced(module.fqn)
 
 
 @torch.compiler.assume_constant_result
@@ -205,7 +216,7 @@ def _checked_forward(base: Any) -> Callable[..., Any]:
             return out
         weights = _weights_of(self)
         if not weights:
-            _warn_replaced(self.fqn)
+            _check_replaced(self)
         if self.training in self.checked:
             return base.forward(self, *args, **kwargs)
         for name, weight in weights.items():

@@ -34,7 +34,7 @@ from torchao_blockwise.nn.gemms import (
     with_groups,
 )
 from torchao_blockwise.nn.sharded_linear import sharded_linear
-from torchao_blockwise.nn.weights import WEIGHTS, check_linear, config_of, rounding_key_of
+from torchao_blockwise.nn.weights import WEIGHTS, check_linear, config_of, in_layer, rounding_key_of
 from torchao_blockwise.ops.backend import may_have_kernels
 from torchao_blockwise.tensors import (
     BlockwiseFP8Tensor,
@@ -259,6 +259,8 @@ def local_linear(
     like: the weight, or the tensor that it was detached from. places: see `GemmSpec`.
     shared: the copies of `x` that several layers share.
     """
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"linear: x must be a tensor, got a {type(x).__name__}{in_layer(like)}")
     if x.layout is torch.jagged:
         # A nested tensor holds the tokens of all its sequences in one matrix.
         return _compat.jagged_like(x, local_linear(x.values(), weight, bias, like, amax_groups, places, shared))

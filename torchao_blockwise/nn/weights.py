@@ -79,7 +79,7 @@ def check_square_blocks(op: str, name: str, weight: torch.Tensor) -> None:
         )
 
 
-def _in_layer(weight: torch.Tensor) -> str:
+def in_layer(weight: torch.Tensor) -> str:
     """Return the name of the weight for an error, or nothing if it has none."""
     name = layers_of([weight], unnamed="")
     return f" ({name})" if name else ""
@@ -88,15 +88,18 @@ def _in_layer(weight: torch.Tensor) -> str:
 def check_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
     """Raise TypeError or ValueError for operands that a linear layer on one device does not support."""
     if x.dtype not in HIGH_PRECISION_DTYPES:
-        check_dtype("linear", x, f"x{_in_layer(weight)}")
+        check_dtype("linear", x, f"x{in_layer(weight)}")
+    if x.layout is not torch.strided or x.is_nested:
+        kind, fix = ("a nested tensor in ", "use layout=torch.jagged") if x.is_nested else ("", "call x.to_dense()")
+        raise TypeError(f"linear: x must be dense, got {kind}{x.layout}{in_layer(weight)}; {fix}")
     if weight.dim() != 2:
         raise ValueError(f"linear: weight must be [N, K], got shape {list(weight.shape)}")
     if x.dim() == 0 or x.shape[-1] != weight.shape[1]:
         got = f"{list(x.shape)} and {list(weight.shape)}"
-        raise ValueError(f"linear: x [.., K] and weight [N, K] must agree in K, got {got}{_in_layer(weight)}")
+        raise ValueError(f"linear: x [.., K] and weight [N, K] must agree in K, got {got}{in_layer(weight)}")
     if x.device != weight.device:
         devices = f"x is on {x.device}, weight on {weight.device}"
-        raise ValueError(f"linear: {devices}{_in_layer(weight)}; move one of them")
+        raise ValueError(f"linear: {devices}{in_layer(weight)}; move one of them")
     if isinstance(weight, NVFP4Tensor):
         check_square_blocks("linear", "a weight", weight)
     if bias is not None and tuple(bias.shape) != (weight.shape[0],):

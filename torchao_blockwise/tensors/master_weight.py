@@ -126,6 +126,7 @@ class MasterWeightTensor(WeightTensor):
     fsdp_pre_all_gather = fsdp.pre_all_gather
     fsdp_post_all_gather = fsdp.post_all_gather
 
+    @_compat.never_compiled
     def set_(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Set the storage, as `torch.Tensor.set_` does."""
         # A weight and its values share one storage. When PyTorch creates fake tensors of them, it also sets the storage
