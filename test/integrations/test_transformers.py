@@ -10,13 +10,11 @@ from helpers import FP8, assert_same_tensors, replace
 from torchao.quantization import quantize_
 
 from torchao_blockwise import (
-    MasterWeightTensor,
     NVFP4TrainingConfig,
     conversion_report,
     fusion_report,
     linears_and_experts,
     skip_lm_head,
-    unconvert,
 )
 from torchao_blockwise.tensors import QuantizedTensor
 from torchao_blockwise.testing import assert_bitwise_equal
@@ -239,43 +237,3 @@ def test_what_is_refused(folder, tmp_path):
         load(tmp_path, quantization_config=ours.NVFP4Config())
     with pytest.raises(ValueError, match="attach trainable adapters"):
         trainer(load(folder, quantization_config=ours.NVFP4Config(master_weights=False)), tmp_path, 1)
-
-
-@pytest.mark.parametrize(
-    ("tied", "masters"), ((False, True), (False, False), (True, True)), ids=("untied", "quantized", "tied")
-)
-@pytest.mark.parametrize(
-    "change", ({"new_num_tokens": 96}, {"new_num_tokens": 40}, {"pad_to_multiple_of": 48}), ids=str
-)
-@both
-def test_a_resized_head_stays_converted(cls, config, change, tied, masters):
-    """It is the same as if it were converted after the resize."""
-    config = replace(config, master_weights=masters)
-    models = []
-    for early in (True, False):
-        torch.manual_seed(0)
-        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, tie_word_embeddings=tied))
-        quantize_(model, config, filter_fn=lambda m, fqn: fqn == "lm_head")
-        if not early:
-            unconvert(model)
-        model.resize_token_embeddings(**change)
-        if not early:
-            quantize_(model, config, filter_fn=lambda m, fqn: fqn == "lm_head")
-        model(TOKENS, labels=TOKENS).loss.backward()
-        models.append(model)
-    got, expected = (model.lm_head.weight for model in models)
-    assert type(got) is type(expected) and got.config == config
-    assert_bitwise_equal(got.grad, expected.grad)
-    assert_same_tensors(*(model.state_dict() for model in models))
-
-
-def test_a_head_of_unchanged_size_stays_the_same_layer():
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES))
-    quantize_(model, FP8, filter_fn=lambda m, fqn: fqn == "lm_head")
-    head, weight = model.lm_head, model.lm_head.weight
-    for change in ({}, {"new_num_tokens": 64}, {"pad_to_multiple_of": 32}):
-        model.resize_token_embeddings(**change)
-        assert model.lm_head is head and head.weight is weight and isinstance(weight, MasterWeightTensor)
-    with pytest.raises(ValueError, match="not and integer"):
-        model.resize_token_embeddings(pad_to_multiple_of=1.5)
-    assert model.lm_head is head and isinstance(head.weight, MasterWeightTensor)

@@ -10,16 +10,13 @@ all or none are converted. Later calls find their layer converted.
 
 from __future__ import annotations
 
-import functools
 import itertools
-import sys
 import weakref
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
-from torchao.quantization import quantize_
 from torchao.quantization.transform_module import register_quantize_module_handler
 
 from torchao_blockwise import _compat, _versions
@@ -37,7 +34,6 @@ from torchao_blockwise.nn.converted import (
     why_no_class,
 )
 from torchao_blockwise.nn.grouped_layer import take_grouped_gemms
-from torchao_blockwise.nn.weights import config_of
 from torchao_blockwise.tensors import (
     BlockwiseFP8Tensor,
     BlockwiseFP8TrainingConfig,
@@ -197,8 +193,6 @@ def convert_module(module: nn.Module, config: TrainingConfig, *, parameter_name:
     if filter_fn is _compat.default_filter():
         warn_of_plain(model, config, reasons)
     hugging_face.tell_peft_how_to_merge(TrainingConfig)
-    if (transformers := sys.modules.get("transformers.modeling_utils")) is not None:
-        _keep_resized_heads_converted(transformers.PreTrainedModel)
     numbers = {weight: number for number, weight in enumerate(held)}
     for fqn in reasons:
         target = model.get_submodule(fqn)
@@ -218,34 +212,6 @@ def convert_module(module: nn.Module, config: TrainingConfig, *, parameter_name:
                 if isinstance(holder, nn.Linear) or holder is target:
                     convert_class(holder, held_name.rpartition(".")[0])
     return module
-
-
-@functools.cache
-def _keep_resized_heads_converted(cls: Any) -> None:
-    """Wrap `cls.resize_token_embeddings` of transformers, which replaces an output head by a plain layer."""
-    own = cls.resize_token_embeddings
-
-    @functools.wraps(own)
-    def resize(
-        self: Any, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, *args: Any, **options: Any
-    ) -> Any:
-        head = self.get_output_embeddings()
-        weight: Any = getattr(head, "weight", None)
-        is_converted = isinstance(weight, (MasterWeightTensor, QuantizedTensor))
-        if is_converted:
-            rows = len(weight) if new_num_tokens is None else new_num_tokens
-            is_converted = rows + -rows % (pad_to_multiple_of or 1) != len(weight)
-        if is_converted:
-            config = config_of(weight)
-            del weight
-            unconvert(head)
-        try:
-            return own(self, new_num_tokens, pad_to_multiple_of, *args, **options)
-        finally:
-            if is_converted:
-                quantize_(self, config, filter_fn=lambda module, fqn: module is self.get_output_embeddings())
-
-    cls.resize_token_embeddings = resize
 
 
 def planned_layers(
