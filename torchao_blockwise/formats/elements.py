@@ -121,8 +121,8 @@ class _E2M1(Element):
 
     def decode(self, qdata: torch.Tensor, columns: int) -> torch.Tensor:
         # Filled on the device, because a CUDA graph cannot capture a copy from the host.
-        made = {"dtype": torch.float32, "device": qdata.device}
-        positive = torch.stack([torch.full((), value, **made) for value in E2M1_VALUES])
+        zero = torch.zeros((), dtype=torch.float32, device=qdata.device)
+        positive = torch.stack([torch.full_like(zero, value) for value in E2M1_VALUES])
         return _look_up(torch.cat((positive, -positive)), self.unpack(qdata, columns))
 
 
