@@ -3,8 +3,10 @@
 A few layers of a torchtitan model with its head, on random tokens: fp32 masters under FSDP2 with one rank, compiled
 block by block as torchtitan does, AdamW, no activation checkpointing. In "graph" rows torchtitan captures forward and
 backward as a CUDA graph (its default where no experts are). Figures are torchtitan's own, of the last --log-freq steps;
-the loss is that of the last step, and equal batches make it comparable. fp8_128x128 has these blocks of grad_weight;
-"_deep_gemm" multiplies with that library. Writes benchmarks/results/torchtitan_<model>_<device>.json and .md.
+the loss is that of the last step, and equal batches make it comparable. A profile of the steps after these tells what
+kernels take: where their sum is far below a step, the step waits for the host. fp8_128x128 has these blocks of
+grad_weight; "_deep_gemm" multiplies with that library. Writes benchmarks/results/torchtitan_<model>_<device>.json
+and .md.
 
     python benchmarks/bench_torchtitan.py [--model llama3-8B --layers 6 --tokens 8192] [--recipes bf16 fp8]
 """
@@ -23,11 +25,14 @@ from typing import Any
 
 import torch
 from common import driver
+from common.kernel_times import GROUP_COLUMNS, group_ms, kernels_of, longest
 from common.report import Report
 
 MODELS = {"llama3-8B": 6, "deepseek_v3-16B": 4, "llama3-debugmodel": 2, "deepseek_v3-debugmodel": 2}
 RECIPES = ("bf16", "fp8", "fp8_128x128", "fp8_128x128_deep_gemm", "fp8_128x128_saved", "torchao_rowwise")
-COLUMNS = ("recipe", "launch", "tokens/s", "x bf16", "ms a step", "peak GiB", "loss")
+COLUMNS = ("recipe", "launch", "tokens/s", "x bf16", "ms a step", "peak GiB", "loss", *GROUP_COLUMNS)
+# Steps that are profiled.
+_LOOKED_AT = 3
 
 
 def converters_of(recipe: str) -> list[Any]:
@@ -135,18 +140,24 @@ def train(model: str, recipe: str, graph: bool, args: Namespace) -> dict[str, An
         trainer.metrics_processor.logger.log = lambda metrics, step: logged.update(metrics)
         try:
             trainer.train()
+            measured, batches = dict(logged), trainer.batch_generator(trainer.dataloader)
+            # The schedule of the learning rate has no more steps.
+            trainer.lr_schedulers.step = lambda: None
+            kernels = kernels_of(lambda: trainer.train_step(batches), trainer.device, _LOOKED_AT)
         finally:
             trainer.close()
             if torch.distributed.is_initialized():
                 torch.distributed.destroy_process_group()
-    rate = logged["throughput(tps)"]
+    rate = measured["throughput(tps)"]
     return {
         "recipe": recipe,
         "launch": "graph" if graph else "kernels",
         "tokens/s": rate,
         "ms a step": 1e3 * args.tokens / rate,
-        "peak GiB": logged["memory/max_active(GiB)"],
-        "loss": float(logged["loss_metrics/global_avg_loss"]),
+        "peak GiB": measured["memory/max_active(GiB)"],
+        "loss": float(measured["loss_metrics/global_avg_loss"]),
+        **group_ms(kernels),
+        "kernels": longest(kernels),
     }
 
 

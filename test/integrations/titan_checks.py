@@ -112,6 +112,7 @@ def is_measured(rank):
     assert [row["recipe"] for row in rows] == recipes
     losses = [row["loss"] for row in rows]
     assert len(set(losses)) > 1 and max(losses) < 1.02 * min(losses)
+    assert all(row["products ms"] > 0 for row in rows)
 
 
 _BACKEND = "use --parallelism.spmd_backend partial_dtensor"
