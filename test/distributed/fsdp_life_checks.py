@@ -89,6 +89,14 @@ def enters_by_other_ways(mesh, config):
     assert_gathers_exactly(early, config)
 
 
+def infers_first(mesh, config):
+    """The first pass of a sharded model may be one under inference mode."""
+    model, reference = shard(blocks(config), mesh), blocks(config)
+    with torch.inference_mode():
+        for step in range(2):
+            assert torch.equal(model(batch(step)), reference(batch(step)))
+
+
 def frees_what_it_gathers(mesh, config):
     """20 steps: as many live storages and bytes at the end of each, and gathered payload freed with each reshard."""
     model = shard(blocks(config), mesh)

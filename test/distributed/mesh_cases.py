@@ -77,6 +77,7 @@ QUANTIZED_CHECKS = (
     (checks.compiles_blocks, (2,), "fp8_quantized", QUANTIZED),
     (checks.reshards_to_fewer_ranks, (4,), "nvfp4_quantized", QUANTIZED),
     (life.starts_on_meta, (4,), "fp8_quantized", QUANTIZED),
+    (life.infers_first, (2,), "fp8_quantized", QUANTIZED),
     (life.frees_what_it_gathers, (2,), "nvfp4_quantized", QUANTIZED),
     (life.gathers_few_bytes, (3, 4), "fp8_quantized", QUANTIZED),
     (checkpoints.reshards, (4,), "fp8_quantized", QUANTIZED),
