@@ -222,5 +222,7 @@ def _states(weights: Sequence[torch.Tensor], optimizer: Optimizer) -> int:
         # Fused optimizers have no meta kernels, but the same states.
         options = {name: value for name, value in optimizer.defaults.items() if name in known and name != "fused"}
     made = make(stepped, **options)
-    made.step()
+    # PyTorch 2.11 reads the count of steps, a tensor on the default device.
+    with torch.device("cpu"):
+        made.step()
     return steps.nbytes_of([x for state in made.state.values() for x in state.values() if isinstance(x, torch.Tensor)])
