@@ -120,7 +120,7 @@ FAILURES = {
                             "its weight is torch.float8_e4m3fn, and its scales are stored in another tensor"),
     "bitnet": (of("transformers.integrations.bitnet", "AutoBitLinear"), ITSELF.format("AutoBitLinear", "transformers")),
     "8 bits": (of("bitsandbytes.nn", "Linear8bitLt"), ITSELF.format("Linear8bitLt", "bitsandbytes")),
-    "int8": (int8, "a Int8Tensor; convert before .* or quantizing it"),
+    "int8": (int8, "a (Int8|AffineQuantized)Tensor; convert before .* or quantizing it"),
     "4 bits": (of("bitsandbytes.nn", "Linear4bit"), ITSELF.format("Linear4bit", "bitsandbytes")),
 }  # fmt: skip
 
