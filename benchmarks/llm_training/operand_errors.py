@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from llm_training.model import next_byte_loss
+from llm_training.partly import decoded
 from llm_training.recipes import convert
 
 # operand -> (format, whether the columnwise copy, along tokens, is meant)
@@ -56,9 +57,5 @@ def operand_errors(model: nn.Module, windows: torch.Tensor) -> dict[str, dict[st
 
 def error_percent(x: torch.Tensor, fmt: str, columnwise: bool) -> float:
     """‖quantized - x‖ / ‖x‖ in %, of the copy in this format."""
-    from torchao_blockwise import ops
-
-    copies = ops.quantize(x, fmt, rowwise=not columnwise, columnwise=columnwise)
-    copy = copies.columnwise if columnwise else copies.rowwise
-    exact = (x.T if columnwise else x).double()
-    return 100 * ((ops.dequantize(copy, columns=exact.shape[-1]) - exact).norm() / exact.norm()).item()
+    exact = x.double()
+    return 100 * ((decoded(x, fmt, columnwise) - exact).norm() / exact.norm()).item()

@@ -8,8 +8,6 @@ from torch import nn
 
 # Operands, and GEMMs: output = x · wᵀ, grad_input = dy · w, grad_weight = dyᵀ · x.
 PARTS = ("x", "w", "dy", "output", "grad_input", "grad_weight")
-# Format -> of x and dy, of w.
-_FORMATS = {"fp8": ("fp8_1x128", "fp8_128x128"), "nvfp4": ("nvfp4_1x16", "nvfp4_16x16")}
 
 
 class PartlyQuantizedLinear(nn.Linear):
@@ -50,14 +48,20 @@ class _Linear(torch.autograd.Function):
 
 def _operand(values: torch.Tensor, name: str, gemm: str, fmt: str, part: str) -> torch.Tensor:
     """An operand as this GEMM sees it, in its shape and dtype; blocks of `grad_weight` run along the tokens."""
-    from torchao_blockwise import ops
+    from common.products import RECIPES as FORMATS
 
     if part not in (name, gemm):
         return values
-    of_activations, of_weights = _FORMATS[fmt]
-    rows, along_tokens = values.flatten(0, -2), gemm == "grad_weight"
+    of_activations, of_weights, _ = FORMATS[fmt]
     blocks = of_weights if name == "w" else of_activations
-    copies = ops.quantize(rows, blocks, rowwise=not along_tokens, columnwise=along_tokens)
-    if along_tokens:
-        return ops.dequantize(copies.columnwise, dtype=values.dtype, columns=rows.shape[0]).T
-    return ops.dequantize(copies.rowwise, dtype=values.dtype, columns=rows.shape[1]).view_as(values)
+    return decoded(values.flatten(0, -2), blocks.name, gemm == "grad_weight", values.dtype).view_as(values)
+
+
+def decoded(x: torch.Tensor, fmt: str, columnwise: bool, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Return the values of the copy of x [M, K] in this format, as [M, K] in `dtype`."""
+    from torchao_blockwise import ops
+
+    copies = ops.quantize(x, fmt, rowwise=not columnwise, columnwise=columnwise)
+    if columnwise:
+        return ops.dequantize(copies.columnwise, dtype=dtype, columns=x.shape[0]).T
+    return ops.dequantize(copies.rowwise, dtype=dtype, columns=x.shape[1])

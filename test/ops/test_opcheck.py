@@ -26,10 +26,6 @@ def quantize(x: torch.Tensor, fmt):
 SIZES = {"ragged": (33, 144, 80, (3, 3, 20, 30)), "none": (0, 48, 32, (0, 0, 0, 0))}
 
 
-# Operations whose reference decides on the host by values of tensors.
-READS_THE_HOST = ("grouped_matmul", "add_grouped_matmul")
-
-
 def calls_of_no_layer(tokens: int) -> None:
     """Options and optional arguments that layers do not ask for, or not of all formats."""
     x = random_tensor(tokens, 40) if tokens else torch.empty(0, 40)
@@ -88,6 +84,10 @@ def test_opcheck(case):
         assert_bitwise_equal(x, copy, "an input that was written to")
     storages = [x.untyped_storage().data_ptr() for x in (*inputs, *results) if x.numel()]
     assert len(set(storages)) == len(storages), "an output shares memory with an input or another output"
+
+
+# Operations whose reference decides on the host by values of tensors.
+READS_THE_HOST = ("grouped_matmul", "add_grouped_matmul")
 
 
 class CopiesFromTheHost(TorchFunctionMode):

@@ -85,8 +85,6 @@ def _named(ranks: Sequence[int]) -> str:
 
 # How long a rank whose collective failed waits for the markers of others. The missing rank never writes one.
 _MARKER_TIMEOUT = datetime.timedelta(seconds=30)
-_WHY = "failed before, or busy with another collective"
-_STORE_GONE = "the key-value store is not reachable: the process that hosts it failed, usually rank 0"
 
 
 @contextlib.contextmanager
@@ -106,7 +104,8 @@ def name_absent_ranks(subject: str, what: str, group: dist.ProcessGroup) -> Iter
             store.set(keys[me], "")
             wait = min(store.timeout, _MARKER_TIMEOUT)
             absent = _absent(store, keys, wait)
-            why = f"no answer from {_named(absent)} in {wait.total_seconds():.0f} s: {_WHY}" if absent else "all failed"
+            seconds, cause = f"{wait.total_seconds():.0f} s", "failed before, or busy with another collective"
+            why = f"no answer from {_named(absent)} in {seconds}: {cause}" if absent else "all failed"
         except RuntimeError:
-            why = _STORE_GONE
+            why = "the key-value store is not reachable: the process that hosts it failed, usually rank 0"
         raise RuntimeError(f"{subject}: rank {me} could not {what} with ranks {ranks}; {why}") from e

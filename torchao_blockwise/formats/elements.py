@@ -120,10 +120,13 @@ class _E2M1(Element):
         return self.pack(code)
 
     def decode(self, qdata: torch.Tensor, columns: int) -> torch.Tensor:
-        # Filled on the device, because a CUDA graph cannot capture a copy from the host.
-        zero = torch.zeros((), dtype=torch.float32, device=qdata.device)
-        positive = torch.stack([torch.full_like(zero, value) for value in E2M1_VALUES])
+        positive = constant(E2M1_VALUES, torch.float32, qdata.device)
         return _look_up(torch.cat((positive, -positive)), self.unpack(qdata, columns))
+
+
+def constant(values: Iterable[float], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return a vector, filled on the device: a CUDA graph cannot capture the copy that `torch.tensor` makes."""
+    return torch.stack([torch.full((), value, dtype=dtype, device=device) for value in values])
 
 
 def _look_up(values: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:

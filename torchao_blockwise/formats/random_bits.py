@@ -15,6 +15,8 @@ from typing import NamedTuple
 
 import torch
 
+from torchao_blockwise.formats.elements import constant
+
 _WORD = 1 << 32
 _MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
 _KEY_STEPS = 0x9E3779B9, 0xBB67AE85
@@ -74,8 +76,7 @@ def key_of(rounding: StochasticRounding, device: torch.device) -> torch.Tensor:
         if not 0 <= number < 1 << bits:
             raise ValueError(f"stochastic: {name} must be from 0 to 2^{bits} - 1, got {number}")
     signed = seed - (1 << 64) if seed >> 63 else seed
-    # Filled on the device, because a CUDA graph cannot capture a copy from the host.
-    key = torch.stack([torch.full((), n, dtype=torch.int64, device=device) for n in (signed, stream, counted, expert)])
+    key = constant((signed, stream, counted, expert), torch.int64, device)
     if isinstance(use, torch.Tensor):
         key[2] = use
     return key
