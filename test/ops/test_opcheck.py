@@ -6,13 +6,14 @@ import contextlib
 
 import pytest
 import torch
+from gpu_steps import capture
 from torch.overrides import TorchFunctionMode
 
 from torchao_blockwise import ops
 from torchao_blockwise._compat import pytree
 from torchao_blockwise.diagnostics import cases as recorded
 from torchao_blockwise.formats import FORMATS, FP8_1X128, FP8_128X128, NVFP4_1X16, random_bits
-from torchao_blockwise.ops.backend import Backend
+from torchao_blockwise.ops.backend import Backend, choose
 from torchao_blockwise.testing import assert_bitwise_equal, random_tensor
 
 library = torch.ops.torchao_blockwise
@@ -115,6 +116,24 @@ def test_the_reference_makes_its_constants_on_the_device(case, monkeypatch):
         except NotImplementedError as error:
             assert "copy out of meta tensor" in str(error) and case.op.name in READS_THE_HOST
     assert rows and not copies.count
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_a_cuda_graph_captures_it(case):
+    """What AUTO takes, and a replay has the bits of an eager call."""
+    args = pytree.tree_map_only(torch.Tensor, torch.Tensor.cuda, list(case.args))
+    row = choose(case.op.name, case.op.table, Backend.AUTO, args, case.op.preferred_backend)
+    if row.backend is Backend.REFERENCE and case.op.name in READS_THE_HOST:
+        pytest.skip("the reference reads the ends of groups on the host")
+    if case.op.overload._schema.is_mutable:
+        assert capture(lambda: case.op(*args))[1] is None
+        return
+    expected = pytree.tree_leaves(case.op(*args))
+    graph, results = capture(lambda: case.op(*args))
+    graph.replay()
+    for x, wanted in zip(pytree.tree_leaves(results), expected, strict=True):
+        assert_bitwise_equal(x, wanted, "a replay")
 
 
 def test_a_key_is_made_on_the_device():
