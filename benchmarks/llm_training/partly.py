@@ -58,10 +58,10 @@ def _operand(values: torch.Tensor, name: str, gemm: str, fmt: str, part: str) ->
 
 
 def decoded(x: torch.Tensor, fmt: str, columnwise: bool, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Return the values of the copy of x [M, K] in this format, as [M, K] in `dtype`."""
+    """Return the values of the copy of x [.., M, K] in this format, in the shape of `x` and in `dtype`."""
     from torchao_blockwise import ops
 
     copies = ops.quantize(x, fmt, rowwise=not columnwise, columnwise=columnwise)
     if columnwise:
-        return ops.dequantize(copies.columnwise, dtype=dtype, columns=x.shape[0]).T
-    return ops.dequantize(copies.rowwise, dtype=dtype, columns=x.shape[1])
+        return ops.dequantize(copies.columnwise, dtype=dtype, columns=x.shape[-2]).mT
+    return ops.dequantize(copies.rowwise, dtype=dtype, columns=x.shape[-1])

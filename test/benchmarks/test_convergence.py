@@ -10,9 +10,9 @@ from pathlib import Path
 import convergence
 import pytest
 import torch
-from llm_cases import TINY
+from llm_cases import MODELS, TINY
 from llm_training.config import UsageError
-from llm_training.operand_errors import error_percent
+from llm_training.operand_errors import error_percent, operand_errors
 from llm_training.recipes import perturb
 from llm_training.study import Gap, Run, Study, gap, growth, merged, missing_runs, quantile, record_of, table
 from llm_training.training import Result, Trainer
@@ -40,7 +40,9 @@ else:
     content = {"recipe": recipe, "seed": int(seed), "draw": int(draw), "start": start, "last_third": loss,
                "held_out_loss": loss, "tokens_per_second": 5.0, "seconds": 1.0, "peak_bytes": None,
                "environment": {"device": "a CPU"}}
-(out / f"{args['--run']}.json").write_text(json.dumps(content))
+# At once, because the parent may read meanwhile.
+(out / f"{args['--run']}.tmp").write_text(json.dumps(content))
+(out / f"{args['--run']}.tmp").rename(out / f"{args['--run']}.json")
 """
 
 
@@ -276,3 +278,12 @@ def test_errors_are_those_of_each_copy():
     lost = 100 * math.sqrt(127 / (127 + 2.0**40))
     assert error_percent(x, "fp8_1x128", False) == pytest.approx(lost) == error_percent(x, "fp8_128x128", False)
     assert error_percent(x, "fp8_1x128", True) == 0
+
+
+@MODELS
+def test_errors_of_every_operand_of_a_model_are_known(config):
+    """Of weights [E, N, K], too."""
+    model = Trainer("bf16", config, torch.device("cpu")).model
+    errors = operand_errors(model, torch.randint(256, (2, config.seq_len + 1)))
+    assert set(errors) == {"x", "w", "dy"}
+    assert all(0 < error["median"] <= error["max"] < 15 for copies in errors.values() for error in copies.values())
