@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -13,6 +12,7 @@ from summaries.cells import Results, against, column, link, select, sizes, span,
 MOE, MOE_PEERS = "moe_nvidia_h200", "moe_peers_nvidia_h200"
 TRACKER, CONVERGENCE = "linear_tracker_nvidia_h200", "convergence_1b_nvidia_h200"
 LINEAR_H100, MODEL_H100, MOE_H100 = (f"{what}_nvidia_h100_80gb_hbm3" for what in ("linear", "model_4_layers", "moe"))
+MOE_SQUARE = "moe_128x128_nvidia_h200"
 # In the order of the tables.
 PUBLISHED = {
     "32768x8x2048x7168": "DeepSeek-V3 671B, a 32nd",
@@ -102,7 +102,14 @@ def linear(results: Results) -> str:
         results,
         Part("linear_nvidia_h200", "three shapes", "H200", PARAMETERS),
         *(
-            Part(TRACKER, f"DeepSeek-V3 {model}", "H200", PARAMETERS, ", dense FFN, 4096 tokens", {"shape": shapes})
+            Part(
+                TRACKER,
+                f"DeepSeek-V3 {model}",
+                "H200",
+                SQUARE | PARAMETERS,
+                ", dense FFN, 4096 tokens",
+                {"shape": shapes},
+            )
             for model, shapes in dense.items()
         ),
         Part(LINEAR_H100, "three shapes", "H100", SQUARE),
@@ -129,6 +136,7 @@ def models(results: Results) -> str:
             Part(name, fsdp, "H200", FP8 | {"NVFP4": "nvfp4"}, f", {mode}")
             for name, mode in (("fsdp_nvidia_h200", "eager"), ("fsdp_compiled_nvidia_h200", "compiled"))
         ),
+        Part("fsdp_compiled_128x128_nvidia_h200", fsdp, "H200", FUSED, ", DeepGEMM, compiled"),
         Part(CONVERGENCE, size, "H200", FP8 | {"NVFP4": "nvfp4_full"}, f", {trained}, compiled"),
     )
 
@@ -145,9 +153,11 @@ def experts(results: Results) -> str:
             )
             # torchao ran in the other result.
             rows.append([cell if cell != MISSING else other for cell, other in zip(ours, compared)])
-    shapes = dict.fromkeys(row["shape"] for row in results.rows(MOE_H100))
-    h100 = (Part(MOE_H100, f"{_experts(s)} experts", "H100", SAVED, "", {"shape": s}).cells(results) for s in shapes)
-    return _table([*rows, *itertools.chain.from_iterable(h100)])
+    for name, gpu in ((MOE_SQUARE, "H200"), (MOE_H100, "H100")):
+        for shape in dict.fromkeys(row["shape"] for row in results.rows(name)):
+            _, count, hidden, dim = sizes(shape)
+            rows += Part(name, f"{count} experts, {hidden}×{dim}", gpu, SAVED, "", {"shape": shape}).cells(results)
+    return _table(rows)
 
 
 def _experts(shape: str) -> int:
@@ -156,19 +166,23 @@ def _experts(shape: str) -> int:
 
 def small(results: Results) -> str:
     """Steps that Python launches, one operation after the other, and steps that one CUDA graph launches."""
+    h100, h200 = "nvidia_h100_80gb_hbm3", "nvidia_h200"
     runs = {
-        "1b_compiled": "1.07 B, compiled",
-        "350m_compiled_graph": "350 M, compiled, in a CUDA graph",
-        "125m": "125 M, eager",
-        "125m_compiled": "125 M, compiled",
-        "125m_compiled_graph": "125 M, compiled, in a CUDA graph",
-        "moe_400m": "400 M, a mixture of experts, eager",
-        "moe_400m_compiled": "400 M, a mixture of experts, compiled",
-        "moe_400m_compiled_graph": "400 M, a mixture of experts, compiled, in a CUDA graph",
+        f"1b_compiled_{h100}": "1.07 B, compiled",
+        f"350m_compiled_graph_{h100}": "350 M, compiled, in a CUDA graph",
+        f"125m_{h100}": "125 M, eager",
+        f"125m_compiled_{h200}": "125 M, compiled",
+        f"125m_compiled_graph_{h100}": "125 M, compiled, in a CUDA graph",
+        f"moe_400m_{h100}": "400 M, a mixture of experts, eager",
+        f"moe_400m_compiled_{h100}": "400 M, a mixture of experts, compiled",
+        f"moe_400m_compiled_graph_{h100}": "400 M, a mixture of experts, compiled, in a CUDA graph",
     }
     return _parts(
         results,
-        *(Part(f"throughput_{run}_nvidia_h100_80gb_hbm3", text, "H100", FUSED | SAVED) for run, text in runs.items()),
+        *(
+            Part(f"throughput_{run}", text, "H200" if run.endswith(h200) else "H100", FUSED | SAVED)
+            for run, text in runs.items()
+        ),
     )
 
 

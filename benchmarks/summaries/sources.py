@@ -24,7 +24,7 @@ SCRIPTS = {
     "engine": "engine_kernels",
 }
 PACKAGES = ("torch", "torchao", "triton", "sgl-deep-gemm")
-# `<!-- results: name; columns: a | b; where: mode eager -->`: only these columns and rows, with their source.
+# `<!-- results: name; columns: a | b; where: mode eager,compiled -->`: only these columns and rows, with their source.
 _SHOWN = re.compile(r"(<!-- results: (\w+)((?:; \w+: [^;>]+)*) -->\n)(.*?)(<!-- end of results -->)", re.DOTALL)
 
 
@@ -86,11 +86,11 @@ def _items(lines: list[str]) -> list[str]:
 
 
 def part(text: str, columns: str, where: str = "") -> str:
-    """The table of `text` with these columns, separated by |, and the rows that have a value: "mode eager"."""
+    """The table of `text` with these columns, separated by |, and the rows that have a value: "mode eager,compiled"."""
     lines = text.split("\n\n")[0].splitlines()
     head, rule, *rows = ([cell.strip() for cell in line.strip().strip("|").split("|")] for line in lines)
     if where:
-        column, value = where.rsplit(" ", 1)
-        rows = [row for row in rows if row[head.index(column)] == value]
+        column, values = where.rsplit(" ", 1)
+        rows = [row for row in rows if row[head.index(column)] in values.split(",")]
     places = [head.index(column) for column in columns.split(" | ")]
     return "\n".join(f"| {' | '.join(line[place] for place in places)} |" for line in (head, rule, *rows))

@@ -9,7 +9,7 @@ from llm_training.study import BASE, METRICS, gap, growth
 from summaries.cells import Results
 
 # Of one family of models.
-STUDIES = ("study_6m", "study_25m", "study_85m")
+STUDIES = ("study_6m", "study_12m", "study_25m", "study_50m", "study_85m")
 METRIC = next(iter(METRICS))
 
 
