@@ -9,7 +9,7 @@ from common.plot import STYLE, pyplot
 from llm_training.study import BASE, chance, gap
 
 from summaries.cells import Results
-from summaries.runs import MODELS, NVFP4, gaps
+from summaries.runs import NVFP4, gaps
 from summaries.studies import METRIC, STUDIES, config_of
 
 SPEED, MEMORY = "model_4_layers_nvidia_h100_80gb_hbm3", "memory_nvidia_h200"
@@ -79,18 +79,6 @@ def loss(axes: Any, results: Results) -> tuple[str, str]:
     return "Training loss of FP8 above bf16", "parameters; 95 % intervals"
 
 
-def loss_models(axes: Any, results: Results) -> tuple[str, str]:
-    found = {model: gaps(results, name) for name, model in MODELS.items()}
-    for place, label in enumerate(("bf16, one bit changed", "FP8", "NVFP4")):
-        at = [(x, row + 0.2 * (1 - place)) for row, of in enumerate(found.values()) for x in of.get(label, {}).values()]
-        axes.plot(*zip(*at), "o", color=(_PEER, _OURS, _OTHER)[place], label=label)
-    axes.axvline(0, color=_BASE)
-    axes.set_yticks(range(len(found)), [model.replace(", ", ",\n") for model in found])
-    axes.set_ylim(-1.6, len(found) - 0.5)
-    axes.legend(loc="lower right", fontsize=8, ncols=3, columnspacing=1, handletextpad=0.1, frameon=False)
-    return "Training loss above bf16, a dot a seed", "% of bf16's loss in the last third of the steps"
-
-
 def loss_nvfp4(axes: Any, results: Results) -> tuple[str, str]:
     found = {label: list(of.values()) for label, of in gaps(results, NVFP4).items()}
     for row, values in enumerate(found.values()):
@@ -117,7 +105,6 @@ def memory(axes: Any, results: Results) -> tuple[str, str]:
 CHARTS = {
     "chart_speed": speed,
     "chart_loss": loss,
-    "chart_loss_models": loss_models,
     "chart_loss_nvfp4": loss_nvfp4,
     "chart_memory": memory,
 }

@@ -11,8 +11,6 @@ from summaries.cells import Results, ratio, select, tenths, whole
 
 # Result -> model, and the step to which its recipes share a run in bf16.
 MODELS = {
-    "convergence_125m_after_1000_nvidia_h200": "85 M, from step 1,000",
-    "convergence_125m_nvidia_h200": "85 M",
     "convergence_moe_400m_after_300_nvidia_h200": "390 M MoE, from step 300",
     "convergence_1b_nvidia_h200": "1.07 B",
 }
@@ -38,12 +36,10 @@ WAYS = {
 LABELS = {
     "bf16_perturbed": "bf16, one bit changed",
     "fp8": "FP8",
-    "fp8_parameters": "FP8 Parameters",
     "nvfp4": "NVFP4, to nearest",
     "nvfp4_hadamard": "+ Hadamard transform",
     "nvfp4_stochastic": "+ stochastic rounding",
     "nvfp4_full": "NVFP4",
-    "nvfp4_full_parameters": "NVFP4 Parameters",
     "nvfp4_full_15_percent": "NVFP4, 15 % in bf16",
 }
 
