@@ -184,8 +184,8 @@ def adding_rows(table: Sequence[Implementation], *last: object) -> list[Implemen
 
 
 _TABLE = [
-    kernels(Backend.CUBLAS, f"{__package__}.cublas:matmul", cublas.why_not),
     kernels(Backend.GLUON, f"{__package__}.kernels_gluon:matmul", lambda a, b, *_: why_no_gluon_gemm(a, b, FP8_PAIRS)),
+    kernels(Backend.CUBLAS, f"{__package__}.cublas:matmul", cublas.why_not),
     kernels(Backend.TRITON, f"{__package__}.kernels_triton:matmul", why_no_triton_gemm),
     # Only if `_preferred` returns it.
     kernels(Backend.DEEP_GEMM, deepgemm.matmul, deepgemm.why_not),
