@@ -236,7 +236,7 @@ def _master_matmul(
     casts_by = ops.casting_backend(backend)
     b = weight_operand(hp, options, amax_groups=amax_groups, rounded_to=rounded_to, backend=casts_by)
     if groups is None:
-        return ops.matmul(a, b, out_dtype=out_dtype, bias=bias, backend=backend)
+        return matmul_op(a, b, out_dtype, bias, backend)
     return ops.grouped_matmul(a, b, groups, out_dtype=out_dtype, backend=backend)
 
 
@@ -267,7 +267,7 @@ def _quantized_matmul(
 ) -> torch.Tensor:
     b = ops.transpose(weight, columns=columns, backend=ops.casting_backend(backend)) if columnwise else weight
     if groups is None:
-        return ops.matmul(a, b, out_dtype=out_dtype, bias=bias, backend=backend)
+        return matmul_op(a, b, out_dtype, bias, backend)
     return ops.grouped_matmul(a, b, groups, out_dtype=out_dtype, backend=backend)
 
 
@@ -289,7 +289,7 @@ def _grad_weight(
     a: Operand, b: Operand, groups: Groups | None, tokens: int, out_dtype: torch.dtype, products_by: Backend
 ) -> torch.Tensor:
     if groups is None:
-        return ops.matmul(a, b, out_dtype=out_dtype, backend=products_by)
+        return matmul_op(a, b, out_dtype, None, products_by)
     return ops.grouped_matmul(a, b, groups, along="k", out_dtype=out_dtype, backend=products_by)
 
 

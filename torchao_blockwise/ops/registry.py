@@ -147,7 +147,7 @@ class Operation:
         if self.check is not None:
             self.check(*values)
         row = choose(self.called, self.table, backend, values, self.preferred_backend)
-        result = (row.run if callable(row.run) else row.function)(*values)
+        result = row.function(*values)
         kind = type(result)
         if kind is torch.Tensor or (kind is Copies and not dispatched):
             return result
