@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import importlib
 from unittest import mock
 
 import torch
@@ -19,10 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torchao.quantization import quantize_
 
 from torchao_blockwise import _compat
+from torchao_blockwise.nn import gemms
 from torchao_blockwise.testing import assert_bitwise_equal, random_tensor, relative_error
-
-# The package has a function of this name.
-matmul = importlib.import_module("torchao_blockwise.ops.gemm.plain")
 
 # Ragged in every dim that is not split; the split one has a block a rank.
 TOKENS, WIDTH, HIDDEN = (3, 40), 160, 512
@@ -64,13 +61,13 @@ def whole(x: torch.Tensor) -> torch.Tensor:
 @contextlib.contextmanager
 def products():
     """Operands of every product, in the order that they are computed: (a, a_scale, a_global, b, b_scale, b_global)."""
-    seen, original = [], matmul.matmul_op
+    seen, original = [], gemms.matmul_op
 
     def matmul_op(a, b, *args):
         seen.append([None if t is None else t.clone() for t in (*a.tensors, *b.tensors)])
         return original(a, b, *args)
 
-    with mock.patch.object(matmul, "matmul_op", matmul_op):
+    with mock.patch.object(gemms, "matmul_op", matmul_op):
         yield seen
 
 

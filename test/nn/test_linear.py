@@ -13,6 +13,7 @@ from torch import nn
 from torchao.quantization import quantize_
 
 from torchao_blockwise import BlockwiseFP8Tensor, MasterWeightTensor, NVFP4Tensor, linear, ops
+from torchao_blockwise.nn import gemms
 from torchao_blockwise.testing import assert_bitwise_equal
 
 
@@ -100,9 +101,11 @@ def test_an_explicit_backend_runs_or_raises():
 @both_formats
 def test_an_explicit_backend_reaches_every_operation(config, monkeypatch):
     asked = []
-    for name in ("quantize", "quantize_by", "transpose", "matmul"):
+    for name in ("quantize", "quantize_by", "transpose"):
         real = getattr(ops, name)
         monkeypatch.setattr(ops, name, lambda *a, _real=real, **k: (asked.append(k["backend"]), _real(*a, **k))[1])
+    matmul = gemms.matmul_op
+    monkeypatch.setattr(gemms, "matmul_op", lambda *a: (asked.append(a[-1]), matmul(*a))[1])
     forward_backward(layer_of(replace(config, backend="reference"), 40, 72), tokens(9, 72))
     # Activation, weight, output; gradient, transpose, grad_input, grad_weight.
     assert [ops.get_backend(b).value for b in asked] == ["reference"] * 7
@@ -127,6 +130,11 @@ ERRORS = {
     "tuple_x": (lambda w: linear((X, X), w), TypeError, "x must be a tensor, got a tuple"),
     "k": (lambda w: F.linear(X[:, 1:], w), ValueError, r"must agree in K, got \[3, 71\] and \[40, 72\]"),
     "scalar": (lambda w: F.linear(torch.ones(()), w), ValueError, r"must agree in K, got \[\] and \[40, 72\]"),
+    "int_bias": (
+        lambda w: F.linear(X, w, torch.ones(40).int()),
+        TypeError,
+        "bias must be bfloat16, float16 or float32",
+    ),
     "bias": (lambda w: F.linear(X, w, X[0, :39]), ValueError, r"bias must be \[N\] = \[40\], got shape \[39\]"),
     "bias_2d": (lambda w: F.linear(X, w, X[:1, :40]), ValueError, r"got shape \[1, 40\]"),
     "weight_3d": (

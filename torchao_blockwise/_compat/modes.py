@@ -37,6 +37,7 @@ _function_modes = torch._C._len_torch_function_stack
 _has_transforms = torch._C._are_functorch_transforms_active
 _is_tracing = torch._C._is_tracing
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+_SEQUENCES = (tuple, list)
 
 
 def is_traced() -> bool:
@@ -60,7 +61,7 @@ def is_intercepted(values: Iterable[Any]) -> bool:
     if _has_transforms() or _is_tracing():
         return True
     for value in values:
-        while isinstance(value, (tuple, list)) and value:
+        while isinstance(value, _SEQUENCES) and value:
             value = value[0]
         if isinstance(value, torch.Tensor) and (type(value) not in _PLAIN or value.is_meta):
             return True

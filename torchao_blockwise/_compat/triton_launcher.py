@@ -27,13 +27,18 @@ _KNOWN = ((3, 6), (3, 7), (3, 8), (3, 9))
 
 
 class Descriptor:
-    """A matrix for Triton's encoder of tensor maps. Triton's own class checks its arguments, which takes time."""
+    """A matrix for Triton's encoder of tensor maps. Triton's own class checks its arguments, which takes time.
+
+    base: contiguous, not empty; address and rows are multiples of 16 bytes. (The stride of a single row may not be.)
+    """
 
     __slots__ = ("base", "shape", "strides")
     padding, round_f32_to_tf32 = "zero", False
 
-    def __init__(self, base: torch.Tensor, shape: Sequence[int], strides: Sequence[int]):
-        self.base, self.shape, self.strides = base, shape, strides
+    def __init__(self, base: torch.Tensor):
+        shape = rows, columns = base.shape
+        assert rows and columns and base.is_contiguous() and (base.data_ptr() | columns * base.itemsize) % 16 == 0
+        self.base, self.shape, self.strides = base, shape, (columns, 1)
 
 
 # Launches a compiled kernel: (grid, stream, a value for each run-time argument). Triton's function replaces each

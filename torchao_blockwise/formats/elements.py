@@ -38,7 +38,8 @@ class Element:
 
     def packed(self, columns: int) -> int:
         """Return the number of payload entries for `columns` elements: ⌈columns / per_byte⌉."""
-        return (columns + self.per_byte - 1) // self.per_byte
+        per_byte = self.per_byte
+        return (columns + per_byte - 1) // per_byte
 
     def unpack(self, qdata: torch.Tensor, columns: int) -> torch.Tensor:
         """Unpack a payload [.., packed(columns)] to one code an entry [.., columns]."""

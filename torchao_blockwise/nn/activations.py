@@ -51,8 +51,7 @@ class Input:
 
     @staticmethod
     def prepare(inputs: Sequence[Any], spec: GemmSpec) -> Prepared:
-        x = inputs[0]
-        x = x if x.dim() == 2 else as_rows(x)
+        x = as_rows(inputs[0])
         return (x if x.dtype == spec.dtype else x.to(spec.dtype),)
 
     @staticmethod

@@ -68,12 +68,6 @@ class GemmSpec(NamedTuple):
     places: tuple[Place, Place] | None = None
 
 
-def with_groups(spec: GemmSpec, groups: Groups | None) -> GemmSpec:
-    """`spec` with these groups."""
-    # `torch.compile` of PyTorch 2.11 cannot return the result of `_replace`.
-    return GemmSpec(groups, *spec[1:])
-
-
 def cast_options(config: TrainingConfig, rowwise: bool, columnwise: bool, is_input: bool = True) -> CastOptions:
     """Return how a layer of this config quantizes its input, or the gradient of its output."""
     return CastOptions(
@@ -102,8 +96,6 @@ def quantize(
     is_input: whether `x` is the layer's input rather than the gradient of its output.
     amax_groups: the process groups over which `x` is split. rounding_bits: the random bits of stochastic rounding.
     """
-    if not (rowwise or columnwise):
-        return Copies(None, None)
     options = cast_options(spec.config, rowwise, columnwise, is_input)
     amax: Any = None
     if amax_groups:
@@ -142,7 +134,7 @@ def weight_gemm(
     """
     config = spec.config
     backend: Any = config.backend
-    traced = modes.is_intercepted(a)
+    traced = modes.is_intercepted(a[:1])
     if isinstance(weight, MasterWeightTensor):
         # A graph reads the weight itself: its values would be a second input, whose changes the graph would not see.
         hp = weight if torch.compiler.is_compiling() else weight.hp
@@ -180,7 +172,7 @@ def grad_weight(
     backend: Any = spec.config.backend
     main_grad = None if torch.compiler.is_compiling() else getattr(weight, "main_grad", None)
     if main_grad is None or transposes:
-        multiply = grad_weight_op if modes.is_intercepted(a) else _grad_weight
+        multiply = grad_weight_op if modes.is_intercepted(a[:1]) else _grad_weight
         grad = multiply(a, b, groups, tokens, out_dtype if main_grad is None else torch.float32, backend)
         grad = grad.mT if transposes else grad
         if main_grad is None:
@@ -244,7 +236,7 @@ def _master_matmul(
     casts_by = ops.casting_backend(backend)
     b = weight_operand(hp, options, amax_groups=amax_groups, rounded_to=rounded_to, backend=casts_by)
     if groups is None:
-        return ops.matmul(a, b, out_dtype=out_dtype, bias=bias, backend=backend)
+        return matmul_op(a, b, out_dtype, bias, backend)
     return ops.grouped_matmul(a, b, groups, out_dtype=out_dtype, backend=backend)
 
 
@@ -275,7 +267,7 @@ def _quantized_matmul(
 ) -> torch.Tensor:
     b = ops.transpose(weight, columns=columns, backend=ops.casting_backend(backend)) if columnwise else weight
     if groups is None:
-        return ops.matmul(a, b, out_dtype=out_dtype, bias=bias, backend=backend)
+        return matmul_op(a, b, out_dtype, bias, backend)
     return ops.grouped_matmul(a, b, groups, out_dtype=out_dtype, backend=backend)
 
 
@@ -297,7 +289,7 @@ def _grad_weight(
     a: Operand, b: Operand, groups: Groups | None, tokens: int, out_dtype: torch.dtype, products_by: Backend
 ) -> torch.Tensor:
     if groups is None:
-        return ops.matmul(a, b, out_dtype=out_dtype, backend=products_by)
+        return matmul_op(a, b, out_dtype, None, products_by)
     return ops.grouped_matmul(a, b, groups, along="k", out_dtype=out_dtype, backend=products_by)
 
 

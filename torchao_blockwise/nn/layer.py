@@ -31,7 +31,6 @@ from torchao_blockwise.nn.gemms import (
     weight_comes_first,
     weight_copies,
     weight_gemm,
-    with_groups,
 )
 from torchao_blockwise.nn.sharded_linear import sharded_linear
 from torchao_blockwise.nn.weights import WEIGHTS, check_linear, config_of, in_layer, rounding_key_of
@@ -86,7 +85,7 @@ class Layer(torch.autograd.Function):
                 weight: Any
                 weight, bias, rounding_key = tensors[at : at + 3]
                 if groups is not None:
-                    weight, spec = stored_weight(weight, spec.rounded_to), with_groups(spec, groups)
+                    weight, spec = stored_weight(weight, spec.rounded_to), GemmSpec(groups, *spec[1:])
                 prepared = kind.prepare(inputs, spec)
                 saves_copy = saves and needs[at] and spec.config.saves_quantized_activations
                 if copies is None:
@@ -136,7 +135,7 @@ class Layer(torch.autograd.Function):
                     grad = None
                     break
                 kind, spec = ctx.steps[i]
-                spec = spec if groups is None else with_groups(spec, groups)
+                spec = spec if groups is None else GemmSpec(groups, *spec[1:])
                 weights = saved[3 * i]
                 rounding_key = weights.pop(1)
                 bits = ops.next_rounding_bits(rounding_key, grad_output, spec.places)

@@ -102,5 +102,7 @@ def check_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
         raise ValueError(f"linear: {devices}{in_layer(weight)}; move one of them")
     if isinstance(weight, NVFP4Tensor):
         check_square_blocks("linear", "a weight", weight)
+    if bias is not None and bias.dtype not in HIGH_PRECISION_DTYPES:
+        check_dtype("linear", bias, f"bias{in_layer(weight)}")
     if bias is not None and tuple(bias.shape) != (weight.shape[0],):
         raise ValueError(f"linear: bias must be [N] = [{weight.shape[0]}], got shape {list(bias.shape)}")

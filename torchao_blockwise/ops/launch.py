@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 # Builds differ by whether addresses and sizes are multiples of 16.
 _ALIGNMENT_MASK = 15
+# Of an integer: those that tell whether it is a multiple of 16, and whether it needs more than 32 bits.
+_SPECIALIZED_BITS = ~0x7FFFFFF0
 
 # (options, kernel, device, arguments) -> the launcher of the build
 _builds: dict[tuple[Any, ...], triton_launcher.Launcher | None] = {}
@@ -42,8 +44,7 @@ class Tile:
 
 
 # A tensor; or (x, dtype) for `x.view(dtype)`, which would take 0.5 µs; or, for a Gluon kernel, (matrix, Tile) for the
-# descriptor of a matrix that TMA copies in tiles. The matrix must not be empty, the elements of a row must be adjacent,
-# and rows must start at multiples of 16 bytes.
+# descriptor of a matrix that TMA copies in tiles; see `Descriptor`.
 TensorArgument: TypeAlias = torch.Tensor | tuple[torch.Tensor, Tile | torch.dtype] | None
 
 
@@ -61,22 +62,26 @@ def launch(kernel: JITFunction[Any], grid: int, *args: TensorArgument | int, **o
     # The key of the build, and the arguments of its launcher, with addresses instead of tensors.
     parts: list[Any] = [*options, *options.values(), kernel.fn, device]
     values: list[Any] = []
+    arg: Any
+    part: Any
     for arg in args:
-        x, form = arg if type(arg) is tuple else (arg, None)
-        if x is None or type(x) is int:
-            # Whether it is 1, its lowest bits, and whether it needs more than 32 bits.
-            parts.append(x if x is None or x == 1 else (x >> 31, x & _ALIGNMENT_MASK))
-            values.append(x)
-        elif not isinstance(x, torch.Tensor) or x.get_device() != device:
-            _launch_by_triton(kernel, grid, args, options)
-            return
-        elif type(form) is Tile:
-            parts += (x.dtype, form)
-            values.append(triton_launcher.Descriptor(x, x.shape, _strides(x)))
+        kind = type(arg)
+        if kind is int:
+            part = arg & _SPECIALIZED_BITS if arg != 1 else "1"
+        elif arg is None:
+            part = None
         else:
-            address = x.data_ptr()
-            parts += (form or x.dtype, address & _ALIGNMENT_MASK == 0)
-            values.append(address)
+            x, form = arg if kind is tuple else (arg, arg.dtype)
+            if x.get_device() != device:
+                _launch_by_triton(kernel, grid, args, options)
+                return
+            if type(form) is Tile:
+                part, arg = (x.dtype, form), triton_launcher.Descriptor(x)
+            else:
+                arg = x.data_ptr()
+                part = (form,) if arg & _ALIGNMENT_MASK else form
+        parts.append(part)
+        values.append(arg)
     key = tuple(parts)
     build = _builds.get(key)
     if build is not None:
@@ -92,25 +97,14 @@ def ceil_div(x: int, length: int) -> int:
     return -(-x // length)
 
 
-def _strides(x: torch.Tensor) -> tuple[int, int]:
-    """Return the strides of the matrix `x` for its TMA descriptor."""
-    rows, columns = x.shape
-    stride = x.stride(0)
-    if rows == 1:
-        # The stride of a single row is arbitrary, but TMA needs a multiple of 16 bytes.
-        stride = ((columns * x.itemsize | _ALIGNMENT_MASK) + 1) // x.itemsize
-    assert rows > 0 and columns > 0 and (columns == 1 or x.stride(1) == 1)
-    assert (x.data_ptr() | stride * x.itemsize) & _ALIGNMENT_MASK == 0
-    return stride, 1
-
-
 def _in_form(x: torch.Tensor, form: Tile | torch.dtype) -> Any:
     """Return the argument (x, form) in the form that Triton's own launcher takes."""
     if not isinstance(form, Tile):
         return x.view(form)
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    return TensorDescriptor(x, list(x.shape), list(_strides(x)), list(form.shape), form.layout)
+    matrix = triton_launcher.Descriptor(x)
+    return TensorDescriptor(x, list(matrix.shape), list(matrix.strides), list(form.shape), form.layout)
 
 
 def _launch_by_triton(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -25,12 +24,9 @@ from torchao_blockwise.ops.groups.ends import padded_tokens
 from torchao_blockwise.ops.padding import ROW_BYTES, padded_size, without_padding
 
 
-def copies_of(tensors: Sequence[torch.Tensor], options: CastOptions, scale: torch.Tensor | None = None) -> Copies:
-    """Return the copies that an operation with these options returned as tensors. scale: their global scale."""
-    return Copies(
-        Operand(tensors[0], tensors[1], scale, options.fmt.name) if options.rowwise else None,
-        Operand(tensors[-2], tensors[-1], scale, options.columnwise_format.name) if options.columnwise else None,
-    )
+def with_global_scale(copies: Copies, scale: torch.Tensor) -> Copies:
+    """Return copies of one tensor with its tensor scale."""
+    return Copies(*(copy and Operand(copy.qdata, copy.scale, scale, copy.format_name) for copy in copies))
 
 
 def check_operand(op: str, name: str, x: object) -> BlockFormat:
@@ -68,16 +64,22 @@ def check_options(op: str, options: CastOptions) -> None:
         )
 
 
-def new_copies(x: torch.Tensor, shape: tuple[int, ...], options: CastOptions, groups: Groups | None = None) -> Copies:
+def new_copies(
+    x: torch.Tensor,
+    shape: tuple[int, ...],
+    options: CastOptions,
+    groups: Groups | None = None,
+    padded: bool = False,
+) -> Copies:
     """Return the requested copies, uninitialized, of a tensor [.., rows, columns] on the device of `x`.
 
-    groups: groups of rows, each of which the columnwise copy pads to whole blocks.
+    groups: groups of rows, each of which the columnwise copy pads to whole blocks. padded: pad it in any case.
     """
     fmt, of_columns, (*batch, rows, columns) = options.fmt, options.columnwise_format, shape
     if groups is not None:
         tokens = padded_tokens(rows, groups.ends.shape[0], fmt.block[1])
     else:
-        tokens = padded_size(rows) if options.padded else width_of(rows, options)
+        tokens = padded_size(rows) if padded or options.padded else width_of(rows, options)
     return Copies(
         Operand(*fmt.new_empty(x, *batch, rows, columns), None, fmt.name) if options.rowwise else None,
         Operand(*of_columns.new_empty(x, *batch, columns, tokens), None, of_columns.name)
@@ -102,9 +104,10 @@ def width_of(tokens: int, options: CastOptions) -> int:
 
 def as_asked(copies: Copies, tokens: int, options: CastOptions, groups: Groups | None) -> Copies:
     """Return the copies of a kernel, which always pads the columnwise one, unpadded if the options require it."""
-    if options.padded or groups is not None or copies.columnwise is None:
+    width = width_of(tokens, options)
+    if options.padded or groups is not None or copies.columnwise is None or width == padded_size(tokens):
         return copies
-    return copies._replace(columnwise=without_padding(copies.columnwise, width_of(tokens, options)))
+    return Copies(copies.rowwise, without_padding(copies.columnwise, width))
 
 
 def why_no_tiles(options: CastOptions, *inputs: torch.Tensor) -> str | None:
@@ -119,28 +122,24 @@ def why_no_tiles(options: CastOptions, *inputs: torch.Tensor) -> str | None:
     if interpreting():
         return "Triton's interpreter does not support Gluon"
     for x in inputs:
-        if (reason := why_no_tile(x)) is not None:
-            return reason
+        if x.dtype not in (torch.bfloat16, torch.float16):
+            return f"the kernels support only 16-bit dtypes, got {x.dtype}"
+        if x.dim() != 2:
+            return f"the kernels take one matrix, got shape {list(x.shape)}"
+        if x.shape[1] % ROW_BYTES or x.stride(0) % ROW_BYTES or x.stride(1) != 1 or x.data_ptr() % ROW_BYTES:
+            return (
+                f"the kernels need K, the stride of rows and the address to be multiples of {ROW_BYTES}, got shape "
+                f"{list(x.shape)}, strides {list(x.stride())}, address {x.data_ptr():#x}"
+            )
         if x.dtype != dtype:
             return f"the kernels take inputs of one dtype, got {dtype} and {x.dtype}"
     return why_no_compiler()
 
 
-def why_no_tile(x: torch.Tensor) -> str | None:
-    """`why_no_tiles` for one input, whatever the GPU."""
-    if x.dtype not in (torch.bfloat16, torch.float16):
-        return f"the kernels support only 16-bit dtypes, got {x.dtype}"
-    if x.dim() != 2:
-        return f"the kernels take one matrix, got shape {list(x.shape)}"
-    if x.shape[1] % ROW_BYTES or x.stride(0) % ROW_BYTES or x.stride(1) != 1 or x.data_ptr() % ROW_BYTES:
-        return (
-            f"the kernels need K, the stride of rows and the address to be multiples of {ROW_BYTES}, got shape "
-            f"{list(x.shape)}, strides {list(x.stride())}, address {x.data_ptr():#x}"
-        )
-    return None
-
-
 def pointers(copies: Copies) -> list[Any]:
     """Arguments of kernels: rowwise qdata, scale, columnwise qdata, scale; bytes as uint8, None for a missing copy."""
-    parts = [part for copy in copies for part in ((None, None) if copy is None else (copy.qdata, copy.scale))]
-    return [None if t is None else (t, torch.uint8) if t.itemsize == 1 else t for t in parts]
+    parts: list[Any] = []
+    for copy in copies:
+        qdata, scale = (None, None) if copy is None else ((copy.qdata, torch.uint8), copy.scale)
+        parts += (qdata, (scale, torch.uint8) if scale is not None and scale.itemsize == 1 else scale)
+    return parts

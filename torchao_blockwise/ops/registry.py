@@ -25,7 +25,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from torchao_blockwise import _compat
 from torchao_blockwise._compat import modes
-from torchao_blockwise.formats import Copies, Groups, Operand, get_format
+from torchao_blockwise.formats import CastOptions, Copies, Groups, Operand, get_format
 from torchao_blockwise.ops.backend import Backend, Choice, Implementation, choose, get_backend, ranked
 
 NAMESPACE = "torchao_blockwise"
@@ -65,6 +65,14 @@ _NOTHING: dict[Any, tuple[Any, ...]] = {Operand: (None, None, None, ""), Groups:
 # --- operations -------------------------------------------------------------------------------------------------------
 
 
+def copies_of(tensors: Sequence[torch.Tensor], options: CastOptions) -> Copies:
+    """Return the copies that an operation with these options returned as tensors."""
+    return Copies(
+        Operand(tensors[0], tensors[1], None, options.fmt.name) if options.rowwise else None,
+        Operand(tensors[-2], tensors[-1], None, options.columnwise_format.name) if options.columnwise else None,
+    )
+
+
 @dataclass(eq=False)
 class Operation:
     """An operation; its arguments are values such as `Operand`, and positional.
@@ -84,8 +92,8 @@ class Operation:
         what happens inside operations.
     called: the name in messages, if it differs from the operation's.
 
-    Rows and fakes may return an `Operand` (returned as qdata, scale), `Copies` (as a list of these), or a list, from
-    which None is removed. Rows of in-place operations return None.
+    Rows and fakes may return an `Operand` (returned as qdata, scale), `Copies` (if the operation takes `CastOptions`),
+    or a list, from which None is removed. Rows of in-place operations return None.
     """
 
     schema: str
@@ -113,13 +121,15 @@ class Operation:
         # (NamedTuple with the fields start .. stop of the arguments, or None for a plain argument, start, stop).
         self._slots = list(zip(takes, [0, *ends], ends))
         self._returns_list = self.schema.endswith("Tensor[]")
+        returns_copies = CastOptions in takes and not self.schema.endswith("-> Tensor")
+        self._options_at = takes.index(CastOptions) if returns_copies else None
         _library.impl(defined, self.dispatched, "CompositeExplicitAutograd")
         torch.library.register_fake(f"{NAMESPACE}::{defined}", self._faked, lib=_library)
         if self.flops is not None:
             register_flop_formula(packet, get_raw=True)(self._count)
 
     def __call__(self, *args: Any, dispatched: bool = False) -> Any:
-        """Run the operation on these values; return a tensor, or a list or tuple of several.
+        """Run the operation on these values; return a tensor, `Copies`, or a list or tuple of several tensors.
 
         If nothing intercepts operations, skip PyTorch's dispatcher, which takes longer than the rest of a call.
         dispatched: whether the dispatcher makes this call.
@@ -129,15 +139,19 @@ class Operation:
             with torch.no_grad():
                 return self(*args)
         if not dispatched and modes.is_intercepted(args):
-            return self.overload(*self._parts_of(args))
+            tensors = self.overload(*self._parts_of(args))
+            return tensors if self._options_at is None else copies_of(tensors, args[self._options_at])
         *values, backend = args if self._takes_backend else (*args, Backend.AUTO)
         if type(backend) is not Backend:
             backend = get_backend(backend)
         if self.check is not None:
             self.check(*values)
         row = choose(self.called, self.table, backend, values, self.preferred_backend)
-        result = (row.run if callable(row.run) else row.function)(*values)
-        return result if isinstance(result, torch.Tensor) else self._flat(result)
+        result = row.function(*values)
+        kind = type(result)
+        if kind is torch.Tensor or (kind is Copies and not dispatched):
+            return result
+        return self._flat(result)
 
     def _parts_of(self, values: Sequence[Any]) -> list[Any]:
         """Return these values as arguments of the schema."""
@@ -158,12 +172,11 @@ class Operation:
         flat = list(parts)
         for i, _, value_of in self._named:
             flat[i] = value_of(flat[i])
-        values: list[Any] = []
-        for value, start, stop in self._slots:
-            part = flat[start]
-            # `tuple.__new__`, because the constructor of a NamedTuple runs Python code.
-            values.append(part if value is None or part is None else tuple.__new__(value, flat[start:stop]))
-        return values
+        # `tuple.__new__`, because the constructor of a NamedTuple runs Python code.
+        return [
+            flat[start] if value is None or flat[start] is None else tuple.__new__(value, flat[start:stop])
+            for value, start, stop in self._slots
+        ]
 
     def _inputs_of(self, parts: Sequence[Any]) -> list[Any]:
         """`_values_of` without the backend, the arguments of rows and fakes."""

@@ -273,7 +273,7 @@ def make_copies(
     vectors: further arguments, after the inputs, of a kernel without groups; all others take a table of blocks last.
     """
     x, fmt = inputs[0], options.fmt
-    copies = new_copies(x, shape, options._replace(padded=True), groups)
+    copies = new_copies(x, shape, options, groups, padded=True)
     M, columns = x.shape
     if x.numel() > 0:
         blocks = None if groups is None else block_table(groups, M, fmt)

@@ -19,7 +19,7 @@ from torchao_blockwise.ops.backend import Backend, Implementation, kernels, why_
 from torchao_blockwise.ops.fused import reference
 from torchao_blockwise.ops.groups.ends import as_groups
 from torchao_blockwise.ops.groups.tables.layout import check_groups
-from torchao_blockwise.ops.operands import check_dtype, copies_of, new_copies, why_no_tiles
+from torchao_blockwise.ops.operands import check_dtype, new_copies, why_no_tiles
 from torchao_blockwise.ops.quantization import quantize_by
 from torchao_blockwise.ops.quantization.reference import quantize as quantize_by_reference
 from torchao_blockwise.ops.registry import OPTIONS, Operation, groups
@@ -75,7 +75,7 @@ def norm_quantize(norm: Norm, options: CastOptions, *, backend: Backend | str | 
     """
     if options.fmt is not FP8_1X128:
         return quantize_by(normalize(norm, backend=backend), options, backend=backend)
-    return copies_of(norm_quantize_op(norm, options, backend), options)
+    return norm_quantize_op(norm, options, backend)
 
 
 def swiglu(gate: torch.Tensor, up: torch.Tensor, *, backend: Backend | str | None = None) -> torch.Tensor:
@@ -106,7 +106,7 @@ def swiglu_quantize(
     groups = as_groups(groups)
     if options.fmt is not FP8_1X128:
         return quantize_by(swiglu(gate, up, backend=backend), options, groups, backend=backend)
-    return copies_of(swiglu_quantize_op(gate, up, options, groups, backend), options)
+    return swiglu_quantize_op(gate, up, options, groups, backend)
 
 
 def swiglu_backward(
@@ -142,7 +142,7 @@ def swiglu_backward_quantize(
     if options.fmt is not FP8_1X128 or gate.shape[1] % _ALIGNMENT:
         gradient = torch.cat(swiglu_backward(dh, gate, up, backend=backend), 1)
         return quantize_by(gradient, options, groups, rounding_bits=rounding_bits, backend=backend)
-    return copies_of(swiglu_backward_quantize_op(dh, gate, up, options, groups, backend), options)
+    return swiglu_backward_quantize_op(dh, gate, up, options, groups, backend)
 
 
 # --- operations -------------------------------------------------------------------------------------------------------

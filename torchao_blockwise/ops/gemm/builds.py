@@ -18,7 +18,7 @@ TOKEN_ALIGNMENT = 4
 SCHEDULE_FIELDS = 4
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Build:
     """The constants of a build of the kernel, most of them chosen by the launcher."""
 
@@ -87,6 +87,9 @@ class Build:
         return payload + scales * 4
 
 
+# `replace`, with one object for equal constants, because launches tell builds apart by identity.
+complete = functools.cache(replace)
+
 BUILDS = (
     Build(tile_n=128, consumers=2, waves=2, stages=3, group=4),
     Build(tile_n=128, consumers=2, waves=1, stages=5, group=8),
@@ -116,5 +119,6 @@ def choose_build(m: int, n: int, k: int, block: int, multiprocessors: int, along
         read = rounds * (build.tile_m + build.tile_n) * ceil_div(blocks, build.splits) * block
         return read + (build.splits > 1) * (_SPLIT_BYTES + build.splits * m * n * 8 / multiprocessors)
 
-    splits = (1,) if along else (1, 2, 4, 8)
-    return min((replace(b, splits=s) for b in BUILDS for s in splits if s == 1 or 2 * s <= blocks), key=bytes_read)
+    splits = () if along else (2, 4, 8)
+    split = (complete(b, splits=s) for b in BUILDS for s in splits if 2 * s <= blocks)
+    return min((*BUILDS, *split), key=bytes_read)

@@ -18,13 +18,12 @@ PyTorch's grouped GEMM in bf16 cannot be used, because it rounds its output befo
 """
 
 import functools
-from dataclasses import replace
 
 import torch
 from triton.experimental.gluon import language as gl
 
 from torchao_blockwise.formats import E2M1, Groups, Operand
-from torchao_blockwise.ops.gemm.builds import STAGE_BYTES, WAVE_ROWS, Build, choose_build
+from torchao_blockwise.ops.gemm.builds import STAGE_BYTES, WAVE_ROWS, Build, choose_build, complete
 from torchao_blockwise.ops.gemm.gluon_pipeline import matmul_kernel
 from torchao_blockwise.ops.gemm.gluon_ring import WARPGROUP
 from torchao_blockwise.ops.gemm.kernels_decode import decode
@@ -84,7 +83,7 @@ def _launch(
             # One scale for each group, so that a tile loads one.
             a_scale = b_scale = a_scale * b_scale
     else:
-        qa, qb = a.qdata, b.qdata.flatten(0, -2)
+        qa, qb = a.qdata, b.qdata.flatten(0, -2) if along == "m" else b.qdata
     K, block, available = qa.shape[1], fmt.block[1], multiprocessors(out.device)
     experts = 1 if groups is None else groups.ends.shape[0]
     mean = ceil_div(K, experts * block) * block if along == "k" else K
@@ -93,7 +92,7 @@ def _launch(
     # TMA masks only the end of the tensor, so along "k" tiles that extend into the next group's rows are stored
     # directly. It needs rows that are multiples of 16 bytes. Direct stores of fp32 fill whole sectors anyway.
     copy_out = out.itemsize == 2 and N * out.itemsize % ROW_BYTES == 0 and (along != "k" or M % build.tile_m == 0)
-    build = replace(
+    build = complete(
         build,
         block=block,
         along=along,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from torchao_blockwise.formats import E2M1, FORMATS, HIGH_PRECISION_DTYPES, Operand
+from torchao_blockwise.formats import E2M1, HIGH_PRECISION_DTYPES, Operand
 from torchao_blockwise.ops.backend import (
     Backend,
     Implementation,
@@ -78,11 +78,7 @@ def count_change(out: torch.Tensor) -> None:
 
 def check_operands(op: str, a: Operand, b: Operand, out_dtype: torch.dtype) -> None:
     """Raise TypeError or ValueError unless the operands can be multiplied, regardless of their shapes."""
-    are_operands = isinstance(a, Operand) and isinstance(b, Operand)
-    if not (are_operands and a.format_name in FORMATS and b.format_name in FORMATS):
-        check_operand(op, "a", a)
-        check_operand(op, "b", b)
-    a_fmt, b_fmt = FORMATS[a.format_name], FORMATS[b.format_name]
+    a_fmt, b_fmt = check_operand(op, "a", a), check_operand(op, "b", b)
     if out_dtype not in HIGH_PRECISION_DTYPES:
         raise TypeError(f"{op}: out_dtype must be bfloat16, float16 or float32, got {out_dtype}")
     if a_fmt.element is not b_fmt.element or a_fmt.block[1] != b_fmt.block[1]:
@@ -184,8 +180,8 @@ def adding_rows(table: Sequence[Implementation], *last: object) -> list[Implemen
 
 
 _TABLE = [
-    kernels(Backend.CUBLAS, f"{__package__}.cublas:matmul", cublas.why_not),
     kernels(Backend.GLUON, f"{__package__}.kernels_gluon:matmul", lambda a, b, *_: why_no_gluon_gemm(a, b, FP8_PAIRS)),
+    kernels(Backend.CUBLAS, f"{__package__}.cublas:matmul", cublas.why_not),
     kernels(Backend.TRITON, f"{__package__}.kernels_triton:matmul", why_no_triton_gemm),
     # Only if `_preferred` returns it.
     kernels(Backend.DEEP_GEMM, deepgemm.matmul, deepgemm.why_not),

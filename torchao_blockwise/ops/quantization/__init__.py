@@ -33,7 +33,7 @@ from torchao_blockwise.formats import (
 )
 from torchao_blockwise.ops.backend import Backend, get_backend
 from torchao_blockwise.ops.groups.ends import check_row_blocks
-from torchao_blockwise.ops.operands import check_dtype, check_options, copies_of
+from torchao_blockwise.ops.operands import check_dtype, check_options, with_global_scale
 from torchao_blockwise.ops.quantization.operations import (
     global_scale_op,
     hadamard_amax_bits_op,
@@ -128,26 +128,21 @@ def quantize_by(
     one_by_one = bool(options.hadamard) or rounding_bits is not None
     if groups is not None:
         check_row_blocks("quantize", fmt)
-        if not options.padded:
-            # Each group is padded in any case.
-            options = options._replace(padded=True)
     if (one_by_one or groups is not None) and x.dim() != 2:
         raise ValueError(f"quantize: x must be [M, K], got shape {list(x.shape)}; flatten its leading dims")
     if x.dim() < 2:
         raise ValueError(f"quantize: x must have at least 2 dims [.., M, K], got shape {list(x.shape)}; reshape it")
     if tensor_amax is not None:
         _check_amax(x, options, groups, tensor_amax)
-    if type(backend) is not Backend:
-        backend = get_backend(backend)
     cast = quantize_both_op if options.rowwise and options.columnwise else quantize_op
     if not fmt.has_global_scale:
-        return copies_of(cast(x, None, options, groups, None, _ALL, backend), options)
+        return cast(x, None, options, groups, None, _ALL, backend)
     # The reference computes its own amaxes and scales. Not all other backends have kernels for them.
-    scaled_by = Backend.REFERENCE if backend is Backend.REFERENCE else Backend.AUTO
+    scaled_by = Backend.REFERENCE if get_backend(backend) is Backend.REFERENCE else Backend.AUTO
     amaxes = _amax_bits(x, options, groups, tensor_amax, scaled_by)
     if not one_by_one:
         scale = global_scale_op(amaxes[0], scaled_by)
-        return copies_of(cast(x, amaxes[0], options, groups, None, _ALL, backend), options, scale)
+        return with_global_scale(cast(x, amaxes[0], options, groups, None, _ALL, backend), scale)
     copies: list[Operand | None] = [None, None]
     key, *places = (None, _ALL, _ALL) if rounding_bits is None else rounding_bits
     for columnwise in (0, 1):
@@ -162,9 +157,8 @@ def quantize_by(
             hadamard=options.hadamard * columnwise,
             scale_per_group=options.scale_per_group,
         )
-        tensors = quantize_op(x, amaxes[columnwise], one, groups, key, places[columnwise], backend)
-        scale = global_scale_op(amaxes[columnwise], scaled_by)
-        copies[columnwise] = copies_of(tensors, one, scale)[columnwise]
+        copy = quantize_op(x, amaxes[columnwise], one, groups, key, places[columnwise], backend)
+        copies[columnwise] = with_global_scale(copy, global_scale_op(amaxes[columnwise], scaled_by))[columnwise]
     return Copies(*copies)
 
 

@@ -164,7 +164,7 @@ def quantize(
 ) -> Copies:
     """Arguments and result as in the op."""
     fmt = options.fmt
-    copies = new_copies(x, x.shape, options._replace(padded=True), groups)
+    copies = new_copies(x, x.shape, options, groups, padded=True)
     if x.numel() > 0:
         blocks = None if groups is None else block_table(groups, x.shape[0], fmt)
         if fmt.element is E2M1:
