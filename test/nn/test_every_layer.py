@@ -182,9 +182,22 @@ def test_a_scope_quantizes_each_weight_once_and_changes_no_bits(model, config, k
     assert (calls.quantize, calls.columnwise, calls.transpose) == (count, 0, count if keep == "both" else 2 * count)
 
 
+def pinned(layer):
+    def run(x):
+        with save_on_cpu(pin_memory=True):
+            return layer(x)
+
+    return run
+
+
+# Hooks on saved tensors pass other weights to backward than forward has read.
+WITH_HOOKS = {"plain": lambda layer: layer, "checkpointed": HOW["checkpointed"], "pinned": pinned}
+
+
 @every_model
 @formats_and_blocks
-def test_main_grad_takes_the_gradients_of_all_microbatches(model, config, device):
+@pytest.mark.parametrize("how", WITH_HOOKS.values(), ids=WITH_HOOKS)
+def test_main_grad_takes_the_gradients_of_all_microbatches(model, config, how, device):
     """Added in fp32, in place; `.grad` stays None, and that of other parameters does not change."""
     layer, parts = make(model, config).to(device), [tokens(model).to(device) for _ in range(2)]
     expected = [results(layer, x) for x in parts]
@@ -192,7 +205,7 @@ def test_main_grad_takes_the_gradients_of_all_microbatches(model, config, device
     for w in weights.values():
         w.main_grad = torch.full(w.shape, 0.5, device=device)
     for x, (out, grad_x, *grads) in zip(parts, expected):
-        got, got_x, *got_grads = results(layer, x)
+        got, got_x, *got_grads = results(layer, x, how(layer))
         assert_same((got, got_x), (out, grad_x))
         for (name, p), a, b in zip(layer.named_parameters(), got_grads, grads):
             assert a is None and p.grad_added_to_main_grad if name in weights else torch.equal(a, b), name

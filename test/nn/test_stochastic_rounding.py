@@ -58,8 +58,19 @@ def test_each_backward_pass_draws_other_bits_and_runs_repeat(variant):
     assert keys(model) == keys(other)
 
 
+def offloaded(model):
+    """As `save_on_cpu` does on a GPU, hooks return copies of saved tensors."""
+
+    def run(x):
+        with torch.autograd.graph.saved_tensors_hooks(torch.clone, torch.clone):
+            return model(x)
+
+    return run
+
+
 RUNS = {
     "checkpointed": lambda model: lambda x: checkpoint(model, x, use_reentrant=False),
+    "offloaded": offloaded,
     "aot_eager": lambda model: torch.compile(model, backend="aot_eager", fullgraph=True),
     "inductor": lambda model: torch.compile(model, fullgraph=True),
 }
