@@ -15,7 +15,7 @@ from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 from torchao.quantization import quantize_
 
-from torchao_blockwise import MasterWeightTensor, weights_unchanged
+from torchao_blockwise import MasterWeightTensor, unconvert, weights_unchanged
 from torchao_blockwise.ops import registry
 from torchao_blockwise.ops.backend import Backend
 from torchao_blockwise.testing import assert_bitwise_equal, relative_error
@@ -341,6 +341,25 @@ def test_gradients_of_gradients_raise(model, name, config):
             NotImplementedError, match=rf"{name}.*create_graph=True\) is not supported in low precision; keep the"
         ):
             torch.autograd.grad(loss, x, create_graph=True)
+
+
+TRANSFORMS = {
+    "vmap": lambda layer, x: torch.vmap(layer)(torch.stack([x, x])),
+    "grad": lambda layer, x: torch.func.grad(lambda x: layer(x).sum())(x),
+    "jvp": lambda layer, x: torch.func.jvp(layer, (x,), (x,)),
+}
+
+
+@every_model
+@both_formats
+@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
+def test_transforms_of_torch_func_raise(model, config, transform):
+    layer = make(model, config)
+    with pytest.raises(NotImplementedError, match=r"torch\.func.*; apply them to a plain copy, unconvert"):
+        transform(layer, tokens(model))
+    # Plain modules of this package run autograd functions, too.
+    if model in ("linear", "two"):
+        transform(unconvert(layer), tokens(model))
 
 
 @every_model

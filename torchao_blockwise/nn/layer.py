@@ -303,7 +303,15 @@ def _f_linear(input: torch.Tensor, weight: Any, bias: torch.Tensor | None = None
 
 
 def compute_dtype(x: torch.Tensor) -> torch.dtype:
-    """Return the dtype that a layer computes in: that of autocast, or else that of `x`. (Layers refuse integers.)"""
+    """Return the dtype that a layer computes in: that of autocast, or else that of `x`. (Layers refuse integers.)
+
+    Raises NotImplementedError inside transforms of `torch.func`.
+    """
+    if not torch.compiler.is_compiling() and modes.has_transforms():
+        raise NotImplementedError(
+            "layers in low precision do not support transforms of torch.func, such as vmap and grad; apply them to a "
+            "plain copy, unconvert(copy.deepcopy(model))"
+        )
     device = x.device.type
     # Meta tensors have no autocast, and asking for its state raises.
     if device != "meta" and torch.is_autocast_enabled(device) and x.is_floating_point():
