@@ -21,6 +21,8 @@ from torchao_blockwise import (
     experts,
     is_linear,
     linears_and_experts,
+    load_recipe_state,
+    recipe_state,
 )
 from torchao_blockwise.distributed import MasterWeightOptimizer
 from torchao_blockwise.tensors.state_values import plain_values
@@ -115,6 +117,21 @@ def test_into_a_model_on_meta():
     model.load_state_dict(mlp(seed=3).state_dict(), assign=True)
     expected = mlp(FP8, seed=3)
     assert_bitwise_equal(model(torch.ones(2, 64)).detach(), expected(torch.ones(2, 64)).detach())
+
+
+@pytest.mark.parametrize("start", ("cpu", "meta"))
+@pytest.mark.parametrize("masters", (True, False), ids=("masters", "quantized"))
+def test_assigned_weights_keep_their_names_and_random_bits(masters, start):
+    config = replace(NVFP4, master_weights=masters, seed=7)
+    source, x = mlp(config, seed=3), torch.ones(32, 64)
+    source(x).sum().backward()
+    with torch.device(start):
+        model = mlp(config)
+    model.load_state_dict(source.state_dict(), assign=True)
+    assert recipe_state(model) == recipe_state(mlp(config))
+    assert [model[i].weight.layer for i in (0, 2)] == ["0.weight", "2.weight"]
+    load_recipe_state(model, recipe_state(source))
+    assert_same_tensors(*[dict(enumerate(torch.autograd.grad(m(x).sum(), m[0].bias))) for m in (model, source)])
 
 
 def test_strict_reports_what_a_plain_model_reports():

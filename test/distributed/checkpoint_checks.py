@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 from torchao.quantization import quantize_
 
+from torchao_blockwise import recipe_state
 from torchao_blockwise.testing import assert_bitwise_equal
 
 
@@ -159,6 +160,7 @@ def gives_full_state_dicts(mesh, config):
 
 def assigns(mesh, config):
     """`load_state_dict(assign=True)` keeps shards master weights, also while they lie gathered after a forward pass."""
+    bits = recipe_state(blocks(config))
     model, plain = fully_shard(blocks(config), mesh=mesh), fully_shard(blocks(None, times=-0.5), mesh=mesh)
     expected = {name: x.clone() for name, x in plain.state_dict().items()}
     for part in ("0.up.", ""):
@@ -174,6 +176,7 @@ def assigns(mesh, config):
         assert len(masters_of(model)) == 4
         assert all(p.to_local().config == config and p.requires_grad for p in masters_of(model).values())
         assert_gathers_exactly(model, config)
+        assert recipe_state(model) == bits
         assert_plain_and_equal(whole(model.state_dict()), whole(expected))
 
 

@@ -61,7 +61,7 @@ CHECKPOINT_CHECKS = (
     (checkpoints.reshards, (4,), "nvfp4", BOTH),
     (checkpoints.exchanges_with_unconverted, (4,), "fp8", ()),
     (checkpoints.gives_full_state_dicts, (4,), "fp8", ()),
-    (checkpoints.assigns, (4,), "fp8", BOTH),
+    (checkpoints.assigns, (4,), FULL, BOTH),
     (checkpoints.saves_two_dims, ((2, 2),), "fp8", ()),
     (checkpoints.saves_shared_weights, (4,), "fp8", ()),
 )

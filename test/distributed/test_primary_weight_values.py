@@ -1,4 +1,4 @@
-"""What is kept of quantized weights for their masters, what is loaded into them, and checkpoints of both."""
+"""Values kept for the masters of quantized weights, values loaded into these weights, and checkpoints of both."""
 
 from __future__ import annotations
 
@@ -119,6 +119,19 @@ def test_loads_before_the_optimizer(config, assign):
     made(torch.ones(1, 64))
     made.load_state_dict({"weight": value * 3, "bias": torch.zeros(48)}, assign=assign)
     assert_bitwise_equal(adamw(made).master(made.weight), value * 3)
+
+
+@both_formats
+@pytest.mark.usefixtures("one_rank")
+def test_a_broadcast_frees_the_values(config):
+    """On the rank that sends, too, so that the masters of all ranks agree."""
+    made, _ = layer(config)
+    torch.distributed.broadcast(made.weight.data, 0)
+    with pytest.warns(UserWarning, match="begin with the quantized values: weight"):
+        optimizer = adamw(made)
+    assert_bitwise_equal(optimizer.master(made.weight), made.weight.dequantize())
+    with pytest.raises(NotImplementedError, match="the optimizer has the master weight of weight, which a broadcast"):
+        torch.distributed.broadcast(made.weight.data, 0)
 
 
 def test_made_on_meta_then_loaded():

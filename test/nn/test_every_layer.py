@@ -15,7 +15,7 @@ from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 from torchao.quantization import quantize_
 
-from torchao_blockwise import MasterWeightTensor, weights_unchanged
+from torchao_blockwise import MasterWeightTensor, unconvert, weights_unchanged
 from torchao_blockwise.ops import registry
 from torchao_blockwise.ops.backend import Backend
 from torchao_blockwise.testing import assert_bitwise_equal, relative_error
@@ -182,9 +182,22 @@ def test_a_scope_quantizes_each_weight_once_and_changes_no_bits(model, config, k
     assert (calls.quantize, calls.columnwise, calls.transpose) == (count, 0, count if keep == "both" else 2 * count)
 
 
+def pinned(layer):
+    def run(x):
+        with save_on_cpu(pin_memory=True):
+            return layer(x)
+
+    return run
+
+
+# Hooks on saved tensors pass other weights to backward than forward has read.
+WITH_HOOKS = {"plain": lambda layer: layer, "checkpointed": HOW["checkpointed"], "pinned": pinned}
+
+
 @every_model
 @formats_and_blocks
-def test_main_grad_takes_the_gradients_of_all_microbatches(model, config, device):
+@pytest.mark.parametrize("how", WITH_HOOKS.values(), ids=WITH_HOOKS)
+def test_main_grad_takes_the_gradients_of_all_microbatches(model, config, how, device):
     """Added in fp32, in place; `.grad` stays None, and that of other parameters does not change."""
     layer, parts = make(model, config).to(device), [tokens(model).to(device) for _ in range(2)]
     expected = [results(layer, x) for x in parts]
@@ -192,7 +205,7 @@ def test_main_grad_takes_the_gradients_of_all_microbatches(model, config, device
     for w in weights.values():
         w.main_grad = torch.full(w.shape, 0.5, device=device)
     for x, (out, grad_x, *grads) in zip(parts, expected):
-        got, got_x, *got_grads = results(layer, x)
+        got, got_x, *got_grads = results(layer, x, how(layer))
         assert_same((got, got_x), (out, grad_x))
         for (name, p), a, b in zip(layer.named_parameters(), got_grads, grads):
             assert a is None and p.grad_added_to_main_grad if name in weights else torch.equal(a, b), name
@@ -328,6 +341,25 @@ def test_gradients_of_gradients_raise(model, name, config):
             NotImplementedError, match=rf"{name}.*create_graph=True\) is not supported in low precision; keep the"
         ):
             torch.autograd.grad(loss, x, create_graph=True)
+
+
+TRANSFORMS = {
+    "vmap": lambda layer, x: torch.vmap(layer)(torch.stack([x, x])),
+    "grad": lambda layer, x: torch.func.grad(lambda x: layer(x).sum())(x),
+    "jvp": lambda layer, x: torch.func.jvp(layer, (x,), (x,)),
+}
+
+
+@every_model
+@both_formats
+@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
+def test_transforms_of_torch_func_raise(model, config, transform):
+    layer = make(model, config)
+    with pytest.raises(NotImplementedError, match=r"torch\.func.*; apply them to a plain copy, unconvert"):
+        transform(layer, tokens(model))
+    # Plain modules of this package run autograd functions, too.
+    if model in ("linear", "two"):
+        transform(unconvert(layer), tokens(model))
 
 
 @every_model

@@ -58,8 +58,19 @@ def test_each_backward_pass_draws_other_bits_and_runs_repeat(variant):
     assert keys(model) == keys(other)
 
 
+def offloaded(model):
+    """As `save_on_cpu` does on a GPU, hooks return copies of saved tensors."""
+
+    def run(x):
+        with torch.autograd.graph.saved_tensors_hooks(torch.clone, torch.clone):
+            return model(x)
+
+    return run
+
+
 RUNS = {
     "checkpointed": lambda model: lambda x: checkpoint(model, x, use_reentrant=False),
+    "offloaded": offloaded,
     "aot_eager": lambda model: torch.compile(model, backend="aot_eager", fullgraph=True),
     "inductor": lambda model: torch.compile(model, fullgraph=True),
 }
@@ -149,12 +160,17 @@ def test_weights_begin_on_the_meta_device():
     assert recipe_state(model)["0.weight"]["seed"] == 2**64 - 1
 
 
-def test_new_values_leave_the_key():
-    """Of a quantized Parameter: high precision that is set as data brings none."""
-    w = mlp(replace(CONFIG, master_weights=False))[0].weight
-    key = w.rounding_key
-    w.data = torch.ones(w.shape)
-    assert w.rounding_key is key and "rounding_key" in w.__tensor_flatten__()[0]
+@pytest.mark.parametrize("masters", (True, False), ids=("masters", "quantized"))
+def test_new_values_leave_the_key(masters):
+    """Neither a saved copy of the weight nor another layer's weight brings its key with it."""
+    model = mlp(replace(CONFIG, master_weights=masters), features=(64, 64, 64))
+    w = model[0].weight
+    key, copied = w.rounding_key, w.detach().clone()
+    gradients(model)
+    for new in (torch.ones(w.shape), copied, model[2].weight.data, model[2].weight.data.clone()):
+        w.data = new
+        assert w.rounding_key is key and keys(model) == [[5, 0, 1, 0], [5, 8, 1, 0]]
+        assert "rounding_key" in w.__tensor_flatten__()[0] or masters
 
 
 def test_casts_and_views_share_the_count():

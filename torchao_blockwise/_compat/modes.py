@@ -32,9 +32,10 @@ def storage_of(x: torch.Tensor) -> int:
 
 # Whether one of PyTorch's profilers runs.
 is_profiling: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
+# Whether a transform of `torch.func` is active.
+has_transforms: Callable[[], bool] = torch._C._are_functorch_transforms_active
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _function_modes = torch._C._len_torch_function_stack
-_has_transforms = torch._C._are_functorch_transforms_active
 _is_tracing = torch._C._is_tracing
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _SEQUENCES = (tuple, list)
@@ -58,7 +59,7 @@ def is_intercepted(values: Iterable[Any]) -> bool:
     # `is_compiling` comes first, because compilers cannot trace the other calls.
     if torch.compiler.is_compiling() or _dispatch_modes() or _function_modes() or is_profiling():
         return True
-    if _has_transforms() or _is_tracing():
+    if has_transforms() or _is_tracing():
         return True
     for value in values:
         while isinstance(value, _SEQUENCES) and value:

@@ -86,10 +86,11 @@ def _load_assigned(
         local, values = _compat.local_of(param), values.detach()
         # While FSDP2 has gathered a master weight, the Parameter is a quantized tensor.
         if isinstance(local, (MasterWeightTensor, QuantizedTensor)) and local.config and local.config.master_weights:
-            state_dict[name] = _compat.with_local(loaded, MasterWeightTensor(values, local.config))
+            made: Any = MasterWeightTensor(values, local.config).inherit(local)
+            state_dict[name] = _compat.with_local(loaded, made)
         elif isinstance(local, QuantizedShard):
-            state_dict[name] = _compat.with_local(param, local.with_values(values))
+            state_dict[name] = _compat.with_local(param, local.with_values(values).inherit(local))
         elif isinstance(param, QuantizedTensor):
-            quantized = param._requantize(values)
+            quantized = param._requantize(values).inherit(param)
             quantized.pending_master = param.pending_master and PendingMaster(values)
             state_dict[name] = quantized

@@ -76,7 +76,7 @@ class Layer(torch.autograd.Function):
         x, weights_at, needs = tensors[0], len(tensors) - 3 * len(steps), ctx.needs_input_grad[5:]
         inputs, groups, bias = tensors[:weights_at], None, None
         saved: list[list[Any]] = []
-        observers = []
+        observers, written = [], []
         with profiled(name, "forward"):
             if group_ends is not None:
                 groups = groups_of(group_ends, x.shape[0], [spec.config for _, spec in steps])
@@ -95,6 +95,7 @@ class Layer(torch.autograd.Function):
                     b, weight_copy = weight_copies(weight, spec)
                 out = weight_gemm(copies.rowwise, b, spec, spec.transposed, spec.out_dtype, bias)
                 observers.append(observe_gemm(weight, kind, prepared, spec, saves))
+                written.append(written_in_backward(weight, rounding_key))
                 if saves:
                     saves_prepared = (needs[at] and not saves_copy) or (kind.reads_prepared and any(needs[:at]))
                     # For a cast, save the values themselves, because autograd counts their changes.
@@ -110,6 +111,7 @@ class Layer(torch.autograd.Function):
         if saves:
             save_for_backward(ctx, [[*(groups or (None, None))], *saved])
             ctx.layer, ctx.steps, ctx.observers, ctx.weights_at = name, steps, observers, weights_at
+            ctx.written = written
             ctx.x_shape, ctx.x_dtype, ctx.bias_dtype = x.shape, x.dtype, None if bias is None else bias.dtype
             ctx.is_transposed = isinstance(tensors[weights_at], TransposedWeight)
         return out
@@ -137,8 +139,8 @@ class Layer(torch.autograd.Function):
                 kind, spec = ctx.steps[i]
                 spec = spec if groups is None else GemmSpec(groups, *spec[1:])
                 weights = saved[3 * i]
-                rounding_key = weights.pop(1)
-                bits = ops.next_rounding_bits(rounding_key, grad_output, spec.places)
+                saved_key, (owner, key) = weights.pop(1), ctx.written[i]
+                bits = ops.next_rounding_bits(saved_key if key is None else key, grad_output, spec.places)
                 if ctx.observers[i] is not None:
                     parts: Any = behind.backward(grad, prepared, spec, (True, True))
                     ctx.observers[i](parts[0] if len(parts) == 1 else torch.cat(parts, 1))
@@ -149,7 +151,9 @@ class Layer(torch.autograd.Function):
                 # Before grad_input, it would exist together with a columnwise copy of the weight, too.
                 weight_first = kind.weight_first or (last == 0 and weight_comes_first(dy, spec))
                 activation = prepared, saved[3 * i + 2]
-                grad, grads[at] = gradients(quantized, kind, activation, dy.shape[0], weights, spec, weight_first)
+                grad, grads[at] = gradients(
+                    quantized, kind, activation, dy.shape[0], weights, spec, weight_first, owner
+                )
             if grad is not None:
                 for j, one in enumerate(behind.backward(grad, prepared, spec, needs)):
                     if one is not None and j < behind.leading:
@@ -173,6 +177,7 @@ def gradients(
     weights: list[Any],
     spec: GemmSpec,
     weight_first: bool,
+    owner: torch.Tensor | None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Return (gradient of the activation, gradient of the weight) for dy's copies [rowwise, columnwise]; None without
     the copy.
@@ -183,6 +188,7 @@ def gradients(
     tokens: T, without the zeros that pad columnwise copies.
     weights: the weight, and the tensors of its saved copy, if there is one.
     weight_first: whether grad_weight comes first; see `weight_comes_first`.
+    owner: the weight that forward read, if it had a `main_grad`.
     """
     columnwise, rowwise = dy.pop(), dy.pop()
     grad = grad_w = None
@@ -190,9 +196,10 @@ def gradients(
     if not isinstance(weight, WEIGHTS):
         # The values of a cast's source, or a copy that `save_on_cpu` made.
         weight = MasterWeightTensor(weight, spec.config)
+    owner = weight if owner is None else owner
     dtype, keeps = spec.rounded_to or weight.dtype, kind.reads_prepared and rowwise is not None
     if weight_first and columnwise is not None:
-        grad_w = grad_weight(columnwise, columnwise_of(kind, activation, spec, keeps), tokens, weight, spec, dtype)
+        grad_w = grad_weight(columnwise, columnwise_of(kind, activation, spec, keeps), tokens, owner, spec, dtype)
         columnwise = None
     if rowwise is not None:
         b: Any = weight
@@ -204,7 +211,7 @@ def gradients(
         grad = weight_gemm(rowwise, b, spec, not spec.transposed, spec.dtype)
         rowwise = b = None
     if columnwise is not None:
-        grad_w = grad_weight(columnwise, columnwise_of(kind, activation, spec, keeps), tokens, weight, spec, dtype)
+        grad_w = grad_weight(columnwise, columnwise_of(kind, activation, spec, keeps), tokens, owner, spec, dtype)
     return grad, grad_w
 
 
@@ -295,7 +302,15 @@ def _f_linear(input: torch.Tensor, weight: Any, bias: torch.Tensor | None = None
 
 
 def compute_dtype(x: torch.Tensor) -> torch.dtype:
-    """Return the dtype that a layer computes in: that of autocast, or else that of `x`. (Layers refuse integers.)"""
+    """Return the dtype that a layer computes in: that of autocast, or else that of `x`. (Layers refuse integers.)
+
+    Raises NotImplementedError inside transforms of `torch.func`.
+    """
+    if not torch.compiler.is_compiling() and modes.has_transforms():
+        raise NotImplementedError(
+            "layers in low precision do not support transforms of torch.func, such as vmap and grad; apply them to a "
+            "plain copy, unconvert(copy.deepcopy(model))"
+        )
     device = x.device.type
     # Meta tensors have no autocast, and asking for its state raises.
     if device != "meta" and torch.is_autocast_enabled(device) and x.is_floating_point():
@@ -330,6 +345,17 @@ def save_for_backward(ctx: Any, parts: list[list[Any]]) -> None:
         held = [x for weight in quantized for x in (weight.qdata, weight.scale, weight.global_scale)]
     ctx.sizes = list(map(len, parts))
     ctx.save_for_backward(*itertools.chain(*parts), *held)
+
+
+def written_in_backward(weight: Any, rounding_key: torch.Tensor | None) -> tuple[Any, torch.Tensor | None]:
+    """Return (weight with `main_grad`, rounding key), to which backward writes, each None if there is none.
+
+    They are not only saved tensors, because hooks on these may copy them (checkpointing, offloading). A compiled graph
+    writes to the saved key.
+    """
+    if torch.compiler.is_compiling():
+        return None, None
+    return weight if hasattr(weight, "main_grad") else None, rounding_key
 
 
 def take_saved(ctx: Any) -> list[list[Any]]:

@@ -303,7 +303,8 @@ def _take_over(weight: MasterWeightTensor, new: MasterWeightTensor) -> None:
     with _compat.no_torch_function():
         weight.data = new
     weight.hp, weight.cast_of = new.hp, None
-    weight.inherit(new)
+    # A weight keeps its random bits, which may need a key on the device of the new values.
+    weight.inherit(new if weight.rounding_key is None else weight)
     weight.shard = None
 
 

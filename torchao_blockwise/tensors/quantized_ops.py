@@ -16,6 +16,7 @@ from torchao.utils import TorchAOBaseTensor
 
 from torchao_blockwise import _compat
 from torchao_blockwise._compat.torch_types import Operation
+from torchao_blockwise.tensors.base import layers_of
 from torchao_blockwise.tensors.master_weight import MasterWeightTensor
 from torchao_blockwise.tensors.pending_master import PendingMaster
 from torchao_blockwise.tensors.quantized import QuantizedTensor, as_bits, implements, map_tensors, source_for
@@ -241,6 +242,18 @@ def _scatter(
 def _broadcast(
     func: Operation, tensors: list[QuantizedTensor], *options: Any
 ) -> tuple[list[QuantizedTensor], torch.ScriptObject]:
+    """Broadcast the payload. An optimizer that is created afterwards begins with it on all ranks, also on the source.
+
+    Raises NotImplementedError if an optimizer has the master weight already, which would not follow.
+    """
+    pending = tensors[0].pending_master
+    if pending is not None and pending.is_owned:
+        raise NotImplementedError(
+            f"{func}: the optimizer has the master weight of {layers_of(tensors)}, which a broadcast does not change; "
+            "load the state dicts of one rank, of model and optimizer, on all ranks"
+        )
+    if pending is not None:
+        pending.free()
     return tensors, _last([func([as_bits(part)], *options)[1] for part in tensors[0].parts().values()])
 
 
