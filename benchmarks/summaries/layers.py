@@ -32,6 +32,7 @@ OURS = ("fp8", "fp8_primary")
 FP8_AND_PEERS = "fp8_on_demand"
 # Column -> recipe.
 TORCHAO = {"torchao blockwise": "torchao", "tensorwise": "torchao_tensorwise", "rowwise": "torchao_rowwise"}
+PEERS = {"bf16": "bf16", "compiled bf16": "bf16_compiled"} | TORCHAO
 # Name -> recipe.
 FP8 = {"FP8": "fp8"}
 PARAMETERS = {"FP8": "fp8", "FP8 Parameters": "fp8_primary"}
@@ -65,18 +66,18 @@ class Part(NamedTuple):
     where: Mapping[str, object] = {}
 
     def cells(self, results: Results) -> Iterable[list[str]]:
-        """The labels, and ranges of ratios: to bf16, to each of TORCHAO, of peak memory to that of bf16."""
+        """The labels, and ranges of ratios: to each of PEERS, of peak memory to that of bf16."""
         benchmark = self.name.split("_")[0]
         speed, memory, same = COMPARED[benchmark]
         rows = results.rows(self.name, **self.where)
         # With FSDP2, the recipe with an all-gather in FP8.
-        peers = (None, "torchao_fp8_gather", None) if benchmark == "fsdp" else TORCHAO.values()
+        peers = PEERS | {"tensorwise": "torchao_fp8_gather"} if benchmark == "fsdp" else PEERS
         for name, recipe in self.recipes.items():
             if not (ours := select(rows, recipe=recipe)):
                 continue
             ratios = [
                 column(ours, f"x {peer}") or against(ours, select(rows, recipe=peer), speed, same)
-                for peer in ("bf16", *peers)
+                for peer in peers.values()
             ]
             ratios.append(against(ours, select(rows, recipe="bf16"), memory, same))
             yield [link(self.text, self.name) + self.end, self.gpu, name, *map(span, ratios)]
@@ -84,7 +85,7 @@ class Part(NamedTuple):
 
 def _table(rows: Iterable[Sequence[str]]) -> str:
     """A table of rows, without the columns in which none has a figure."""
-    columns = ("what", "GPU", "recipe", "× bf16", *(f"× {peer}" for peer in TORCHAO), "peak memory, × bf16")
+    columns = ("what", "GPU", "recipe", *(f"× {peer}" for peer in PEERS), "peak memory, × bf16")
     shown = [cells for cells in zip(columns, *rows, strict=True) if set(cells[1:]) != {MISSING}]
     head, *body = zip(*shown)
     return markdown(head, body, left=3)
