@@ -83,8 +83,8 @@ html_theme_options = {
     "pygments_light_style": "tango",
     "pygments_dark_style": "monokai",
 }
-# A sidebar lists the pages of a section, and these sections have one page.
-html_sidebars = {"index": [], "convergence": []}
+# A sidebar lists the pages of a section. These sections have one page, or the page has wide tables.
+html_sidebars = {"index": [], "convergence": [], "performance": []}
 copybutton_prompt_text = r">>> |\$ "
 copybutton_prompt_is_regexp = True
 

@@ -41,7 +41,8 @@ def source(results: Results, name: str) -> str:
     # Where its author wrote files to says nothing.
     options = re.sub(r"--out \S+", "", made["command"])
     command = " ".join(f"python benchmarks/{script(name)}.py {options}".split())
-    return f"`{command}` on {made['device']}, {versions}, commit {made['commit']}"
+    commits = ", ".join(commit[:9] for commit in made["commit"].split(", "))
+    return f"`{command}` on {made['device']}, {versions}, commit {commits}"
 
 
 def footnote(results: Results, names: tuple[str, ...]) -> str:
