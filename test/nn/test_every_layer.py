@@ -354,8 +354,11 @@ TRANSFORMS = {
 @both_formats
 @pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
 def test_transforms_of_torch_func_raise(model, config, transform):
-    layer = make(model, config)
-    with pytest.raises(NotImplementedError, match=r"torch\.func.*; apply them to a plain copy, unconvert"):
+    layer, text = make(model, config), r"torch\.func.*; apply them to a plain copy, unconvert"
+    if model == "grouped":
+        # `grad` and `jvp` wrap the transposed weight before the layer sees it.
+        text += "|would silently be used in high precision|forward AD with _grouped_mm"
+    with pytest.raises(NotImplementedError, match=text):
         transform(layer, tokens(model))
     # Plain modules of this package run autograd functions, too.
     if model in ("linear", "two"):
