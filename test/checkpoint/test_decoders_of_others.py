@@ -16,6 +16,7 @@ from torchao_blockwise import (
     MasterWeightTensor,
     checkpoint,
     is_linear,
+    linears_and_experts,
     skip_lm_head,
 )
 from torchao_blockwise.checkpoint import layouts
@@ -79,6 +80,28 @@ def test_a_warning_says_where_transformers_misreads(width, tmp_path):
         up = f"[{width}, 128]"
         assert names == [("down_proj", f"[128, {width}]"), ("gate_proj", up), ("up_proj", up)]
         assert "q_proj" not in warned[0]
+
+
+@pytest.mark.parametrize("name", ("Llama", "Qwen3Moe", "Mixtral", "GptOss"))
+def test_a_warning_says_where_transformers_misreads_nvfp4(name, tmp_path):
+    """It does not apply the tensor scale of experts."""
+    transformers = pytest.importorskip("transformers", "5.20")
+    pytest.importorskip("compressed_tensors")
+    model = language_model(name, None, hidden_size=256, head_dim=64, intermediate_size=384)
+    quantize_(model, NVFP4, filter_fn=linears_and_experts() & skip_lm_head())
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        checkpoint.export(model, tmp_path / "out", "nvfp4_compressed_tensors")
+    warned = [str(w.message) for w in found if "transformers loads wrong values" in str(w.message)]
+    checkpoint.load(model, tmp_path / "out")
+    loaded = loaded_by_transformers(tmp_path / "out", transformers.CompressedTensorsConfig(run_compressed=False))
+    wrong = [
+        n
+        for n, p in model.named_parameters()
+        if isinstance(p, MasterWeightTensor) and (loaded.get_parameter(n).detach() - p.hp).norm() > 0.01 * p.hp.norm()
+    ]
+    assert bool(warned) == bool(wrong), (wrong, warned)
+    assert all("experts" in n for n in wrong)
 
 
 def test_torch_distributed_checkpoint(tmp_path):

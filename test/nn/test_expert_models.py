@@ -5,8 +5,13 @@ They need `pip install -e .[models]`, which the other tests do not.
 
 from __future__ import annotations
 
+import contextlib
+from dataclasses import replace
+from unittest import mock
+
 import pytest
 import torch
+import torch.nn.functional as F
 from helpers import FP8, NVFP4, both_formats, weight_calls
 from products_by_hand import ProductsByHand
 from torch import nn
@@ -116,6 +121,32 @@ def test_implementations_agree(family):
             assert relative_error(grouped[name], eager[name]) < 2 * IDS.numel() * 2.0**-24, name
         else:
             assert_bitwise_equal(grouped[name], eager[name], name)
+
+
+@pytest.mark.parametrize("masters", (True, False), ids=("masters", "quantized"))
+@every_family
+def test_experts_generate_where_transformers_switches_to_batched_products(family, masters, monkeypatch):
+    """On other devices than CPUs `generate` decodes with "batched_mm", which multiplies by `bmm`."""
+    model, plain = converted(hugging_face(family), replace(FP8, master_weights=masters)), hugging_face(family)
+
+    @contextlib.contextmanager
+    def switched(self):
+        self.set_experts_implementation("batched_mm")
+        yield
+        self.set_experts_implementation("grouped_mm")
+
+    def tokens():
+        return model.generate(IDS[:, :8], max_new_tokens=6, min_new_tokens=6, do_sample=False, pad_token_id=0)
+
+    expected = tokens()
+    monkeypatch.setattr(type(model), "_optimize_model_for_decode", switched)
+    assert torch.equal(tokens(), expected)
+    # Experts that are not converted run as before.
+    logits = [plain(IDS).logits]
+    plain.set_experts_implementation("batched_mm")
+    with mock.patch.object(F, "grouped_mm", side_effect=AssertionError):
+        logits.append(plain(IDS).logits)
+    torch.testing.assert_close(*logits)
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)

@@ -82,6 +82,26 @@ def tell_peft_how_to_merge(kind: type) -> None:
                 vars(module)["resolve_quantization_backend"] = resolve_with_config
 
 
+def run_batched_experts_grouped(kind: type) -> None:
+    """Make transformers run experts of class `kind` with `grouped_mm` where their implementation is "batched_mm".
+
+    On a GPU, `generate` switches from "grouped_mm" to "batched_mm" for decoding, which copies the weights of each
+    token's experts and multiplies them with `torch.bmm`. A conversion of experts calls this; it does nothing if
+    transformers is not imported.
+    """
+    functions: Any = getattr(sys.modules.get("transformers.integrations.moe"), "ALL_EXPERTS_FUNCTIONS", None)
+    if functions is None or hasattr(functions["batched_mm"], "__wrapped__"):
+        return
+    batched = functions["batched_mm"]
+
+    @functools.wraps(batched)
+    def experts_forward(self: Any, *args: Any, **options: Any) -> Any:
+        run = functions["grouped_mm"] if isinstance(self, kind) else batched
+        return run(self, *args, **options)
+
+    functions.register("batched_mm", experts_forward)
+
+
 def is_offloaded_by_accelerate(module: torch.nn.Module) -> bool:
     """Whether accelerate offloads the module and replaces its weights by plain ones on every use."""
     return bool(getattr(getattr(module, "_hf_hook", None), "offload", False))

@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Iterable
 
 from torchao_blockwise._names import shown
+from torchao_blockwise.checkpoint.layouts import COMPRESSED_TENSORS, Layout
 from torchao_blockwise.checkpoint.model_tensors import DIMS_OF_EXPERTS, Part
 
 # Layers that vLLM fuses, by the last parts of their names in files, in vLLM's order. Source: vLLM 0.33.0, read on
@@ -112,17 +113,19 @@ def _layer(name: str) -> str:
     return name.removesuffix(".weight") if name.endswith(".weight") else name.rpartition(".")[0]
 
 
-def warn_of_readers(tensors: Iterable[Part], block: int | None) -> None:
+def warn_of_readers(tensors: Iterable[Part], layout: Layout) -> None:
     """Warn about layers for which engines refuse the files, or which transformers dequantizes to wrong values.
 
     Engines refuse fused layers, and experts of one module, if only some are quantized. vLLM also refuses fused layers
-    if the rows of any but the last are not a multiple of `block`.
+    if the rows of any but the last are not a multiple of the block's; NVFP4 files have scales for each row.
     transformers computes the height of a block as the number of rows over the number of rows of scales. That is right
-    if `block` divides the rows, or if there is only one row of scales. Else its values are wrong, or it raises. The
-    same holds for columns. It does not decode a tensor that holds all experts of a layer.
-    block: None if each row has separate scales.
-    Source: transformers 5.23, integrations/finegrained_fp8.py, `Fp8Dequantize`.
+    if the block divides the rows, or if there is only one row of scales. Else its values are wrong, or it raises. The
+    same holds for columns. It does not decode a tensor that holds all experts of a layer. In NVFP4, it ignores the
+    tensor scale of experts.
+    Source: transformers 5.23, integrations/finegrained_fp8.py, `Fp8Dequantize`; integrations/compressed_tensors.py,
+    `CompressedTensorsDequantize`.
     """
+    block = None if layout.format.has_global_scale else layout.format.block[0]
     tensors = sorted(x for x in tensors if len(x.shape) > 1)
     fused = fused_layers(x.name for x in tensors)
     kinds: dict[str, set[bool]] = {}
@@ -160,6 +163,12 @@ def warn_of_readers(tensors: Iterable[Part], block: int | None) -> None:
             "if transformers dequantizes the files, as it does without an FP8 GPU, it loads the codes of "
             f"{shown(whole)} as values, because each holds all experts of a layer; use checkpoint.load instead, or "
             "leave these experts unconverted"
+        )
+    if layout is COMPRESSED_TENSORS and (experts := [x.name for x in tensors if x.is_quantized and _is_of_experts(x)]):
+        found.append(
+            f"transformers loads wrong values for {shown(experts)}, because it ignores the tensor scales of experts; "
+            "read the files with from_pretrained of torchao_blockwise.integrations.transformers, or with "
+            "checkpoint.load"
         )
     for what in found:
         # At the call of `export`.

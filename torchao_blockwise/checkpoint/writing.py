@@ -174,8 +174,7 @@ class QuantizedWeights:
 
     def write_settings(self, folder: Folder, config: dict[str, Any]) -> None:
         """Write config.json with the settings, and warn about layers that engines refuse or transformers misreads."""
-        # NVFP4 files have separate scales for each row.
-        warn_of_readers(self.written, None if self.layout.format.has_global_scale else self.layout.format.block[0])
+        warn_of_readers(self.written, self.layout)
         settings = self.quantization_config()
         folder.write_json("config.json", config | {"quantization_config": settings})
         if self.layout is MODELOPT:

@@ -28,6 +28,7 @@ from torchao_blockwise.formats import FP8_128X128, HIGH_PRECISION_DTYPES, Stocha
 from torchao_blockwise.nn.converted import (
     KNOWN_FORWARDS,
     ConvertedLinear,
+    ConvertedModule,
     DerivedModule,
     convert_class,
     restore_class,
@@ -199,6 +200,7 @@ def convert_module(module: nn.Module, config: TrainingConfig, *, parameter_name:
         if not isinstance(target, nn.Linear):
             # Otherwise transformers, whose operation serves compiled float32 weights, computes in high precision.
             take_grouped_gemms(_compat.grouped_products_of_others())
+            hugging_face.run_batched_experts_grouped(ConvertedModule)
         for name, weight in weights_of(target, parameter_name).items():
             assert weight is not None, "checked before"
             if not _trains_by(weight, config):
