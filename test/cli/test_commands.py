@@ -38,6 +38,8 @@ WRONG = {
     "command": (["docter"], "invalid choice: 'docter'"),
     "option": (["doctor", "--fast"], "unrecognized arguments: --fast"),
     "device": (["doctor", "--device", "tpu"], "doctor: --device must be cpu, cuda or cuda:N, got tpu"),
+    "file size": (["convert", "in", "out", "--shard-gb", "nan"], "--shard-gb must be a positive number, got nan"),
+    "no file size": (["convert", "in", "out", "--shard-gb", "-1"], "--shard-gb must be a positive number, got -1"),
     "index": (["doctor", "--device", "cuda:99"], "GPUs, got --device cuda:99; use another one or cpu"),
 }
 

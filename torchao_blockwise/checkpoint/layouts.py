@@ -91,7 +91,7 @@ class Layout(NamedTuple):
         if weight.qdata.shape[-1] * self.format.element.per_byte != weight.scale.shape[-1] * self.format.block[1]:
             raise ValueError(
                 f"{self.name}: the rows of {part.name} are not a multiple of {self.format.block[1]} long, and files "
-                "in NVFP4 cannot hold them; leave the layer unconverted (filter_fn)"
+                "in NVFP4 cannot hold them; leave the layer unconverted (filter_fn; convert: --skip)"
             )
         scale = weight.scale.view(torch.uint8).repeat_interleave(rows, -2)[..., : weight.qdata.shape[-2], :]
         factor = weight.global_scale.reciprocal().reshape(1) if self.has_reciprocal else weight.global_scale.reshape(())

@@ -52,6 +52,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    if not 0 < args.shard_gb < math.inf:
+        raise UsageError(f"--shard-gb must be a positive number, got {args.shard_gb:g}")
     model, layout = meta_model(str(args.input)), LAYOUTS.get(args.to)
     if layout is not None:
         if layout.format.has_global_scale and args.power_of_2_scales:

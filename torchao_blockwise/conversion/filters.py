@@ -275,10 +275,10 @@ def keep_last_blocks(model: nn.Module, count: int | float) -> Filter:
 def recommended_layers(model: nn.Module, config: TrainingConfig | None = None) -> Filter:
     """Accept the linear layers and experts of `model` that benefit from low precision; the recommended `filter_fn`.
 
-    Leaves out output heads (also those tied to an embedding), routers and gates, layers whose weight is used without
-    calling them (the output projection of `nn.MultiheadAttention`, Mamba's `dt_proj`) and, with an
-    `NVFP4TrainingConfig`, the last 15 % of the blocks. Parameters [E, N, K] count as experts if the name or the class
-    of their module contains "expert" or "moe"; `| experts()` adds all others.
+    Leaves out output heads (also those tied to an embedding), routers and gates, the `weights_proj` of DeepSeek-V3.2's
+    indexers, layers whose weight is used without calling them (the output projection of `nn.MultiheadAttention`,
+    Mamba's `dt_proj`) and, with an `NVFP4TrainingConfig`, the last 15 % of the blocks. Parameters [E, N, K] count as
+    experts if the name or the class of their module contains "expert" or "moe"; `| experts()` adds all others.
 
     model: the model that is passed to `quantize_`, or a model that contains it; layers of other models are left out.
     Raises TypeError unless `model` is a module, and `config` a training config or None.
@@ -327,6 +327,8 @@ def recommended(
             reasons[module] = "nn.MultiheadAttention reads its weight directly"
         elif fqn.rpartition(".")[2] == "dt_proj":
             reasons[module] = "Mamba multiplies by its weight without calling the layer"
+        elif fqn.rpartition(".")[2] == "weights_proj" and "indexer" in fqn:
+            reasons[module] = "an indexer's weights, which choose tokens"
         elif not isinstance(module, nn.Linear) and not _EXPERTS.search(f"{fqn}.{type(module).__name__}"):
             reasons[module] = "not named like experts"
     foreign = "not part of the model that recommended_layers was called with"
