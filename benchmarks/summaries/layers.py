@@ -60,7 +60,6 @@ class Part(NamedTuple):
 
     name: str
     text: str
-    gpu: str
     recipes: Mapping[str, str]
     end: str = ""
     where: Mapping[str, object] = {}
@@ -69,6 +68,7 @@ class Part(NamedTuple):
         """The labels, and ranges of ratios: to each of PEERS, of peak memory to that of bf16."""
         benchmark = self.name.split("_")[0]
         speed, memory, same = COMPARED[benchmark]
+        gpu = "H200" if self.name.endswith("h200") else "H100"
         rows = results.rows(self.name, **self.where)
         # With FSDP2, the recipe with an all-gather in FP8.
         peers = PEERS | {"tensorwise": "torchao_fp8_gather"} if benchmark == "fsdp" else PEERS
@@ -80,7 +80,7 @@ class Part(NamedTuple):
                 for peer in peers.values()
             ]
             ratios.append(against(ours, select(rows, recipe="bf16"), memory, same))
-            yield [link(self.text, self.name) + self.end, self.gpu, name, *map(span, ratios)]
+            yield [link(self.text, self.name) + self.end, gpu, name, *map(span, ratios)]
 
 
 def _table(rows: Iterable[Sequence[str]]) -> str:
@@ -101,19 +101,12 @@ def linear(results: Results) -> str:
     dense = {"16B": ("4096x10944x2048", "4096x2048x10944"), "671B": ("4096x18432x7168", "4096x7168x18432")}
     return _parts(
         results,
-        Part("linear_nvidia_h200", "three shapes", "H200", PARAMETERS),
+        Part("linear_nvidia_h200", "three shapes", PARAMETERS),
         *(
-            Part(
-                TRACKER,
-                f"DeepSeek-V3 {model}",
-                "H200",
-                SQUARE | PARAMETERS,
-                ", dense FFN, 4096 tokens",
-                {"shape": shapes},
-            )
+            Part(TRACKER, f"DeepSeek-V3 {model}", SQUARE | PARAMETERS, ", dense FFN, 4096 tokens", {"shape": shapes})
             for model, shapes in dense.items()
         ),
-        Part(LINEAR_H100, "three shapes", "H100", SQUARE),
+        Part(LINEAR_H100, "three shapes", SQUARE),
     )
 
 
@@ -128,17 +121,17 @@ def models(results: Results) -> str:
     fsdp = "the four layers, FSDP2 on two GPUs"
     return _parts(
         results,
-        *steps(MODEL_H100, "four Llama-8B layers", "H100", FUSED, end=", DeepGEMM"),
-        Part("model_32_layers_nvidia_h100_80gb_hbm3", "all 32 layers", "H100", FUSED, ", DeepGEMM, compiled"),
-        Part("fsdp_compiled_nvidia_h100_80gb_hbm3", fsdp, "H100", SQUARE, ", DeepGEMM, compiled"),
-        *steps("model_4_layers_nvidia_h200", "four Llama-8B layers", "H200", FP8),
-        *steps("model_32_layers_nvidia_h200", "all 32 layers", "H200", FP8),
+        *steps(MODEL_H100, "four Llama-8B layers", FUSED, end=", DeepGEMM"),
+        Part("model_32_layers_nvidia_h100_80gb_hbm3", "all 32 layers", FUSED, ", DeepGEMM, compiled"),
+        Part("fsdp_compiled_nvidia_h100_80gb_hbm3", fsdp, SQUARE, ", DeepGEMM, compiled"),
+        *steps("model_4_layers_nvidia_h200", "four Llama-8B layers", FP8),
+        *steps("model_32_layers_nvidia_h200", "all 32 layers", FP8),
         *(
-            Part(name, fsdp, "H200", FP8 | {"NVFP4": "nvfp4"}, f", {mode}")
+            Part(name, fsdp, FP8 | {"NVFP4": "nvfp4"}, f", {mode}")
             for name, mode in (("fsdp_nvidia_h200", "eager"), ("fsdp_compiled_nvidia_h200", "compiled"))
         ),
-        Part("fsdp_compiled_128x128_nvidia_h200", fsdp, "H200", FUSED, ", DeepGEMM, compiled"),
-        Part(CONVERGENCE, size, "H200", FP8 | {"NVFP4": "nvfp4_full"}, f", {trained}, compiled"),
+        Part("fsdp_compiled_128x128_nvidia_h200", fsdp, FUSED, ", DeepGEMM, compiled"),
+        Part(CONVERGENCE, size, FP8 | {"NVFP4": "nvfp4_full"}, f", {trained}, compiled"),
     )
 
 
@@ -149,15 +142,15 @@ def experts(results: Results) -> str:
         for count in sorted({_experts(shape) for shape in PUBLISHED}):
             where = {"shape": tuple(shape for shape in PUBLISHED if _experts(shape) == count)}
             (ours,), (compared,) = (
-                Part(name, f"{count} experts", "H200", {recipe: key}, "", where).cells(results)
+                Part(name, f"{count} experts", {recipe: key}, "", where).cells(results)
                 for name, key in ((MOE, key), (MOE_PEERS, peer))
             )
             # torchao ran in the other result.
             rows.append([cell if cell != MISSING else other for cell, other in zip(ours, compared)])
-    for name, gpu in ((MOE_SQUARE, "H200"), (MOE_H100, "H100")):
+    for name in (MOE_SQUARE, MOE_H100):
         for shape in dict.fromkeys(row["shape"] for row in results.rows(name)):
             _, count, hidden, dim = sizes(shape)
-            rows += Part(name, f"{count} experts, {hidden}×{dim}", gpu, SAVED, "", {"shape": shape}).cells(results)
+            rows += Part(name, f"{count} experts, {hidden}×{dim}", SAVED, "", {"shape": shape}).cells(results)
     return _table(rows)
 
 
@@ -180,10 +173,7 @@ def small(results: Results) -> str:
     }
     return _parts(
         results,
-        *(
-            Part(f"throughput_{run}", text, "H200" if run.endswith(h200) else "H100", FUSED | SAVED)
-            for run, text in runs.items()
-        ),
+        *(Part(f"throughput_{run}", text, FUSED | SAVED) for run, text in runs.items()),
     )
 
 

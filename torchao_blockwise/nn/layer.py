@@ -95,8 +95,8 @@ class Layer(torch.autograd.Function):
                     b, weight_copy = weight_copies(weight, spec)
                 out = weight_gemm(copies.rowwise, b, spec, spec.transposed, spec.out_dtype, bias)
                 observers.append(observe_gemm(weight, kind, prepared, spec, saves))
-                written.append(written_in_backward(weight, rounding_key))
                 if saves:
+                    written.append(written_in_backward(weight, rounding_key))
                     saves_prepared = (needs[at] and not saves_copy) or (kind.reads_prepared and any(needs[:at]))
                     # For a cast, save the values themselves, because autograd counts their changes.
                     saved.append([weight if spec.rounded_to is None else weight.hp, rounding_key, *weight_copy])
@@ -110,8 +110,8 @@ class Layer(torch.autograd.Function):
             out = torch.ops.aten._unsafe_view.default(out, [*x.shape[:-1], out.shape[-1]])
         if saves:
             save_for_backward(ctx, [[*(groups or (None, None))], *saved])
-            ctx.layer, ctx.steps, ctx.observers, ctx.weights_at = name, steps, observers, weights_at
-            ctx.written = written
+            ctx.layer, ctx.steps, ctx.weights_at = name, steps, weights_at
+            ctx.observers, ctx.written = observers, written
             ctx.x_shape, ctx.x_dtype, ctx.bias_dtype = x.shape, x.dtype, None if bias is None else bias.dtype
             ctx.is_transposed = isinstance(tensors[weights_at], TransposedWeight)
         return out

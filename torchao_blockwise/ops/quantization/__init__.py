@@ -209,7 +209,7 @@ def _amax_bits(
     tensor_amax: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None,
     backend: Backend,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the bits of the amaxes for the rowwise and the columnwise copy of `x`, which may be the same tensor."""
+    """Return the amaxes for the rowwise and the columnwise copy of `x`, as int32; they may be the same tensor."""
     if isinstance(tensor_amax, tuple):
         return tensor_amax[0].view(torch.int32), tensor_amax[1].view(torch.int32)
     if tensor_amax is not None:
