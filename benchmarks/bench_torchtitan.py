@@ -6,7 +6,7 @@ backward as a CUDA graph (its default where no experts are). Figures are torchti
 the loss is that of the last step, and equal batches make it comparable. A profile of the steps after these tells what
 kernels take: where their sum is far below a step, the step waits for the host. fp8_128x128 has these blocks of
 grad_weight; "_deep_gemm" multiplies with that library. Writes benchmarks/results/torchtitan_<model>_<device>.json
-and .md.
+and .md; with "graph" rows, the name ends in "_graph".
 
     python benchmarks/bench_torchtitan.py [--model llama3-8B --layers 6 --tokens 8192] [--recipes bf16 fp8]
 """
@@ -174,7 +174,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--launch", nargs="+", choices=("graph", "kernels"), default=["kernels"])
     driver.add_numbers(parser, layers=0, tokens=8192, seq_len=8192, steps=60, log_freq=20)
     args, device = driver.parse(parser, argv)
-    results = Report(f"torchtitan_{args.model.replace('-', '_').lower()}", device, COLUMNS, vars(args))
+    name = f"torchtitan_{args.model.replace('-', '_').lower()}" + "_graph" * ("graph" in args.launch)
+    results = Report(name, device, COLUMNS, vars(args))
     work = [
         ("all", f"{recipe}, {launch}", partial(add, results, args, recipe, launch))
         for launch in args.launch

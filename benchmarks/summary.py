@@ -24,7 +24,7 @@ RESULTS = Path(__file__).resolve().parent / "results"
 TABLES: dict[str, tuple[Callable[[Results], str], tuple[str, ...]]] = {
     "energy": (layers.energy, (layers.MODEL_H100,)),
     "loss": (runs.loss, tuple(runs.MODELS)),
-    "loss_sizes": (studies.sizes, studies.STUDIES),
+    "loss_sizes": (studies.sizes, studies.STUDIES + studies.SHORT),
     "loss_blocks": (studies.blocks, ()),
     "loss_nvfp4": (runs.nvfp4_parts, (runs.NVFP4,)),
     "fsdp": (runs.fsdp, runs.FSDP),

@@ -185,19 +185,20 @@ def _from_each_start(records: Sequence[Mapping[str, Any]], metric: str, *recipes
 def gap(records: Sequence[Mapping[str, Any]], recipe: str, metric: str, base: str = BASE) -> Gap | None:
     """The gap of a recipe to `base`, start by start; None where no start has runs of both.
 
-    The spread is that of the draws around the mean of their recipe and start, of both recipes together.
+    The spread is that of the draws around the mean of their recipe and start, of both recipes and bf16 together.
     """
-    groups = _from_each_start(records, metric, base, recipe)
+    groups = _from_each_start(records, metric, *dict.fromkeys((base, recipe, BASE)))
     if not groups:
         return None
-    mean = statistics.fmean(statistics.fmean(own) for _, own in groups)
-    samples = [values for pair in groups for values in pair]
+    mean = statistics.fmean(statistics.fmean(own) for _, own, *_ in groups)
+    samples = [values for group in groups for values in group]
     degrees = sum(len(values) - 1 for values in samples)
-    runs = sum(len(own) for _, own in groups)
+    runs = sum(len(own) for _, own, *_ in groups)
     if not degrees:
         return Gap(mean, None, runs)
     squares = sum((x - statistics.fmean(values)) ** 2 for values in samples for x in values)
-    error = math.sqrt(squares / degrees * sum(1 / len(values) for values in samples)) / len(groups)
+    compared = [values for group in groups for values in group[:2]]
+    error = math.sqrt(squares / degrees * sum(1 / len(values) for values in compared)) / len(groups)
     return Gap(mean, quantile(degrees) * error, runs)
 
 
@@ -252,5 +253,6 @@ def table(study: Study, records: Sequence[Mapping[str, Any]]) -> str:
 def _cell(records: Sequence[Mapping[str, Any]], recipe: str, metric: str, seeds: Sequence[int]) -> str:
     """The gap over these seeds, where the recipe was run with each of them."""
     ran = {record["seed"] for record in records if record["recipe"] == recipe}
-    found = gap([record for record in records if record["seed"] in seeds], recipe, metric)
-    return "-" if recipe == BASE or found is None or not ran.issuperset(seeds) else str(found)
+    if recipe == BASE or not ran.issuperset(seeds):
+        return "-"
+    return str(gap([record for record in records if record["seed"] in seeds], recipe, metric) or "-")

@@ -9,11 +9,8 @@ from common.report import MISSING, markdown
 
 from summaries.cells import Results, ratio, select, tenths, whole
 
-# Result -> model, and the step to which its recipes share a run in bf16.
-MODELS = {
-    "convergence_moe_400m_after_300_nvidia_h200": "390 M MoE, from step 300",
-    "convergence_1b_nvidia_h200": "1.07 B",
-}
+# Result -> model.
+MODELS = {"convergence_1b_nvidia_h200": "1.07 B"}
 NVFP4 = "convergence_125m_after_500_nvidia_h200"
 FSDP = ("fsdp_nvidia_h200", "fsdp_compiled_nvidia_h200")
 GRAPHS = "graphs_nvidia_h100_80gb_hbm3"
