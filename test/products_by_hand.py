@@ -38,7 +38,8 @@ class _Linear(torch.autograd.Function):
     def forward(ctx, x, weight, bias, *options):
         ctx.save_for_backward(x, weight, bias)
         ctx.options = options
-        return linear_by_hand(x, weight, bias, x.new_zeros(*x.shape[:-1], weight.shape[0]), *options)[0]
+        # No view, since models change outputs in place.
+        return linear_by_hand(x, weight, bias, x.new_zeros(*x.shape[:-1], weight.shape[0]), *options)[0].clone()
 
     @staticmethod
     def backward(ctx, dy):
@@ -90,7 +91,7 @@ class SwiGLU(torch.autograd.Function):
 
 
 class ProductsByHand(TorchFunctionMode):
-    """In this mode `F.linear` with one of `weights`, and each `F.grouped_mm`, is composed by hand of plain tensors.
+    """In this mode `F.linear` and `bmm` with one of `weights`, and each `F.grouped_mm`, are composed by hand.
 
     Random bits are those of weights that have their place in `weights` in a model, in backward pass number `use`.
     """
@@ -112,4 +113,10 @@ class ProductsByHand(TorchFunctionMode):
             return _Linear.apply(x, weight, bias, *self.options(weight))
         if func is torch._grouped_mm:
             return _GroupedMM.apply(*args[:2], kwargs["offs"], *self.options(args[1]._base))
+        if func is torch.bmm:
+            x, mat2 = args
+            weight = mat2 if mat2._base is None else mat2._base
+            if id(weight) in self.places:
+                ends = torch.full((len(x),), x.shape[1]).cumsum(0, dtype=torch.int32)
+                return _GroupedMM.apply(x.flatten(0, 1), mat2, ends, *self.options(weight)).view(*x.shape[:2], -1)
         return func(*args, **kwargs)

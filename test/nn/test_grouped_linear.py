@@ -77,6 +77,27 @@ def test_experts_stored_transposed(config):
         assert sqnr(a, b) > 120 if name == "grad_weight" else torch.equal(a, b), name
 
 
+BATCHED = {
+    "bmm": lambda x, w: torch.bmm(x, w.mT),
+    "method": lambda x, w: x.bmm(mat2=w.mT),
+    "of_rows": lambda x, w: torch.bmm(x, w.flatten(0, 1).view(*w.shape).transpose(1, 2)),
+}
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("compiled", (False, True), ids=("eager", "compiled"))
+@pytest.mark.parametrize("tokens_each", (0, 1, 43))
+@pytest.mark.parametrize("call", BATCHED.values(), ids=BATCHED)
+@every_recipe
+def test_tokens_batched_by_expert(config, call, tokens_each, compiled):
+    """`bmm` multiplies groups of equal size, as Llama 4's experts and DeepSeek-V4's grouped linear layer call it."""
+    x, w, ends, dy = case(config, torch.bfloat16, 3 * [tokens_each])
+    batched = torch.compile(call, backend="aot_eager", fullgraph=True) if compiled else call
+    got = run(lambda x, w, ends: batched(x.view(3, -1, 72), w).flatten(0, 1), x, w, ends, dy)
+    for name, a, b in zip(NAMES, got, grouped_by_hand(x, w.hp, ends, dy, config)):
+        assert_bitwise_equal(a, b, name)
+
+
 @every_recipe
 def test_the_dtype_that_is_asked_for_comes_first(config):
     w, x = experts(replace(config, out_dtype=torch.float16)), tokens(9, 72, dtype=torch.bfloat16)

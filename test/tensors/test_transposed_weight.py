@@ -106,7 +106,7 @@ def test_changes_reach_the_weight_and_are_counted():
 REFUSED = {
     "add": ("fp8", lambda t: t + 1, r"not exact on quantized data .* call \.dequantize\(\) first"),
     "expert_of_packed": ("nvfp4", lambda t: t[1], "packs two elements in a byte, so its transpose"),
-    "bmm": ("fp8", lambda t: torch.zeros(3, 5, 72).bmm(t), r"for a GEMM, call torch\.nn\.functional\.linear"),
+    "matmul": ("fp8", lambda t: torch.zeros(3, 5, 72) @ t, r"for a GEMM, call torch\.nn\.functional\.linear"),
 }
 
 

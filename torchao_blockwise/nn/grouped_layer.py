@@ -8,6 +8,7 @@ weight share one tensor scale: one amax, and one reduction if the experts are sp
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -92,11 +93,11 @@ def _stored(weight: torch.Tensor) -> torch.Tensor:
     return weight.weight if isinstance(weight, TransposedWeight) else weight
 
 
-def take_grouped_gemms(functions: list[Any]) -> None:
-    """Let these functions, which have the arguments of `F.grouped_mm`, call `grouped_linear` for converted weights."""
+def take_grouped_gemms(functions: list[Any], run: Callable[..., torch.Tensor] | None = None) -> None:
+    """Let these functions call `run` for converted weights; by default, they have the arguments of `F.grouped_mm`."""
     for kind in (*WEIGHTS, TransposedWeight):
         kind.implements_torch_function(functions)(
-            lambda func, types, args, kwargs: _grouped_mm(*args, **(kwargs or {}))
+            lambda func, types, args, kwargs: (run or _grouped_mm)(*args, **(kwargs or {}))
         )
 
 
@@ -124,4 +125,17 @@ def _grouped_mm(
     return _grouped_linear(input, mat2, offs, isinstance(mat2, TransposedWeight), out_dtype)
 
 
+def _bmm(input: torch.Tensor, mat2: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    """`torch.bmm` of tokens batched by expert [E, m, K] and converted experts [E, K, N]: groups of m tokens."""
+    fits = input.dim() == mat2.dim() == 3 and input.shape[0] == mat2.shape[0]
+    if kwargs or not fits or not isinstance(mat2, (*WEIGHTS, TransposedWeight)):
+        with _compat.no_torch_function():
+            return torch.bmm(input, mat2, **kwargs)
+    experts, tokens, _ = input.shape
+    ends = torch.arange(1, experts + 1, dtype=torch.int32, device=input.device) * tokens
+    out = _grouped_linear(input.flatten(0, 1), mat2, ends, isinstance(mat2, TransposedWeight), None)
+    return out.unflatten(0, (experts, tokens))
+
+
 take_grouped_gemms([_compat.grouped_mm])
+take_grouped_gemms([torch.bmm, torch.Tensor.bmm], _bmm)
