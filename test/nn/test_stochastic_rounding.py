@@ -127,6 +127,8 @@ def test_a_run_resumes(variant):
 def test_states_that_do_not_fit():
     model = mlp(CONFIG)
     state = recipe_state(model)
+    with pytest.raises(TypeError, match="state must be a mapping that recipe_state returned, got None"):
+        load_recipe_state(model, None)
     with pytest.raises(KeyError, match=r"'2\.weight' is missing from the state"):
         load_recipe_state(model, {"0.weight": state["0.weight"]})
     with pytest.raises(KeyError, match=r"state has '1\.weight', but .* rounded stochastically; did you mean"):

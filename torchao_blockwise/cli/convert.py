@@ -68,7 +68,8 @@ def run(args: argparse.Namespace) -> int:
     try:
         quantized, bits = _convert(args, model, StoredWeights(args.input))
     except (OSError, ValueError, NotImplementedError) as error:
-        raise UsageError(str(error)) from None
+        # The command's own name precedes the message.
+        raise UsageError(str(error).removeprefix("export: ")) from None
     print(f"{quantized} tensors quantized, {bits:.2f} bits per element in {args.output}")
     return 0
 

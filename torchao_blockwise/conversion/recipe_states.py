@@ -28,8 +28,14 @@ def recipe_state(model: nn.Module) -> dict[str, dict[str, int]]:
 def load_recipe_state(model: nn.Module, state: Mapping[str, Mapping[str, int]]) -> None:
     """Restore the state of random bits that `recipe_state` returned. If an error is raised, nothing is changed.
 
-    Raises KeyError for weights that are only in the state or only in the model, ValueError for invalid numbers.
+    Raises TypeError for a state that is not a mapping, KeyError for weights that are only in the state or only in the
+    model, ValueError for invalid numbers.
     """
+    if not isinstance(state, Mapping):
+        raise TypeError(
+            f"load_recipe_state: state must be a mapping that recipe_state returned, got {state!r:.40}; a checkpoint "
+            "saved without it cannot continue its random bits"
+        )
     found = dict(_keys(model))
     for name in state.keys() - found.keys():
         raise KeyError(
