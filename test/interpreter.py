@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
 import threading
 
 import triton.language as tl
@@ -18,7 +17,6 @@ def install() -> None:
     Checks of integers for overflow, of which Triton looks at the result in debug mode alone, are not computed.
     """
     interpreter._patch_lang = _patching_once(interpreter._patch_lang)
-    interpreter._patch_builtin = _listing_once(interpreter._patch_builtin)
     interpreter._get_np_dtype = _once_an_element(interpreter._get_np_dtype)
     builder = interpreter.interpreter_builder
     if not builder.options.debug:
@@ -69,24 +67,6 @@ def _patching_once(patch):
         return Scope(patch(fn))
 
     return patch_lang
-
-
-def _listing_once(patch_builtin):
-    """Triton's modules and tensors have the same members at every launch."""
-    patched = (tl, tl.core, tl.math, tl.tensor, tl.core.tensor_descriptor_base)
-    builtins = {
-        place: [name for name, member in inspect.getmembers(place) if tl.core.is_builtin(member)] for place in patched
-    }
-
-    def patch(place, builder, scope):
-        if place not in builtins:
-            return patch_builtin(place, builder, scope)
-        for name in builtins[place]:
-            # Of tensors they may be patched, as another module's.
-            if tl.core.is_builtin(member := getattr(place, name)):
-                interpreter._patch_attr(place, name, member, builder, scope)
-
-    return patch
 
 
 def _once_an_element(np_dtype):
