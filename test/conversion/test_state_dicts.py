@@ -111,14 +111,6 @@ def test_assigned_values_are_used_and_keep_their_config():
     assert_bitwise_equal(model(torch.ones(2, 64)).detach(), source(torch.ones(2, 64)).detach())
 
 
-def test_into_a_model_on_meta():
-    with torch.device("meta"):
-        model = mlp(FP8)
-    model.load_state_dict(mlp(seed=3).state_dict(), assign=True)
-    expected = mlp(FP8, seed=3)
-    assert_bitwise_equal(model(torch.ones(2, 64)).detach(), expected(torch.ones(2, 64)).detach())
-
-
 @pytest.mark.parametrize("start", ("cpu", "meta"))
 @pytest.mark.parametrize("masters", (True, False), ids=("masters", "quantized"))
 def test_assigned_weights_keep_their_names_and_random_bits(masters, start):
@@ -151,14 +143,6 @@ def test_keep_vars_gives_the_parameters():
     model = mlp(FP8)
     kept = model.state_dict(keep_vars=True)
     assert kept["0.weight"] is model[0].weight and kept["0.bias"] is model[0].bias
-
-
-def test_prefixes_destinations_and_wrappers():
-    saved = mlp(FP8)[0].state_dict(prefix="a.b.")
-    assert list(saved) == ["a.b.weight", "a.b.bias"] and type(saved["a.b.weight"]) is torch.Tensor
-    model = nn.ModuleDict({"inner": mlp(FP8)})
-    assert all(type(v) is torch.Tensor for v in model.state_dict().values())
-    assert list(model.state_dict()) == [f"inner.{k}" for k in mlp().state_dict()]
 
 
 @pytest.mark.parametrize("assign", (False, True), ids=("copy", "assign"))
