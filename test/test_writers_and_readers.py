@@ -151,6 +151,9 @@ SEEN = {
     "adamw_fused": optimizer_step(torch.optim.AdamW, fused=True),
     "in_place": every(lambda p: p.add_(1)),
     "foreach": lambda model: torch.no_grad()(torch._foreach_mul_)(weights(model), 2.0),
+    "foreach_copy": lambda model: torch.no_grad()(torch._foreach_copy_)(
+        weights(model), [p.hp * 2 for p in weights(model)]
+    ),
     "out": every(lambda p: torch.add(p.hp, 1, out=p)),
     "copy_": every(lambda p: p.copy_(MasterWeightTensor(torch.randn(p.shape), p.config))),
     "transposed": every(lambda p: p.mT[0].mul_(3)),
