@@ -19,7 +19,7 @@ transformers = pytest.importorskip("transformers", "5.0")
 pytest.importorskip("safetensors.torch")
 pytestmark = pytest.mark.usefixtures("no_interpreter")
 
-LAYERS, DENSE, FILES, SHARD = 61, 3, 163, 2**14
+LAYERS, DENSE, FILES, SHARD = 61, 3, 163, 2**16
 # One block a weight: the numbers of tensors and files are those of the model, not their sizes.
 SMALL = {
     "hidden_size": 16, "intermediate_size": 16, "moe_intermediate_size": 16, "q_lora_rank": 16, "kv_lora_rank": 16,
@@ -70,10 +70,9 @@ def test_work_and_memory_stay_in_bounds(experts, tmp_path, counts):
     names, shards, weights = len(written), len(set(written.values())), 3 * (LAYERS - DENSE) * experts
     assert names > weights and shards > FILES / 2
     counts["asked"] = 0
-    shard = SHARD * experts
-    command = ["convert", str(tmp_path / "plain"), str(tmp_path / "out"), "--shard-gb", str(shard / 2**30)]
-    # What waits for a file, and one tensor, of which the largest is the embedding.
-    assert peak_of(main, command) <= shard + 2**14
+    command = ["convert", str(tmp_path / "plain"), str(tmp_path / "out"), "--shard-gb", str(SHARD / 2**30)]
+    # What waits for a file, and next to it some tensors.
+    assert peak_of(main, command) <= SHARD + 2**12 * experts
     assert counts["read"] == names and counts["quantized"] > weights
     # Once to know all names, and once to read; layers at the ends of files are read in another order.
     assert counts["open"] <= 3 * shards
@@ -81,12 +80,12 @@ def test_work_and_memory_stay_in_bounds(experts, tmp_path, counts):
     assert counts["asked"] == 2 * (LAYERS - DENSE) + 2
     assert 1 < counts["files"] <= 4
     assert len(Files(tmp_path / "out").tensors) == names + counts["quantized"]
-    assert all(file.stat().st_size < 3 * shard for file in (tmp_path / "out").glob("*.safetensors"))
+    assert all(file.stat().st_size < 3 * SHARD for file in (tmp_path / "out").glob("*.safetensors"))
 
 
 def test_export_asks_and_holds_as_little(tmp_path, counts):
     model = transformers.AutoModelForCausalLM.from_config(config_of(4, moe_intermediate_size=128)).bfloat16()
     quantize_(model, FP8, filter_fn=linears_and_experts() & skip_lm_head())
-    assert peak_of(checkpoint.export, model, tmp_path / "out", shard_bytes=4 * SHARD) <= 8 * SHARD
+    assert peak_of(checkpoint.export, model, tmp_path / "out", shard_bytes=SHARD) <= 2 * SHARD
     assert counts["asked"] == 2 * (LAYERS - DENSE) + 2
     assert Files(tmp_path / "out").tensors.keys() == checkpoint.quantized_weights(model).metadata().keys()
