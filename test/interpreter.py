@@ -25,7 +25,6 @@ def install() -> None:
         setattr(type(builder), name, _masked_by_booleans(getattr(type(builder), name), place))
     tl.block_type.__init__ = _blocks_made_once(tl.block_type.__init__)
     tl.tensor.__init__ = _tensors_of_a_type_alike(tl.tensor.__init__)
-    tl.core._unwrap_if_constexpr = _unwrapping(tl.core._unwrap_if_constexpr)
     TritonSemantic.broadcast_impl_value = _broadcasting(TritonSemantic.broadcast_impl_value)
 
 
@@ -109,19 +108,6 @@ def _tensors_of_a_type_alike(init):
             vars(self).update(made[type.name], handle=handle, type=type, dtype=type.scalar)
 
     return __init__
-
-
-def _unwrapping(unwrap):
-    """What is neither a constexpr nor holds others is itself."""
-    plain = frozenset((int, float, bool, str, type(None), tl.tensor, tl.dtype, tl.block_type, tl.pointer_type))
-
-    def unwrap_if_constexpr(x):
-        kind = type(x)
-        if kind in plain:
-            return x
-        return x.value if kind is tl.constexpr else unwrap(x)
-
-    return unwrap_if_constexpr
 
 
 def _broadcasting(broadcast):
