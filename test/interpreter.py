@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
 import threading
 
 import triton.language as tl
@@ -18,7 +17,6 @@ def install() -> None:
     Checks of integers for overflow, of which Triton looks at the result in debug mode alone, are not computed.
     """
     interpreter._patch_lang = _patching_once(interpreter._patch_lang)
-    interpreter._patch_builtin = _listing_once(interpreter._patch_builtin)
     interpreter._get_np_dtype = _once_an_element(interpreter._get_np_dtype)
     builder = interpreter.interpreter_builder
     if not builder.options.debug:
@@ -27,7 +25,6 @@ def install() -> None:
         setattr(type(builder), name, _masked_by_booleans(getattr(type(builder), name), place))
     tl.block_type.__init__ = _blocks_made_once(tl.block_type.__init__)
     tl.tensor.__init__ = _tensors_of_a_type_alike(tl.tensor.__init__)
-    tl.core._unwrap_if_constexpr = _unwrapping(tl.core._unwrap_if_constexpr)
     TritonSemantic.broadcast_impl_value = _broadcasting(TritonSemantic.broadcast_impl_value)
 
 
@@ -71,24 +68,6 @@ def _patching_once(patch):
     return patch_lang
 
 
-def _listing_once(patch_builtin):
-    """Triton's modules and tensors have the same members at every launch."""
-    patched = (tl, tl.core, tl.math, tl.tensor, tl.core.tensor_descriptor_base)
-    builtins = {
-        place: [name for name, member in inspect.getmembers(place) if tl.core.is_builtin(member)] for place in patched
-    }
-
-    def patch(place, builder, scope):
-        if place not in builtins:
-            return patch_builtin(place, builder, scope)
-        for name in builtins[place]:
-            # Of tensors they may be patched, as another module's.
-            if tl.core.is_builtin(member := getattr(place, name)):
-                interpreter._patch_attr(place, name, member, builder, scope)
-
-    return patch
-
-
 def _once_an_element(np_dtype):
     """Of blocks and scalars alike; types of blocks have no hash, and all types have names."""
     found: dict = {}
@@ -129,19 +108,6 @@ def _tensors_of_a_type_alike(init):
             vars(self).update(made[type.name], handle=handle, type=type, dtype=type.scalar)
 
     return __init__
-
-
-def _unwrapping(unwrap):
-    """What is neither a constexpr nor holds others is itself."""
-    plain = frozenset((int, float, bool, str, type(None), tl.tensor, tl.dtype, tl.block_type, tl.pointer_type))
-
-    def unwrap_if_constexpr(x):
-        kind = type(x)
-        if kind in plain:
-            return x
-        return x.value if kind is tl.constexpr else unwrap(x)
-
-    return unwrap_if_constexpr
 
 
 def _broadcasting(broadcast):

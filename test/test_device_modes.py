@@ -29,15 +29,6 @@ FACTORIES = "arange as_tensor empty empty_strided eye full linspace ones rand ra
 
 
 @contextlib.contextmanager
-def default_device():
-    torch.set_default_device("meta")
-    try:
-        yield
-    finally:
-        torch.set_default_device(None)
-
-
-@contextlib.contextmanager
 def default_dtype():
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
@@ -47,7 +38,7 @@ def default_dtype():
         torch.set_default_dtype(before)
 
 
-MODES = {"context": lambda: torch.device("meta"), "default": default_device, "dtype": default_dtype}
+MODES = {"context": lambda: torch.device("meta"), "dtype": default_dtype}
 
 
 def assert_same_results(run, mode: str) -> None:

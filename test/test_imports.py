@@ -229,14 +229,6 @@ def test_name_in_compat_still_exists(name):
     assert [a for a in ATTRIBUTES.get(name, ()) if not re.search(rf"\bself\.{a}\b.*=|def {a}\(", source)] == []
 
 
-def test_quantize_call_finds_torchaos_quantize_():
-    """_compat reads `model` and `filter_fn` of torchao's own call by these names."""
-    from torchao.quantization.quant_api import quantize_
-
-    assert {"model", "filter_fn"} <= set(quantize_.__code__.co_varnames)
-    assert (quantize_.__name__, quantize_.__module__) == ("quantize_", "torchao.quantization.quant_api")
-
-
 def test_only_the_search_for_quantize_walks_the_stack():
     walkers = {
         (relative(path), node.name)

@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 from expecttest import assert_expected_inline
-from torchao.quantization.transform_module import _QUANTIZE_CONFIG_HANDLER
-from torchao.utils import TorchAOBaseTensor
 
 import torchao_blockwise
 from torchao_blockwise import diagnostics, ops
@@ -106,13 +104,6 @@ ops.swiglu_quantize(gate, up, options, groups, backend)
 ops.swiglu_backward_quantize(dh, gate, up, options, groups, rounding_bits, backend)
 ops.quantize_by(x, options, groups, tensor_amax, rounding_bits, backend)""",  # noqa: E501
     )
-
-
-def test_torchao_knows_what_it_must():
-    for name in ("BlockwiseFP8TrainingConfig", "NVFP4TrainingConfig"):
-        assert getattr(torchao_blockwise, name) in _QUANTIZE_CONFIG_HANDLER
-    for name in ("BlockwiseFP8Tensor", "NVFP4Tensor", "MasterWeightTensor"):
-        assert issubclass(getattr(torchao_blockwise, name), TorchAOBaseTensor)
 
 
 @pytest.mark.parametrize(

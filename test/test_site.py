@@ -40,14 +40,6 @@ def test_the_reference_has_every_public_name(tmp_path):
         assert missing == [], module
 
 
-def test_a_name_has_one_home():
-    homes = reference.homes()
-    assert homes["torchao_blockwise.conversion.fuse"] == homes["torchao_blockwise.fuse"] == "torchao_blockwise.fuse"
-    assert reference.full_name("ops.quantize") == "torchao_blockwise.ops.quantize"
-    assert reference.full_name("NumericsMonitor") == "torchao_blockwise.diagnostics.NumericsMonitor"
-    assert reference.full_name("no_such_name") is None
-
-
 def test_tutorials_are_listed_the_quickstart_first_and_what_needs_a_gpu_last():
     assert {file.stem for file in (DOCS / "tutorials").glob("*.py")} == set(gallery.TUTORIALS)
     assert {file.stem for file in gpu_tutorials.FOLDER.glob("*.py")} == set(gpu_tutorials.TUTORIALS)

@@ -12,19 +12,19 @@ import copy
 import pytest
 import torch
 import torchao.optim
+from every_layer import Mixture
 from helpers import FP8, NVFP4, replace
 from torch import nn
 from torchao.quantization import quantize_
 
 from torchao_blockwise import MasterWeightTensor, linears_and_experts, weights_unchanged
-from torchao_blockwise.nn import SwiGLUExperts
 
 pytestmark = [
     pytest.mark.usefixtures("no_interpreter"),
     pytest.mark.filterwarnings("ignore"),
 ]
 
-WIDTH, TOKENS = 48, 24
+WIDTH, TOKENS = 64, 33
 
 
 class Mlp(nn.Module):
@@ -36,15 +36,6 @@ class Mlp(nn.Module):
 
     def forward(self, x):
         return self.down(self.up(x))
-
-
-class Experts(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.experts = SwiGLUExperts(3, WIDTH, 32)
-
-    def forward(self, x):
-        return self.experts(x, torch.tensor([10, 10, TOKENS], dtype=torch.int32))
 
 
 def made(kind, config, state=None):
@@ -151,6 +142,9 @@ SEEN = {
     "adamw_fused": optimizer_step(torch.optim.AdamW, fused=True),
     "in_place": every(lambda p: p.add_(1)),
     "foreach": lambda model: torch.no_grad()(torch._foreach_mul_)(weights(model), 2.0),
+    "foreach_copy": lambda model: torch.no_grad()(torch._foreach_copy_)(
+        weights(model), [p.hp * 2 for p in weights(model)]
+    ),
     "out": every(lambda p: torch.add(p.hp, 1, out=p)),
     "copy_": every(lambda p: p.copy_(MasterWeightTensor(torch.randn(p.shape), p.config))),
     "transposed": every(lambda p: p.mT[0].mul_(3)),
@@ -166,7 +160,7 @@ SEEN = {
 }
 WRITERS = {**SEEN, **UNSEEN}
 
-RECIPES = {"fp8": (Mlp, FP8), "experts": (Experts, FP8), "nvfp4": (Mlp, NVFP4), "experts_nvfp4": (Experts, NVFP4)}
+RECIPES = {"fp8": (Mlp, FP8), "experts": (Mixture, FP8), "nvfp4": (Mlp, NVFP4), "experts_nvfp4": (Mixture, NVFP4)}
 # (recipe, writer)
 PAIRS = [(recipe, name) for recipe in RECIPES for name in WRITERS]
 PAIRS += [(recipe, name) for recipe in ("fp8", "experts") for name in COMPILED]

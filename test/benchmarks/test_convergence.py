@@ -89,16 +89,6 @@ def test_the_smoke_study_runs_as_a_user_runs_it(tmp_path, capsys):
     assert "started" not in capsys.readouterr().err
 
 
-def test_runs_come_draw_by_draw_each_seed_behind_its_start(command, tmp_path):
-    code, out = command()
-    of_seed = ["start-{}-0", "bf16-{}-0", "bf16-{}-1", "fp8-{}-0", "fp8-{}-1", "bf16-{}-2"]
-    order = [line.partition(":")[0] for line in out.splitlines() if ": started" in line]
-    assert [[run for run in order if f"-{seed}-" in run] for seed in (0, 1)] == [
-        [name.format(seed) for name in of_seed] for seed in (0, 1)
-    ]
-    assert code == 0 and "| fp8 | 4 | +0.949 % ± " in out
-
-
 def test_runs_that_fail_or_are_cut_off_are_named_and_added_later(command, tmp_path):
     code, out = command("--minutes", "0.05", slow=("fp8",))
     assert code == 1 and "cut off; it goes on from its last checkpoint" in out and "Missing: fp8-0-0" in out

@@ -33,22 +33,6 @@ def loaded_by_transformers(folder, settings) -> torch.nn.Module:
     return transformers.AutoModelForCausalLM.from_pretrained(folder, quantization_config=settings, dtype=torch.float32)
 
 
-def test_transformers_reads_nvfp4(tmp_path):
-    """By compressed-tensors. FP8 is read in test_from_pretrained.py."""
-    transformers = pytest.importorskip("transformers", "5.20")
-    pytest.importorskip("compressed_tensors")
-    model = language_model("Llama", NVFP4, hidden_size=256, head_dim=64, intermediate_size=384)
-    found = export(model, tmp_path / "out", "nvfp4_compressed_tensors")
-    loaded = loaded_by_transformers(tmp_path / "out", transformers.CompressedTensorsConfig(run_compressed=False))
-    converted = {n: p.hp.detach() for n, p in model.named_parameters() if isinstance(p, MasterWeightTensor)}
-    assert len(converted) > 5
-    for n, values in converted.items():
-        # Joined layers are quantized again for the files.
-        theirs = loaded.get_parameter(n).detach()
-        torch.testing.assert_close(theirs, decoded(found, n).to(theirs.dtype), rtol=0.01, atol=1e-4)
-        assert (theirs - values).norm() < 0.2 * values.norm(), n
-
-
 @pytest.mark.parametrize("width", (64, 128, 192, 200, 256, 320))
 def test_a_warning_says_where_transformers_misreads(width, tmp_path):
     """It does where it raises, or where values differ: of gate and up [width, 128], and of down [128, width]."""

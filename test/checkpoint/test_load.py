@@ -101,16 +101,6 @@ def test_nvfp4_comes_back_byte_for_byte(masters, dtype, seed, tmp_path):
     assert_bitwise_equal(other(x).detach(), model(x).detach())
 
 
-@masters_or_not
-@pytest.mark.parametrize("name", ("Llama", "Mixtral"))
-def test_plain_files_load(name, masters, tmp_path):
-    config = replace(FP8, master_weights=masters)
-    language_model(name, None).save_pretrained(tmp_path / "plain")
-    model = filled(language_model(name, config), 0.0)
-    checkpoint.load(model, tmp_path / "plain")
-    assert_bitwise_equal(logits(model), logits(language_model(name, config)))
-
-
 @pytest.mark.parametrize("method", ("blockwise_fp8", "blockwise_nvfp4"))
 def test_our_own_plain_checkpoints_are_read(method, tmp_path):
     """Of `integrations.transformers`, whose config.json has the recipe."""

@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from exported_models import FORMATS, SMALL, export, language_model, safetensors, save, tensors_in, tiny_mixture
+from exported_models import FORMATS, export, language_model, safetensors, save, tensors_in, tiny_mixture
 from helpers import FP8_POW2, assert_same_tensors
 from torchao.quantization import quantize_
 
@@ -150,22 +150,6 @@ def test_scales_of_an_engine_are_of_no_model(to, tmp_path):
     # Other names that are left over are still said.
     save(without | {"model.layers.0.self_attn.x_scale": torch.ones(())}, tmp_path / "fp8")
     assert run("verify", tmp_path / "fp8", tmp_path / "plain") == 1
-
-
-def test_experts_under_names_that_nobody_reads_are_refused(tmp_path, capsys):
-    """With --skip they are copied."""
-    options = SMALL | {"num_local_experts": 2, "num_experts_per_tok": 1}
-    model = transformers.AutoModelForCausalLM.from_config(transformers.GraniteMoeConfig(**options))
-    model.save_pretrained(tmp_path / "plain")
-    command = ["convert", tmp_path / "plain", tmp_path / "out"]
-    assert run(*command) == 2
-    error = capsys.readouterr().err
-    assert "input_linear.weight holds all experts of a layer under a name that readers treat as high" in error
-    assert "convert: --skip" in error and not (tmp_path / "out").exists()
-    assert run(*command, "--skip", "*.experts") == 0
-    found = tensors_in(tmp_path / "out")
-    assert found["model.layers.0.block_sparse_moe.input_linear.weight"].dtype == torch.float32
-    assert found["model.layers.0.self_attn.o_proj.weight"].dtype == torch.float8_e4m3fn
 
 
 @pytest.mark.parametrize("kind", ("Llama", "Qwen3Moe"))

@@ -111,28 +111,6 @@ def test_the_dtype_of_gradients_stays(master_weights):
     assert unconvert(layer).weight.grad_dtype == torch.float32
 
 
-@both_formats
-def test_an_optimizer_made_before_goes_on(config):
-    model, late = mlp(seed=1), mlp(config, seed=1)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    quantize_(model, config)
-    for m, o in ((model, optimizer), (late, torch.optim.AdamW(late.parameters(), lr=0.1))):
-        m(torch.ones(3, 64)).square().sum().backward()
-        o.step()
-    assert_bitwise_equal(model[0].weight.hp, late[0].weight.hp)
-
-
-@pytest.mark.parametrize("config", (FP8, replace(NVFP4, master_weights=False)), ids=("fp8", "nvfp4_quantized"))
-def test_shared_weights_stay_shared(config):
-    model = ExpertModel()
-    model.layers[1].attention.weight = model.layers[0].attention.weight
-    model.layers[1].experts.up = model.layers[0].experts.up
-    quantize_(model, config, is_linear() | experts())
-    for name in ("attention.weight", "experts.up"):
-        shared = model.get_parameter(f"layers.0.{name}")
-        assert model.get_parameter(f"layers.1.{name}") is shared and shared.config == config
-
-
 def test_by_name():
     """Of layers, of modules of experts, and of single Parameters."""
     model = ExpertModel()

@@ -27,11 +27,15 @@ from torchao_blockwise import (
     experts,
     is_linear,
     keep_last_blocks,
+    linears_and_experts,
     min_features,
     recommended_layers,
     skip_fqns,
+    skip_lm_head,
 )
 from torchao_blockwise.conversion import convert_module
+
+pytestmark = pytest.mark.usefixtures("no_interpreter")
 
 
 class OwnParameter(nn.Parameter):
@@ -284,3 +288,48 @@ def test_what_is_recommended_is_no_reason_to_warn():
     assert warned(Model(), FP8, filter_fn=is_linear()) == []
     model = Model()
     assert warned(model, NVFP4, filter_fn=recommended_layers(model, NVFP4)) == []
+
+
+# --- models that multiply by weights themselves -----------------------------------------------------------------------
+
+IDS = torch.arange(34).view(2, 17)
+
+
+def language_model(family: str, **options) -> nn.Module:
+    pytest.importorskip("transformers", "5.0")
+    import exported_models
+
+    return exported_models.language_model(family, None, **options)
+
+
+@pytest.mark.parametrize("masters", (True, False), ids=("masters", "quantized"))
+def test_gpt_oss_is_refused_with_eager_experts_and_trains_with_the_remedy(masters):
+    model = language_model("GptOss", num_local_experts=4, num_experts_per_tok=2)
+    model.set_experts_implementation("eager")
+    quantize_(model, replace(FP8, master_weights=masters), filter_fn=linears_and_experts() & skip_lm_head())
+    named = r"model\.layers\.0\.mlp\.experts\.gate_up_proj.*"
+    with pytest.raises(NotImplementedError, match=rf'{named}model\.set_experts_implementation\("grouped_mm"\)'):
+        model(input_ids=IDS, labels=IDS)
+    model.set_experts_implementation("grouped_mm")
+    model(input_ids=IDS, labels=IDS).loss.backward()
+    assert type(model.model.layers[0].mlp.experts.down_proj) is not nn.Parameter
+    assert all(p.grad is not None for name, p in model.named_parameters() if "experts" in name)
+
+
+# Others train in test_fusion.py and test_expert_models.py.
+FAMILIES = {
+    "Phi3": {"pad_token_id": 0},
+    # Its layers are no `nn.Linear`; the head is.
+    "GPT2": {},
+    "Mamba": {"state_size": 8},
+    "Mamba2": {"num_heads": 8, "head_dim": 48, "state_size": 8, "n_groups": 2},
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_models_that_train_are_not_refused(family):
+    model = language_model(family, **FAMILIES[family])
+    quantize_(model, FP8, filter_fn=is_linear() if family == "GPT2" else recommended_layers(model))
+    model(input_ids=IDS, labels=IDS).loss.backward()
+    converted = [p for p in model.parameters() if isinstance(p, MasterWeightTensor)]
+    assert converted and all(p.grad is not None for p in converted)

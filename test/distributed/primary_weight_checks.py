@@ -116,7 +116,7 @@ def assert_holds_masters(optimizer, model) -> None:
 def assert_masters(optimizer, values: dict[str, torch.Tensor]) -> None:
     """`model_state_dict` returns these values, except for the frozen weight, which has no master."""
     state = optimizer.model_state_dict()
-    assert list(state) == list(values)
+    assert list(state) == list(values) and state["mid.weight"] is state["again.weight"]
     for name, value in values.items():
         if name != "frozen.weight":
             assert_bitwise_equal(state[name], value, name)

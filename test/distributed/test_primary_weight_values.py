@@ -18,7 +18,6 @@ from torch import nn
 from torchao.quantization import quantize_
 
 from torchao_blockwise import MasterWeightTensor, is_linear, load_recipe_state, recipe_state, skip_fqns
-from torchao_blockwise.tensors.state_values import plain_values
 from torchao_blockwise.testing import assert_bitwise_equal
 
 pytestmark = pytest.mark.usefixtures("no_interpreter")
@@ -218,22 +217,6 @@ def test_quantized_payload_after_its_masters_leaves_them():
     payload = copy.deepcopy(model.state_dict(keep_vars=True))
     model.load_state_dict(payload)
     assert_masters(optimizer, masters)
-
-
-def test_state_dicts_are_plain_and_load_in_unconverted_models():
-    model, _ = primary()
-    optimizer = adamw(model)
-    train(model, optimizer, 2)
-    state = model.state_dict()
-    assert all(type(v) is torch.Tensor for v in state.values())
-    for name in ("frozen.weight", "mid.weight"):
-        assert_bitwise_equal(state[name], plain_values(model.get_parameter(name)), name)
-    masters = optimizer.model_state_dict()
-    assert list(masters) == list(state) and masters["mid.weight"] is masters["again.weight"]
-    plain = net("mixed", master_weights=True)
-    plain.load_state_dict(masters)
-    assert_bitwise_equal(plain.mid.weight.hp, optimizer.master(model.mid.weight))
-    assert model.state_dict(keep_vars=True)["mid.weight"] is model.mid.weight
 
 
 def test_the_state_of_a_high_precision_run_goes_on():

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import time
 
-import pytest
 import torch
 import torch.distributed as dist
 from fsdp_models import CONFIGS, adamw, blocks, shard, train
 from helpers import replace
 from primary_weight_checks import Net, net
-from ranks import device, join, run_in_turn
+from ranks import device, join
 from torch.distributed.device_mesh import DeviceMesh
 from torchao.quantization import quantize_
 
@@ -74,32 +71,3 @@ def go_wrong(rank: int, ranks: int, port: int, file: str, timeout: float) -> Non
         left[name] = (message, time.monotonic() - start)
         torch.save(left, file)
         dist.destroy_process_group()
-
-
-def one_computes_alone(rank: int, ranks: int, port: int, file: str, cases, seconds: float) -> None:
-    """Longer than collectives may take, while the other rank sits the case out."""
-    join(rank, ranks, port, seconds=seconds)
-    run_in_turn(lambda case: time.sleep(2 * seconds), cases, lambda case: 1, rank, file)
-
-
-def one_crashes(rank: int, ranks: int, port: int, file: str, cases) -> None:
-    join(rank, ranks, port)
-
-    def computes_or_crashes(case):
-        dist.barrier()
-        if rank == 1:
-            os.kill(os.getpid(), signal.SIGSEGV)
-        time.sleep(60)
-
-    run_in_turn(computes_or_crashes, cases, lambda case: ranks, rank, file)
-
-
-def nothing_raises(rank: int, ranks: int, port: int, file: str) -> None:
-    """What pytest raises there is no `Exception`."""
-
-    def expects(rank):
-        with pytest.raises(ValueError):
-            pass
-
-    join(rank, ranks, port)
-    run_in_turn(expects, ["case"], lambda case: ranks, rank, file)
