@@ -1,4 +1,4 @@
-"""The linear layer: no features, quantized Parameters, NaN and Inf, explicit backends, and what it refuses."""
+"""The linear layer: no features, quantized Parameters, NaN and Inf, and what it refuses."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from shared_inputs import assert_same
 from torch import nn
 from torchao.quantization import quantize_
 
-from torchao_blockwise import BlockwiseFP8Tensor, MasterWeightTensor, NVFP4Tensor, linear, ops
-from torchao_blockwise.nn import gemms
+from torchao_blockwise import BlockwiseFP8Tensor, MasterWeightTensor, NVFP4Tensor, linear
 from torchao_blockwise.testing import assert_bitwise_equal
 
 
@@ -88,27 +87,6 @@ def test_nan_and_inf_reach_what_depends_on_them(config, bad, where):
             not grad_input[4].isfinite().any() and not grad_weight[6].isfinite().any() and not grad_bias[6].isfinite()
         )
         assert output.isfinite().all()
-
-
-def test_an_explicit_backend_runs_or_raises():
-    x = tokens(9, 72)
-    with pytest.raises(ValueError, match="backend triton cannot run: Triton kernels need a CUDA device, got cpu"):
-        layer_of(replace(FP8, backend="triton"), 40, 72)(x)
-    with pytest.raises(ValueError, match="matmul: backend cublas cannot run: cuBLASLt needs a CUDA device, got cpu"):
-        layer_of(replace(FP8, backend="cublas"), 40, 72)(x)
-
-
-@both_formats
-def test_an_explicit_backend_reaches_every_operation(config, monkeypatch):
-    asked = []
-    for name in ("quantize", "quantize_by", "transpose"):
-        real = getattr(ops, name)
-        monkeypatch.setattr(ops, name, lambda *a, _real=real, **k: (asked.append(k["backend"]), _real(*a, **k))[1])
-    matmul = gemms.matmul_op
-    monkeypatch.setattr(gemms, "matmul_op", lambda *a: (asked.append(a[-1]), matmul(*a))[1])
-    forward_backward(layer_of(replace(config, backend="reference"), 40, 72), tokens(9, 72))
-    # Activation, weight, output; gradient, transpose, grad_input, grad_weight.
-    assert [ops.get_backend(b).value for b in asked] == ["reference"] * 7
 
 
 X = torch.ones(3, 72)
