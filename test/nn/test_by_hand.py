@@ -224,6 +224,27 @@ def test_any_routing(config, sizes, tail, n, k):
 
 
 @every_recipe
+@pytest.mark.parametrize("name", ("linear", "grouped"))
+@pytest.mark.parametrize("bad", (float("nan"), float("inf"), float("-inf")), ids=str)
+@pytest.mark.parametrize("where", ("x", "weight", "dy"))
+def test_values_that_are_not_finite(where, bad, name, config):
+    """They reach what they reach in the operations, whose tests say what that is."""
+    layer, plain = pair((DENSE | GROUPED)[name][0], 3 if name == "grouped" else 72, config)
+    x, dy, ends = tokens(9, 72), tokens(9, plain.weight.shape[-2]), torch.tensor([4, 4, 9], dtype=torch.int32)
+    with torch.no_grad():
+        for t in (layer.weight, plain.weight) if where == "weight" else ({"x": x, "dy": dy}[where],):
+            t[..., 1, 6] = bad
+
+    def run(module, x):
+        return module(x, ends) if name == "grouped" else module(x)
+
+    with ProductsByHand([*plain.parameters()], config):
+        expected = named_results(plain, x, dy, lambda x: run(plain, x))
+    assert not all(t.isfinite().all() for t in expected.values())
+    assert_same_tensors(named_results(layer, x, dy, lambda x: run(layer, x)), expected)
+
+
+@every_recipe
 @pytest.mark.parametrize("name", ("linear_no_bias", "grouped"))
 def test_non_contiguous_inputs_and_expanded_gradients(name, config):
     """`out.sum().backward()` gives the layer an expanded scalar. Sums of a norm or a bias have another order."""

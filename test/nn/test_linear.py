@@ -1,4 +1,4 @@
-"""The linear layer: no features, quantized Parameters, NaN and Inf, and what it refuses."""
+"""The linear layer: no features, quantized Parameters, and what it refuses."""
 
 from __future__ import annotations
 
@@ -63,30 +63,6 @@ def test_adapters_over_a_frozen_quantized_base(config):
     before = base.weight.qdata.clone()
     torch.optim.AdamW([p for p in (*base.parameters(), *down.parameters()) if p.requires_grad], lr=0.1).step()
     assert_bitwise_equal(base.weight.qdata, before)
-
-
-@both_formats
-@pytest.mark.parametrize("bad", (float("nan"), float("inf"), float("-inf")), ids=str)
-@pytest.mark.parametrize("where", ("x", "weight", "dy"))
-def test_nan_and_inf_reach_what_depends_on_them(config, bad, where):
-    layer, x, dy = layer_of(config, 40, 72), tokens(9, 72), tokens(9, 40)
-    if where == "weight":
-        with torch.no_grad():
-            layer.weight[5, 3] = bad
-    else:
-        {"x": x, "dy": dy}[where][4, 6] = bad
-    output, grad_input, grad_weight, grad_bias = forward_backward(layer, x, dy)
-    if where == "x":
-        assert not output[4].isfinite().any() and not grad_weight[:, 6].isfinite().any()
-        assert grad_input.isfinite().all() and grad_bias.isfinite().all()
-    elif where == "weight":
-        assert not output[:, 5].isfinite().any() and not grad_input[:, 3].isfinite().any()
-        assert grad_weight.isfinite().all()
-    else:
-        assert (
-            not grad_input[4].isfinite().any() and not grad_weight[6].isfinite().any() and not grad_bias[6].isfinite()
-        )
-        assert output.isfinite().all()
 
 
 X = torch.ones(3, 72)
