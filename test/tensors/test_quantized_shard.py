@@ -136,12 +136,6 @@ def test_refuses_what_rows_are_not():
     ):
         with pytest.raises(NotImplementedError, match=r"convert with master_weights=True|quantized"):
             refused()
-    with pytest.raises(ValueError, match=r"weight \[40, 33\] is a quantized Parameter, and Shard\(1\) would"):
-        torch.chunk(whole, 2, dim=1)
-    # As `fully_shard` does with CPUOffloadPolicy.
-    chunks = torch.chunk(whole, 2)
-    with pytest.raises(ValueError, match=r"weight \[40, 33\] is a quantized Parameter, which must stay.*CPUOffload"):
-        whole.new_zeros(chunks[0].shape).cpu()
 
 
 @both_formats
