@@ -10,6 +10,7 @@ import types
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torchao.quantization import quantize_
 
 from torchao_blockwise import (
@@ -172,6 +173,18 @@ def weight_calls():
 
 def master(*shape: int, config=FP8, dtype=torch.float32, seed: int = 0) -> nn.Parameter:
     return nn.Parameter(MasterWeightTensor(weight(*shape, dtype=dtype, seed=seed), config))
+
+
+class NoHostReads(TorchDispatchMode):
+    """Raises where an operation gives the host a value of a tensor, or has a size that depends on one."""
+
+    FORBIDDEN = ("_local_scalar_dense", "nonzero", "unique", "_unique", "masked_select", "bincount")
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert not func._schema.name.split("::")[1].startswith(self.FORBIDDEN), func
+        out = func(*args, **(kwargs or {}))
+        assert not any(isinstance(x, (int, float, bool)) for x in (out if isinstance(out, tuple) else (out,))), func
+        return out
 
 
 def selected_cases(request) -> list:
