@@ -56,9 +56,11 @@ def weight(*shape: int, dtype=torch.float32, seed: int = 0) -> torch.Tensor:
 
 
 def assert_same(got, expected) -> None:
-    """The tensors of one list are those of the other, bit for bit."""
+    """The tensors of one list, of which some may be None, are those of the other, bit for bit."""
     for index, (a, b) in enumerate(zip(got, expected, strict=True)):
-        assert_bitwise_equal(a, b, str(index))
+        assert (a is None) == (b is None)
+        if a is not None:
+            assert_bitwise_equal(a, b, str(index))
 
 
 def assert_same_tensors(got: dict, expected: dict) -> None:

@@ -7,8 +7,8 @@ import collections
 import pytest
 import torch
 from every_layer import CONFIGS, MODELS, Halves, Run, every_model, make, tokens
-from helpers import FP8, FP8_SQUARES, NVFP4, both_formats, forward_backward, replace, weight_calls
-from shared_inputs import OPS, Counter, assert_same, counting_backend
+from helpers import FP8, FP8_SQUARES, NVFP4, assert_same, both_formats, forward_backward, replace, weight_calls
+from shared_inputs import OPS, Counter, counting_backend
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.autograd.graph import save_on_cpu

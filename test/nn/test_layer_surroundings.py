@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from every_layer import CONFIGS, every_model, make, tokens
-from helpers import FP8, NVFP4, NoHostReads, both_formats, forward_backward, replace
-from shared_inputs import assert_same
+from helpers import FP8, NVFP4, NoHostReads, assert_same, both_formats, forward_backward, replace
 from torch import nn
 
 from torchao_blockwise import linear

@@ -7,8 +7,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import FP8, both_formats, every_recipe, forward_backward, replace, tokens, weight
-from shared_inputs import assert_same
+from helpers import FP8, assert_same, both_formats, every_recipe, forward_backward, replace, tokens, weight
 from torch import nn
 from torchao.quantization import quantize_
 
