@@ -22,33 +22,21 @@ from torchao_blockwise.testing import assert_bitwise_equal, relative_error
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
-COMMON = {
-    "vocab_size": 128, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4,
-    "max_position_embeddings": 64, "num_experts_per_tok": 2,
-}  # fmt: skip
-OWN = {
-    "Mixtral": {"intermediate_size": 96, "num_local_experts": 4},
-    "Qwen3Moe": {"intermediate_size": 96, "moe_intermediate_size": 48, "num_experts": 4, "head_dim": 16},
-    "DeepseekV3": {
-        "intermediate_size": 96, "moe_intermediate_size": 48, "n_routed_experts": 4, "n_group": 2, "topk_group": 1,
-        "first_k_dense_replace": 1, "q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 8,
-        "qk_nope_head_dim": 8, "v_head_dim": 16,
-    },
-    # Stores experts transposed, [E, K, N], and has biases.
-    "GptOss": {"intermediate_size": 96, "num_local_experts": 4, "head_dim": 16},
-}  # fmt: skip
+SIZES = {"vocab_size": 128, "hidden_size": 64, "head_dim": 16, "intermediate_size": 96, "moe_intermediate_size": 48}
+# The last one stores experts transposed, [E, K, N], and has biases.
+FAMILIES = ("Mixtral", "Qwen3Moe", "DeepseekV3", "GptOss")
 IDS = torch.randint(0, 128, (2, 33), generator=torch.Generator().manual_seed(1))
-every_family = pytest.mark.parametrize("family", OWN)
+every_family = pytest.mark.parametrize("family", FAMILIES)
 
 
 def hugging_face(family: str, implementation: str = "grouped_mm", dtype=torch.float32) -> nn.Module:
     """A language model of two layers, whose experts run by `implementation`."""
-    transformers = pytest.importorskip("transformers")
-    config = getattr(transformers, f"{family}Config")(**COMMON, **OWN[family])
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(
-        config, experts_implementation=implementation, attn_implementation="eager"
-    )
+    pytest.importorskip("transformers", "5.0")
+    import exported_models
+
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2} if family == "GptOss" else {}
+    model = exported_models.language_model(family, None, **SIZES, **experts)
+    model.set_experts_implementation(implementation)
     with torch.no_grad():
         for p in model.parameters():
             # So that experts matter: initial weights are tiny.
@@ -107,7 +95,7 @@ def test_hugging_faces_experts_train(config, family, dtype):
     assert expected[-1] < expected[0] - 0.3
 
 
-@pytest.mark.parametrize("family", ("Mixtral", "Qwen3Moe", "DeepseekV3"))
+@pytest.mark.parametrize("family", FAMILIES[:3])
 def test_implementations_agree(family):
     """A loop over experts with `F.linear` gives what grouped products give: blocks never reach over experts.
 
@@ -156,7 +144,7 @@ def test_hugging_faces_experts_compile(family, dtype):
 
     Formats take turns, so that each family and each dtype is compiled with both of them.
     """
-    config = (FP8, NVFP4)[(list(OWN).index(family) + (dtype == torch.bfloat16)) % 2]
+    config = (FP8, NVFP4)[(FAMILIES.index(family) + (dtype == torch.bfloat16)) % 2]
     module = next(m for fqn, m in hugging_face(family, dtype=dtype).named_modules() if fqn.endswith("experts"))
     converted(module, config, experts())
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
