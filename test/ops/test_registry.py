@@ -1,11 +1,9 @@
-"""Operations as they are defined: schemas, fakes, checks, tables of backends.
+"""Operations as they are defined: names, fakes and checks.
 
 Calls go through PyTorch's dispatcher where modes, subclasses, profilers or compilers observe them.
 """
 
 import contextlib
-import sys
-import types
 import warnings
 
 import pytest
@@ -14,23 +12,12 @@ from shared_inputs import Counter
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
-from torchao_blockwise.formats import NVFP4_1X16, CastOptions, Place
-from torchao_blockwise.ops.backend import Backend, Implementation
-from torchao_blockwise.ops.fused import NORM, Norm
-from torchao_blockwise.ops.registry import OPTIONS, PLACE
-from torchao_blockwise.ops.shards import SHARDS
-from torchao_blockwise.ops.shards.flat import Shards
+from torchao_blockwise.formats import NVFP4_1X16
+from torchao_blockwise.ops.backend import Backend
 
 X = torch.arange(6.0).reshape(2, 3)
 
-# --- schemas and values -----------------------------------------------------------------------------------------------
-
-FIELDS = {"options": (OPTIONS, CastOptions), "place": (PLACE, Place), "norm": (NORM, Norm), "shards": (SHARDS, Shards)}
-
-
-@pytest.mark.parametrize(("schema", "value"), FIELDS.values(), ids=FIELDS)
-def test_a_schema_has_the_fields_of_its_value(schema, value):
-    assert [argument.split()[-1] for argument in schema.split(", ")] == list(value._fields)
+# --- names and checks -------------------------------------------------------------------------------------------------
 
 
 def test_formats_and_backends_that_do_not_exist(define):
@@ -44,22 +31,6 @@ def test_formats_and_backends_that_do_not_exist(define):
             op.overload(*values)
     with pytest.raises(ValueError, match="unknown backend 'aut'"):
         op(NVFP4_1X16, Backend.TRITON, "aut")
-
-
-# --- tables and checks ------------------------------------------------------------------------------------------------
-
-
-def test_a_row_by_name_is_imported_when_it_runs(define, monkeypatch):
-    module = f"{__name__}_of_kernels"
-    op = define("Tensor(a!) x", table=[Implementation(Backend.REFERENCE, f"{module}:twice")])
-    with pytest.raises(ModuleNotFoundError, match=module):
-        op(X)
-    kernels = types.ModuleType(module)
-    kernels.twice = lambda x: None if x.mul_(2) is x else x
-    monkeypatch.setitem(sys.modules, module, kernels)
-    x = X.clone()
-    op(x)
-    assert torch.equal(x, 2 * X)
 
 
 @pytest.mark.parametrize("device", ("cpu", "meta"))
