@@ -288,17 +288,8 @@ def with_fault(module, old: str, new: str, folder: Path):
     """A copy of `module` whose source has `new` in the one place of `old`."""
     source = Path(module.__file__).read_text()
     assert source.count(old) == 1, "what the fault replaces is no longer there, or several times"
-    return _loaded(source.replace(old, new), folder)
-
-
-def without_fault(module, folder: Path):
-    """A copy of `module` made like one with a fault: the control of what is seen with the fault."""
-    return _loaded(Path(module.__file__).read_text(), folder)
-
-
-def _loaded(source: str, folder: Path):
     path = folder / "copied.py"
-    path.write_text(source)
+    path.write_text(source.replace(old, new))
     spec = importlib.util.spec_from_file_location("copied", path)
     copied = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(copied)

@@ -1,4 +1,4 @@
-"""A fused module for tests, results compared bit for bit, and a count of quantizations."""
+"""A fused module for tests, and a count of quantizations."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torchao.quantization import quantize_
 
 from torchao_blockwise.nn.fused_modules import fuse_class
-from torchao_blockwise.testing import assert_bitwise_equal
 
 OPS = torch.ops.torchao_blockwise
 FEATURES = 160
@@ -20,13 +19,6 @@ VARIANTS = {
     "quantized_weight": {"master_weights": False},
     "out_dtype": {"out_dtype": torch.bfloat16},
 }
-
-
-def assert_same(got, expected) -> None:
-    for index, (a, b) in enumerate(zip(got, expected, strict=True)):
-        assert (a is None) == (b is None)
-        if a is not None:
-            assert_bitwise_equal(a, b, str(index))
 
 
 class Counter(TorchDispatchMode):

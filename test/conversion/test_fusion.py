@@ -7,8 +7,8 @@ import types
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from helpers import FP8, both_formats, forward_backward, saved_and_loaded
-from shared_inputs import Counter, assert_same
+from helpers import FP8, assert_same, both_formats, forward_backward, saved_and_loaded
+from shared_inputs import Counter
 from torch import nn
 from torchao.quantization import quantize_
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import sys
 
 import pytest
@@ -129,7 +130,11 @@ def test_experts(config, way):
         tensors = [t for t in report.tensors if t.layer == first]
         assert {t.tensor: t.elements for t in tensors} == {"x": 45 * 64, "w": 4 * 64 * n, "dy": 45 * n}
         of_first.append([vars(t) | {"trains": None} for t in tensors if t.tensor in kinds])
+        assert {t.trains for t in tensors} == {report is reports[1]}
     assert of_first[0] == of_first[1]
+    asked, trained = reports
+    assert way == "swiglu" or asked.gradients[0].to_noise == trained.gradients[0].to_noise
+    assert math.isnan(asked.gradient_to_noise) and trained.gradient_to_noise > 0
 
 
 def test_layers_inside_of_a_module_of_experts_are_counted_once():

@@ -179,11 +179,6 @@ def test_nan_encodes_without_its_sign():
     assert E2M1.encode(nans).tolist() == [0]
 
 
-def test_e2m1_packs_the_even_element_low_and_pads_with_zero():
-    assert E2M1.encode(tensor([0.5, 1.0, -6.0])).tolist() == [0x21, 0x0F]
-    assert E2M1.decode(torch.tensor([0x21, 0x0F], dtype=torch.uint8), 3).tolist() == [0.5, 1.0, -6.0]
-
-
 # --- quantize ---------------------------------------------------------------------------------------------------------
 
 SHAPES = ((1, 1), (3, 300), (17, 33), (130, 7))

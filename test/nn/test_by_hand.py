@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import grouped_products
 import pytest
 import torch
 import torch.nn.functional as F
 from every_layer import Halves
 from helpers import (
     FP8,
+    FP8_SQUARES,
     FULL,
     HADAMARD,
     NVFP4,
@@ -82,6 +84,9 @@ GROUPED = {
 }
 CONFIGS = RECIPES | {
     "quantized": replace(FP8, master_weights=False),
+    "nvfp4_quantized": replace(NVFP4, master_weights=False),
+    "high_precision": replace(FP8, save_activations="high_precision"),
+    "squares_high_precision": replace(FP8_SQUARES, save_activations="high_precision"),
     "saved": replace(FP8, save_weights="quantized"),
     "hadamard": HADAMARD,
     "other_signs": replace(HADAMARD, hadamard=(1, -1) * 8, save_activations="high_precision"),
@@ -137,12 +142,8 @@ def test_layers(name, shape, config, device):
     assert_by_hand(layers, lambda x: by_hand(layers[1], x, fused), tokens(*shape, device=device), config)
 
 
-# Sizes of the groups, and tokens after the last one.
-ROUTINGS = {
-    "one_block_each": ([128, 128, 128], 0), "ragged": ([5, 130, 41], 0), "empty_experts": ([0, 7, 0, 23, 0], 0),
-    "one_token_each": ([1, 1, 1], 0), "all_to_one": ([0, 0, 300], 0), "tail": ([10, 0, 7], 30),
-    "nothing_but_tail": ([0, 0, 0], 20), "no_tokens": ([0, 0, 0], 0), "one_token": ([0, 1, 0], 0),
-}  # fmt: skip
+# A single matrix is no stack of experts.
+ROUTINGS = {name: routing for name, routing in grouped_products.ROUTINGS.items() if len(routing[0]) > 1}
 
 
 @every_config
@@ -221,6 +222,27 @@ def test_any_features(config, t, n, k):
        n=st.integers(1, 140), k=st.integers(1, 140))  # fmt: skip
 def test_any_routing(config, sizes, tail, n, k):
     assert_experts_by_hand(lambda e: Grouped(e, n, k), GROUPED["grouped"][1], sizes, tail, config, k)
+
+
+@every_recipe
+@pytest.mark.parametrize("name", ("linear", "grouped"))
+@pytest.mark.parametrize("bad", (float("nan"), float("inf"), float("-inf")), ids=str)
+@pytest.mark.parametrize("where", ("x", "weight", "dy"))
+def test_values_that_are_not_finite(where, bad, name, config):
+    """They reach what they reach in the operations, whose tests say what that is."""
+    layer, plain = pair((DENSE | GROUPED)[name][0], 3 if name == "grouped" else 72, config)
+    x, dy, ends = tokens(9, 72), tokens(9, plain.weight.shape[-2]), torch.tensor([4, 4, 9], dtype=torch.int32)
+    with torch.no_grad():
+        for t in (layer.weight, plain.weight) if where == "weight" else ({"x": x, "dy": dy}[where],):
+            t[..., 1, 6] = bad
+
+    def run(module, x):
+        return module(x, ends) if name == "grouped" else module(x)
+
+    with ProductsByHand([*plain.parameters()], config):
+        expected = named_results(plain, x, dy, lambda x: run(plain, x))
+    assert not all(t.isfinite().all() for t in expected.values())
+    assert_same_tensors(named_results(layer, x, dy, lambda x: run(layer, x)), expected)
 
 
 @every_recipe

@@ -171,22 +171,6 @@ def test_a_call_without_tokens_decides_nothing():
         layer_of(lambda layer, x: layer.weight[IDS] if len(x) else x)(X)
 
 
-def test_another_path_in_evaluation_is_checked_too():
-    def forward(layer, x):
-        if layer.training:
-            return F.linear(x, layer.weight)
-        if not hasattr(layer, "cached"):
-            layer.cached = values(layer.weight).clone()
-        return F.linear(x, layer.cached)
-
-    model = layer_of(forward)
-    model(X).sum().backward()
-    with refusal("evaluation"):
-        model.eval()(X)
-    # A copy of the weight is a weight.
-    layer_of(lambda layer, x: F.linear(x, layer.weight.clone())).eval()(X)
-
-
 def test_threads_are_checked_by_themselves():
     """While one thread multiplies by the weight, another that does not is refused."""
     started, done = threading.Event(), threading.Event()

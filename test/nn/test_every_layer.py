@@ -7,8 +7,8 @@ import collections
 import pytest
 import torch
 from every_layer import CONFIGS, MODELS, Halves, Run, every_model, make, tokens
-from helpers import FP8, FP8_SQUARES, NVFP4, both_formats, forward_backward, replace, weight_calls
-from shared_inputs import OPS, Counter, assert_same, counting_backend
+from helpers import FP8, FP8_SQUARES, NVFP4, assert_same, both_formats, forward_backward, replace, weight_calls
+from shared_inputs import OPS, Counter, counting_backend
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.autograd.graph import save_on_cpu
@@ -22,10 +22,6 @@ from torchao_blockwise.testing import assert_bitwise_equal, relative_error
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
-VARIANTS = {
-    "high_precision": {"save_activations": "high_precision"},
-    "quantized_weight": {"master_weights": False},
-}
 formats_and_blocks = pytest.mark.parametrize(
     "config", (FP8, FP8_SQUARES, NVFP4), ids=lambda config: config.grad_weight_format.name
 )
@@ -62,14 +58,6 @@ def test_a_named_backend_reaches_every_operation(model, config, monkeypatch):
 
 
 @every_model
-@formats_and_blocks
-@pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
-def test_options_do_not_change_bits(model, config, variant):
-    x = tokens(model, 130)
-    assert_same(results(make(model, replace(config, **variant)), x), results(make(model, config), x))
-
-
-@every_model
 @pytest.mark.parametrize("config", (FP8, FP8_SQUARES), ids=("fp8", "squares"))
 def test_saved_weights_are_quantized_once_and_give_the_same_bits(model, config):
     x = tokens(model, 130)
@@ -88,9 +76,7 @@ def test_saved_weights_are_quantized_once_and_give_the_same_bits(model, config):
 
 
 @every_model
-@pytest.mark.parametrize(
-    "config", (FP8, NVFP4, replace(FP8, **VARIANTS["high_precision"])), ids=("fp8", "nvfp4", "high_precision")
-)
+@pytest.mark.parametrize("config", (FP8, NVFP4, CONFIGS["high_precision"]), ids=("fp8", "nvfp4", "high_precision"))
 def test_only_the_gradients_that_are_needed(model, config):
     layer, x = make(model, config), tokens(model).requires_grad_()
     out = layer(x)

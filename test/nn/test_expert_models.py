@@ -22,43 +22,36 @@ from torchao_blockwise.testing import assert_bitwise_equal, relative_error
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
-COMMON = {
-    "vocab_size": 128, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4,
-    "max_position_embeddings": 64, "num_experts_per_tok": 2,
-}  # fmt: skip
-OWN = {
-    "Mixtral": {"intermediate_size": 96, "num_local_experts": 4},
-    "Qwen3Moe": {"intermediate_size": 96, "moe_intermediate_size": 48, "num_experts": 4, "head_dim": 16},
-    "DeepseekV3": {
-        "intermediate_size": 96, "moe_intermediate_size": 48, "n_routed_experts": 4, "n_group": 2, "topk_group": 1,
-        "first_k_dense_replace": 1, "q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 8,
-        "qk_nope_head_dim": 8, "v_head_dim": 16,
-    },
-    # Stores experts transposed, [E, K, N], and has biases.
-    "GptOss": {"intermediate_size": 96, "num_local_experts": 4, "head_dim": 16},
-}  # fmt: skip
+SIZES = {"vocab_size": 128, "hidden_size": 64, "head_dim": 16, "intermediate_size": 96, "moe_intermediate_size": 48}
+# The last one stores experts transposed, [E, K, N], and has biases.
+FAMILIES = ("Mixtral", "Qwen3Moe", "DeepseekV3", "GptOss")
 # They call `bmm`: each expert with all tokens, those of others as zeros; a linear layer with groups of its rows.
 BATCHED = {
     "Llama4Text": {
-        "intermediate_size": 96, "intermediate_size_mlp": 96, "num_local_experts": 4, "num_experts_per_tok": 1,
-        "interleave_moe_layer_step": 1, "head_dim": 16,
+        "intermediate_size_mlp": 96, "num_local_experts": 4, "num_experts_per_tok": 1, "interleave_moe_layer_step": 1
     },
     "DeepseekV4": {
-        "moe_intermediate_size": 48, "n_routed_experts": 4, "head_dim": 16, "o_groups": 2, "o_lora_rank": 40,
-        "q_lora_rank": 32,
+        "n_routed_experts": 4, "num_experts_per_tok": 2, "o_groups": 2, "o_lora_rank": 40, "q_lora_rank": 32
     },
 }  # fmt: skip
 IDS = torch.randint(0, 128, (2, 33), generator=torch.Generator().manual_seed(1))
-every_family = pytest.mark.parametrize("family", OWN)
+every_family = pytest.mark.parametrize("family", FAMILIES)
 
 
 def hugging_face(family: str, implementation: str = "grouped_mm", dtype=torch.float32) -> nn.Module:
     """A language model of two layers, whose experts run by `implementation`."""
-    transformers = pytest.importorskip("transformers")
-    config = getattr(transformers, f"{family}Config")(**COMMON | (OWN | BATCHED)[family])
-    torch.manual_seed(0)
-    chosen = {} if family in BATCHED else {"experts_implementation": implementation}
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager", **chosen)
+    transformers = pytest.importorskip("transformers", "5.0")
+    import exported_models
+
+    if family in BATCHED:
+        heads = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4}
+        config = getattr(transformers, f"{family}Config")(**SIZES, **heads, **BATCHED[family])
+        torch.manual_seed(0)
+        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    else:
+        experts = {"num_local_experts": 4, "num_experts_per_tok": 2} if family == "GptOss" else {}
+        model = exported_models.language_model(family, None, **SIZES, **experts)
+        model.set_experts_implementation(implementation)
     with torch.no_grad():
         for p in model.parameters():
             # So that experts matter: initial weights are tiny.
@@ -126,7 +119,7 @@ def test_tokens_batched_by_expert_train(config, family):
     assert expected[-1] < expected[0] - 0.3
 
 
-@pytest.mark.parametrize("family", ("Mixtral", "Qwen3Moe", "DeepseekV3"))
+@pytest.mark.parametrize("family", FAMILIES[:3])
 def test_implementations_agree(family):
     """A loop over experts with `F.linear` gives what grouped products give: blocks never reach over experts.
 
@@ -175,7 +168,7 @@ def test_hugging_faces_experts_compile(family, dtype):
 
     Formats take turns, so that each family and each dtype is compiled with both of them.
     """
-    config = (FP8, NVFP4)[(list(OWN).index(family) + (dtype == torch.bfloat16)) % 2]
+    config = (FP8, NVFP4)[(FAMILIES.index(family) + (dtype == torch.bfloat16)) % 2]
     module = next(m for fqn, m in hugging_face(family, dtype=dtype).named_modules() if fqn.endswith("experts"))
     converted(module, config, experts())
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")

@@ -1,4 +1,4 @@
-"""The linear layer: no features, quantized Parameters, NaN and Inf, explicit backends, and what it refuses."""
+"""The linear layer: no features, quantized Parameters, and what it refuses."""
 
 from __future__ import annotations
 
@@ -7,13 +7,11 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import FP8, both_formats, every_recipe, forward_backward, replace, tokens, weight
-from shared_inputs import assert_same
+from helpers import FP8, assert_same, both_formats, every_recipe, forward_backward, replace, tokens, weight
 from torch import nn
 from torchao.quantization import quantize_
 
-from torchao_blockwise import BlockwiseFP8Tensor, MasterWeightTensor, NVFP4Tensor, linear, ops
-from torchao_blockwise.nn import gemms
+from torchao_blockwise import BlockwiseFP8Tensor, MasterWeightTensor, NVFP4Tensor, linear
 from torchao_blockwise.testing import assert_bitwise_equal
 
 
@@ -66,62 +64,15 @@ def test_adapters_over_a_frozen_quantized_base(config):
     assert_bitwise_equal(base.weight.qdata, before)
 
 
-@both_formats
-@pytest.mark.parametrize("bad", (float("nan"), float("inf"), float("-inf")), ids=str)
-@pytest.mark.parametrize("where", ("x", "weight", "dy"))
-def test_nan_and_inf_reach_what_depends_on_them(config, bad, where):
-    layer, x, dy = layer_of(config, 40, 72), tokens(9, 72), tokens(9, 40)
-    if where == "weight":
-        with torch.no_grad():
-            layer.weight[5, 3] = bad
-    else:
-        {"x": x, "dy": dy}[where][4, 6] = bad
-    output, grad_input, grad_weight, grad_bias = forward_backward(layer, x, dy)
-    if where == "x":
-        assert not output[4].isfinite().any() and not grad_weight[:, 6].isfinite().any()
-        assert grad_input.isfinite().all() and grad_bias.isfinite().all()
-    elif where == "weight":
-        assert not output[:, 5].isfinite().any() and not grad_input[:, 3].isfinite().any()
-        assert grad_weight.isfinite().all()
-    else:
-        assert (
-            not grad_input[4].isfinite().any() and not grad_weight[6].isfinite().any() and not grad_bias[6].isfinite()
-        )
-        assert output.isfinite().all()
-
-
-def test_an_explicit_backend_runs_or_raises():
-    x = tokens(9, 72)
-    with pytest.raises(ValueError, match="backend triton cannot run: Triton kernels need a CUDA device, got cpu"):
-        layer_of(replace(FP8, backend="triton"), 40, 72)(x)
-    with pytest.raises(ValueError, match="matmul: backend cublas cannot run: cuBLASLt needs a CUDA device, got cpu"):
-        layer_of(replace(FP8, backend="cublas"), 40, 72)(x)
-
-
-@both_formats
-def test_an_explicit_backend_reaches_every_operation(config, monkeypatch):
-    asked = []
-    for name in ("quantize", "quantize_by", "transpose"):
-        real = getattr(ops, name)
-        monkeypatch.setattr(ops, name, lambda *a, _real=real, **k: (asked.append(k["backend"]), _real(*a, **k))[1])
-    matmul = gemms.matmul_op
-    monkeypatch.setattr(gemms, "matmul_op", lambda *a: (asked.append(a[-1]), matmul(*a))[1])
-    forward_backward(layer_of(replace(config, backend="reference"), 40, 72), tokens(9, 72))
-    # Activation, weight, output; gradient, transpose, grad_input, grad_weight.
-    assert [ops.get_backend(b).value for b in asked] == ["reference"] * 7
-
-
 X = torch.ones(3, 72)
 ERRORS = {
-    "int_x": (lambda w: F.linear(X.long(), w), TypeError, "x must be bfloat16, float16 or float32"),
-    "f64_x": (lambda w: F.linear(X.double(), w), TypeError, "got torch.float64; cast it first"),
+    "f64_x": (lambda w: F.linear(X.double(), w), TypeError, "bfloat16, float16 or float32, got torch.float64; cast it"),
     "complex_x": (lambda w: F.linear(X + 0j, w), TypeError, "got torch.complex64; cast it first"),
     "sparse_x": (
         lambda w: F.linear(X.to_sparse(), w),
         TypeError,
         r"must be dense, got torch.sparse_coo; .*to_dense\(\)",
     ),
-    "csr_x": (lambda w: F.linear(X.to_sparse_csr(), w), TypeError, "x must be dense, got torch.sparse_csr"),
     "nested_x": (
         lambda w: F.linear(torch.nested.nested_tensor([X, X[:1]]), w),
         TypeError,

@@ -8,9 +8,8 @@ import functools
 import pytest
 import torch
 from every_layer import CONFIGS, Run, counting, every_model, make, tokens
-from helpers import NVFP4, both_formats, forward_backward
+from helpers import NVFP4, assert_same, both_formats, forward_backward
 from live_memory import LiveMemory
-from shared_inputs import assert_same
 from torch import nn
 from torch.utils.checkpoint import (
     checkpoint,

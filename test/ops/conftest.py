@@ -17,24 +17,17 @@ _numbers = itertools.count()
 
 
 @pytest.fixture(scope="module")
-def namespace():
-    """Operations are defined in a separate namespace, which is gone afterwards."""
+def define():
+    """define(arguments, returns, run, ..): an operation `op<n>` of this schema, in a namespace that goes afterwards."""
+
+    def define(arguments: str, returns: str = "()", run=lambda *args: None, **options):
+        schema = f"op{next(_numbers)}({arguments}) -> {returns}"
+        return registry.Operation(schema, table=[Implementation(Backend.REFERENCE, run)], **options)
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(registry, "NAMESPACE", NAMESPACE)
         patch.setattr(registry, "_library", torch.library.Library(NAMESPACE, "DEF"))
-        yield
-
-
-@pytest.fixture(scope="module")
-def define(namespace):
-    """define(arguments, returns, run, ..): an operation `op<n>` of this schema, `op<n>_` where it changes arguments."""
-
-    def define(arguments: str, returns: str = "()", run=lambda *args: None, **options):
-        table = options.pop("table", [Implementation(Backend.REFERENCE, run)])
-        name = f"op{next(_numbers)}{'_' * ('!' in arguments)}"
-        return registry.Operation(f"{name}({arguments}) -> {returns}", table=table, **options)
-
-    return define
+        yield define
 
 
 GUARD, POISON = 4096, 0xA5

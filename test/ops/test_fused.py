@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
-from quantize_cases import INPUTS, assert_same
+from quantize_cases import INPUTS, assert_same, backends
 
 from torchao_blockwise import ops
 from torchao_blockwise.formats import FORMATS, FP8_1X128, CastOptions
@@ -24,7 +24,6 @@ SHAPES = (
     (0, 128), (128, 0), (1, 1), (16, 16), (63, 500), (129, 127), (130, 48), (16, 256), (272, 128), (144, 400),
 )  # fmt: skip
 shapes = pytest.mark.parametrize("shape", SHAPES, ids=shape_id)
-backends = pytest.mark.parametrize("backend", ("reference", "triton"))
 COPIES = {"rowwise": (True, False), "columnwise": (False, True), "both": (True, True)}
 ROWWISE, BOTH = CastOptions(FP8_1X128), CastOptions(FP8_1X128, columnwise=True)
 SQUARES = CastOptions(FP8_1X128, columnwise=True, columnwise_format_name="fp8_128x128")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from grouped_copies import GROUPS, int32
+from grouped_copies import int32
 from grouped_products import ROUTINGS, ends_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -144,21 +144,19 @@ def check_padding(ends: list[int], tokens: int, block: int) -> None:
     assert padded_rows(int32(ends), tokens, block).tolist() == rows + [tokens] * (size - len(rows))
 
 
-@pytest.mark.parametrize("block", (16, 128))
-@pytest.mark.parametrize("ends, tokens", GROUPS.values(), ids=GROUPS)
-def test_padding(ends, tokens, block):
-    check_padding(ends, tokens, block)
-
-
 @settings(deadline=None, max_examples=60)
-@given(sizes=st.lists(st.integers(0, 40), min_size=1, max_size=20), after=st.integers(0, 40))
-def test_padding_of_any_sizes(sizes, after):
-    check_padding(torch.tensor(sizes).cumsum(0).tolist(), sum(sizes) + after, 16)
+@given(
+    sizes=st.lists(st.integers(0, 140), min_size=1, max_size=20),
+    after=st.integers(0, 40),
+    block=st.sampled_from((16, 128)),
+)
+def test_padding_of_any_sizes(sizes, after, block):
+    check_padding(torch.tensor(sizes).cumsum(0).tolist(), sum(sizes) + after, block)
 
 
 def test_the_bound_is_reached():
-    """By groups of one token each, and by as many groups as there are tokens."""
-    assert padded_tokens(4, 4, 16) == padded_tokens(4, 300, 16) == 64
+    """By groups of one token each, by as many groups as there are tokens, and by a whole block."""
+    assert padded_tokens(4, 4, 16) == padded_tokens(4, 300, 16) == 64 and padded_tokens(16, 1, 16) == 16
 
 
 def test_malformed_ends_are_clamped():

@@ -7,6 +7,7 @@ import contextlib
 import pytest
 import torch
 from gpu_steps import capture
+from quantize_cases import rowwise_of
 from torch.overrides import TorchFunctionMode
 
 from torchao_blockwise import ops
@@ -17,10 +18,6 @@ from torchao_blockwise.ops.backend import Backend, choose
 from torchao_blockwise.testing import assert_bitwise_equal, random_tensor
 
 library = torch.ops.torchao_blockwise
-
-
-def quantize(x: torch.Tensor, fmt):
-    return ops.quantize(x, fmt, backend="reference").rowwise
 
 
 # The layers whose calls are checked: (tokens, features in, features out, ends of groups).
@@ -41,7 +38,7 @@ def calls_of_no_layer(tokens: int) -> None:
             ops.quantize(x, NVFP4_1X16, **options)
         for rowwise in (False, True):
             ops.quantize(x, FP8_1X128, rowwise=rowwise, columnwise=FP8_128X128, groups=groups)
-    a, b = quantize(x, FP8_1X128), quantize(random_tensor(16, 40), FP8_1X128)
+    a, b = (rowwise_of(t, FP8_1X128, backend="reference") for t in (x, random_tensor(16, 40)))
     ops.matmul(a, b, out_dtype=torch.float16, bias=torch.ones(16))
     for layer in ("layer", "rms"):
         statistics = ops.norm_statistics(x, layer, 1e-5)

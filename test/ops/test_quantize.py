@@ -1,4 +1,4 @@
-"""ops.quantize: kernels against the reference, invariants, special values, any number of tokens."""
+"""ops.quantize and ops.dequantize: kernels against the reference, invariants, special values, any number of tokens."""
 
 from __future__ import annotations
 
@@ -23,12 +23,7 @@ from quantize_cases import (
 )
 
 from torchao_blockwise import ops
-from torchao_blockwise.testing import (
-    assert_bitwise_equal,
-    assert_operands_equal,
-    random_tensor,
-    shape_id,
-)
+from torchao_blockwise.testing import assert_bitwise_equal, assert_operands_equal, random_tensor, shape_id
 
 # --- one result, whatever computes it ---------------------------------------------------------------------------------
 
@@ -152,3 +147,26 @@ def test_padded_is_quantizing_with_zero_tokens_behind(fmt, shape, value, backend
     assert_same([rowwise], [rowwise_of(x, fmt, backend="reference")])
     assert columnwise.qdata.shape[-1] == fmt.element.packed(-(-shape[-2] // 32) * 32)
     assert_same([columnwise, columnwise_of(x, fmt, padded=True, backend=backend)], [expected] * 2)
+
+
+# --- ops.dequantize, whose values are compared with numerics.md in formats/test_numerics.py ---------------------------
+
+
+@nvfp4_formats
+@pytest.mark.parametrize("columns", (1, 15, 17, 33))
+def test_odd_columns(fmt, columns):
+    x = random_tensor(5, columns)
+    q = rowwise_of(x, fmt, backend="reference")
+    held = ops.dequantize(q)
+    assert held.shape == (5, columns + 1)
+    assert (held[:, -1] == 0).all()
+    assert_bitwise_equal(ops.dequantize(q, columns=columns), held[:, :columns])
+
+
+@formats
+@pytest.mark.parametrize(
+    "dtype", (torch.bfloat16, torch.float16, torch.float32, torch.float64), ids=lambda d: str(d)[6:]
+)
+def test_rounds_once_to_the_dtype(fmt, dtype):
+    q = rowwise_of(random_tensor(33, 150), fmt, backend="reference")
+    assert_bitwise_equal(ops.dequantize(q, dtype=dtype), ops.dequantize(q).to(dtype))

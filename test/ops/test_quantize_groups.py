@@ -16,8 +16,8 @@ from grouped_copies import (
     int32,
     tokens_of,
 )
+from helpers import NoHostReads
 from quantize_cases import BOTH, INPUTS, ROUNDING, assert_same
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchao_blockwise import ops
 from torchao_blockwise.formats import (
@@ -207,31 +207,16 @@ def test_kernels_clamp_malformed_ends(ends, fmt, guarded, device):
     assert_same(kernels.quantize(x, bits, options, ends), expected)
 
 
-class Synchronizations(TorchDispatchMode):
-    """Operations that read a device's values, or whose shapes follow from them."""
-
-    def __init__(self):
-        super().__init__()
-        self.seen = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func.name().split("::")[1].split(".")[0]
-        if name in ("_local_scalar_dense", "item", "nonzero", "masked_select", "bincount", "unique", "_unique2"):
-            self.seen.append(name)
-        return func(*args, **(kwargs or {}))
-
-
 @formats
 def test_nothing_is_read_back(fmt, device):
     """Neither by the reference nor around the kernels; the check of a CPU's ends is what would."""
     kernels = pytest.importorskip("torchao_blockwise.ops.quantization.kernels_triton")
     x, ends = random_tensor(20, 48, device=device), int32([3, 17], device)
     options = CastOptions(fmt, columnwise=True)
-    with Synchronizations() as mode:
+    with NoHostReads():
         bits = reference.tensor_amax_bits(x, ends, False) if fmt.has_global_scale else None
         reference.quantize(x, bits, options, Groups(ends))
         kernels.quantize(x, bits, options, Groups(ends))
-    assert mode.seen == []
 
 
 def test_launches_do_not_depend_on_how_many_groups_there_are(device, machine):
@@ -276,14 +261,15 @@ def test_large(ends, fmt):
 
 
 @backends
-@pytest.mark.parametrize("shape", ((3, 40, 50), (2, 3, 16, 33), (1, 20, 32), (2, 0, 16), (20, 33)), ids=str)
+@pytest.mark.parametrize("shape", ((3, 9, 1030), (2, 3, 16, 33), (1, 20, 32), (2, 0, 16), (20, 33)), ids=str)
 @pytest.mark.parametrize("fmt", ("nvfp4_1x16", "nvfp4_16x16"))
 def test_each_matrix_is_quantized_alone(fmt, shape, backend, device):
     """By `scale_per_group` without groups; a single matrix has one scale."""
     magnitudes = 4.0 ** torch.arange(torch.Size(shape[:-2]).numel(), device=device).view(shape[:-2])[..., None, None]
     x = (random_tensor(*shape, device=device) * magnitudes).bfloat16()
+    x[..., -1] *= 4096
     if shape[0] in (2, 3) and shape[-2]:
-        x[1].view(-1)[5] = float("nan")
+        x[1].view(-1)[5] = float("inf")
     made = ops.quantize(x, fmt, columnwise=True, scale_per_group=True, backend=backend)
     assert all(copy.global_scale.shape == shape[:-2] for copy in made)
     for index in itertools.product(*map(range, shape[:-2])):

@@ -38,7 +38,7 @@ def messages(calls) -> str:
 
 
 QUANTIZE = [
-    *((X.to(dtype), FP8_1X128, {}) for dtype in (torch.int32, torch.float64, torch.float8_e4m3fn)),
+    (X.double(), FP8_1X128, {}),
     (X[0], FP8_1X128, {}),
     (X, "fp8", {}),
     (X, FP8_1X128, {"rowwise": False}),
@@ -55,7 +55,6 @@ QUANTIZE = [
     # Transforms and random bits.
     (X, FP8_1X128, {"columnwise": True, "hadamard": True}),
     (X, NVFP4_1X16, {"hadamard": True}),
-    (X, FP8_1X128, {"stochastic": ROUNDING}),
     (X, NVFP4_16X16, {"stochastic": ROUNDING}),
     (X[None], NVFP4_1X16, {"stochastic": ROUNDING}),
     (X, NVFP4_1X16, {"columnwise": True, "stochastic": PART}),
@@ -76,9 +75,7 @@ def test_quantize(monkeypatch):
     assert_expected_inline(
         messages(lambda x=x, fmt=fmt, options=options: ops.quantize(x, fmt, **options) for x, fmt, options in QUANTIZE),
         """\
-TypeError quantize: x must be bfloat16, float16 or float32, got torch.int32; cast it first
 TypeError quantize: x must be bfloat16, float16 or float32, got torch.float64; cast it first
-TypeError quantize: x must be bfloat16, float16 or float32, got torch.float8_e4m3fn; cast it first
 ValueError quantize: x must have at least 2 dims [.., M, K], got shape [32]; reshape it
 ValueError unknown block format 'fp8'; the formats are fp8_1x128, fp8_128x128, nvfp4_1x16, nvfp4_16x16
 ValueError quantize: nothing to compute; set rowwise, columnwise or both
@@ -93,7 +90,6 @@ ValueError quantize: tensor_amax must be a tensor, or with hadamard a tuple: the
 ValueError quantize: tensor_amax must be a tensor, or with hadamard a tuple: the tensor's amax, the transform's amax
 ValueError quantize: hadamard is for nvfp4_1x16, got fp8_1x128; leave it out
 ValueError quantize: hadamard transforms the columnwise copy, which is not requested; leave it out
-ValueError quantize: stochastic is for nvfp4_1x16, got fp8_1x128; leave it out
 ValueError quantize: stochastic is for nvfp4_1x16, got nvfp4_16x16; leave it out
 ValueError quantize: x must be [M, K], got shape [1, 4, 32]; flatten its leading dims
 ValueError quantize: start and grid of stochastic refer to the blocks of one copy, but both copies are requested; request them in separate calls, the columnwise one with stream + 1
@@ -127,14 +123,13 @@ SUM = torch.zeros(4, 8)
 def test_dequantize_and_transpose():
     calls = [
         *(lambda op=op, x=x: op(x) for op in (ops.dequantize, ops.transpose) for x in (X, tuple(A))),
-        *(lambda dtype=dtype: ops.dequantize(A, dtype=dtype) for dtype in (torch.int32, torch.float8_e4m3fn)),
+        lambda: ops.dequantize(A, dtype=torch.int32),
         lambda: ops.dequantize(A._replace(format_name="fp8")),
         lambda: ops.dequantize(A, columns=31),
         lambda: ops.dequantize(NVFP4, columns=30),
         lambda: ops.dequantize(SCALED),
         lambda: ops.transpose(NVFP4_SQUARE, columns=30),
         lambda: ops.transpose(NVFP4_SQUARE, backend="cublas"),
-        lambda: ops.transpose(A),
         lambda: ops.transpose(NVFP4),
     ]
     assert_expected_inline(
@@ -145,14 +140,12 @@ TypeError dequantize: x must be a result of quantize, got tuple; quantize it fir
 TypeError transpose: x must be a result of quantize, got Tensor; quantize it first
 TypeError transpose: x must be a result of quantize, got tuple; quantize it first
 TypeError dequantize: dtype must be bfloat16, float16, float32 or float64, got torch.int32
-TypeError dequantize: dtype must be bfloat16, float16, float32 or float64, got torch.float8_e4m3fn
 ValueError dequantize: x has unknown format 'fp8'; the formats are fp8_1x128, fp8_128x128, nvfp4_1x16, nvfp4_16x16
 ValueError dequantize: the payload has 32 columns, got columns=31
 ValueError dequantize: the payload has 32 columns, got columns=30
 ValueError dequantize: global_scale must be a scalar or have one value for each matrix of x, got [2] for payload of shape [4, 16]; for tokens in groups, dequantize the rows of each group with its own scale
 ValueError transpose: columns=30 does not match a payload of shape [4, 16]
 ValueError transpose: backend cublas has no implementation; choose one of triton, reference, or auto
-ValueError transpose: blocks must be square, got 1x128 (fp8_1x128), whose transpose needs other scales; quantize the high-precision tensor with columnwise=True
 ValueError transpose: blocks must be square, got 1x16 (nvfp4_1x16), whose transpose needs other scales; quantize the high-precision tensor with columnwise=True
 """,  # noqa: E501
     )
@@ -198,7 +191,7 @@ def test_gemms():
         # Sums: float32 of the shape, contiguous.
         *(
             lambda out=out: ops.add_matmul_(out, A, B)
-            for out in (SUM.bfloat16(), SUM.mT.contiguous(), SUM.mT.contiguous().mT, SUM[:3])
+            for out in (SUM.bfloat16(), SUM.mT.contiguous(), SUM.mT.contiguous().mT)
         ),
         lambda: ops.add_grouped_matmul_(torch.zeros(3, 8, 16).bfloat16(), AK, BK, ENDS),
     ]
@@ -233,7 +226,6 @@ ValueError grouped_matmul: global_scale of a must be a scalar or one for each gr
 ValueError add_matmul_: out must be a contiguous float32 tensor of shape [4, 8] on cpu, got torch.bfloat16 of shape [4, 8] on cpu
 ValueError add_matmul_: out must be a contiguous float32 tensor of shape [4, 8] on cpu, got torch.float32 of shape [8, 4] on cpu
 ValueError add_matmul_: out must be a contiguous float32 tensor of shape [4, 8] on cpu, got torch.float32 of shape [4, 8] on cpu, not contiguous
-ValueError add_matmul_: out must be a contiguous float32 tensor of shape [4, 8] on cpu, got torch.float32 of shape [3, 8] on cpu
 ValueError add_grouped_matmul_: out must be a contiguous float32 tensor of shape [3, 8, 16] on cpu, got torch.bfloat16 of shape [3, 8, 16] on cpu
 """,  # noqa: E501
     )
@@ -286,7 +278,7 @@ def test_groups():
         *(
             lambda given=given: check_group_ends("op", given, 9, torch.device("cpu"))
             for given in (
-                torch.tensor([1, 2]), ends(1, 2)[None], torch.tensor(1, dtype=torch.int32), ends(),
+                torch.tensor([1, 2]), ends(1, 2)[None], ends(),
                 ends(1, 1, 2, 2)[::2], ends(1, 2).to("meta"), ends(-1, 2), ends(1, 5, 5, 4, 3), ends(1, 5, 10, 12),
             )
         ),
@@ -301,7 +293,6 @@ ValueError make_groups: tokens in groups need a format with one-row blocks, got 
 ValueError make_groups: group_ends must not decrease and must lie in [0, 5], the number of tokens, got group_ends[0] = 6 after 0; pass the cumulative sum of the groups' sizes
 TypeError op: group_ends must be int32, got torch.int64; use group_ends.int()
 ValueError op: group_ends must be [E] with at least one group, got shape [1, 2]
-ValueError op: group_ends must be [E] with at least one group, got shape []
 ValueError op: group_ends must be [E] with at least one group, got shape [0]
 ValueError op: group_ends must be contiguous, got stride (2,); use .contiguous()
 ValueError op: group_ends must be on the tokens' device cpu, got meta; move it

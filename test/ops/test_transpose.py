@@ -6,26 +6,22 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from quantize_cases import backends, rowwise_of
 
 from torchao_blockwise import ops
 from torchao_blockwise.formats import FP8_128X128, NVFP4_16X16, Operand
 from torchao_blockwise.testing import SHAPES, assert_bitwise_equal, assert_operands_equal, random_tensor, shape_id
 
 formats = pytest.mark.parametrize("fmt", (FP8_128X128, NVFP4_16X16), ids=lambda f: f.name)
-backends = pytest.mark.parametrize("backend", ("reference", "triton"))
 shapes = pytest.mark.parametrize("shape", (*SHAPES, (3, 40, 130), (2, 17, 33), (2, 0, 16)), ids=shape_id)
-
-
-def quantize(x, fmt) -> Operand:
-    return ops.quantize(x, fmt, backend="reference").rowwise
 
 
 def check(fmt, *shape: int, backend: str, device) -> None:
     """The transpose is the quantized transpose, in separate memory; twice is the identity."""
     x = random_tensor(*shape, device=device)
-    q = quantize(x, fmt)
+    q, transposed = (rowwise_of(t, fmt, backend="reference") for t in (x, x.mT.contiguous()))
     once = ops.transpose(q, columns=shape[-1], backend=backend)
-    assert_operands_equal(once, quantize(x.mT.contiguous(), fmt))
+    assert_operands_equal(once, transposed)
     assert once.qdata.is_contiguous() and once.scale.is_contiguous()
     assert_operands_equal(ops.transpose(once, columns=shape[-2], backend=backend), q)
     if x.numel():

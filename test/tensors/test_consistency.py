@@ -78,14 +78,6 @@ class Written:
         return self.reduced
 
 
-@pytest.mark.parametrize("kind", CLASSES)
-def test_parts_of_one_tensor_are_taken(kind):
-    made = nn.Parameter(CLASSES[kind](**parts_of(kind)))
-    loaded = saved_and_loaded(made)
-    assert_bitwise_equal(loaded.dequantize(), made.dequantize())
-    assert isinstance(loaded, nn.Parameter) and loaded.requires_grad
-
-
 @pytest.mark.parametrize(("kind", "name", "change", "error"), DAMAGE.values(), ids=DAMAGE)
 def test_parts_that_do_not_fit_are_refused(kind, name, change, error):
     """By constructors, where compilers make tensors, and in files: kernels take sizes from the payload."""

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from helpers import FP8, every_kind, master, mlp, weight
+from helpers import every_kind, master, weight
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
@@ -150,10 +150,3 @@ def test_fakes_of_weights(name):
     assert type(fake) is (FakeTensor if name == "plain" else MasterWeightTensor)
     for x in (fake, values_of(fake)):
         assert (x.shape, x.stride(), x.storage_offset()) == (w.shape, w.stride(), w.storage_offset())
-
-
-@pytest.mark.parametrize("strict", (True, False))
-def test_exported_programs(strict, fresh_dynamo):
-    model, x = mlp(FP8), weight(8, 64)
-    program = torch.export.export(model, (x,), strict=strict)
-    assert torch.equal(program.module()(x), model(x))
