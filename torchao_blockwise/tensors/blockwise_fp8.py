@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
+from typing_extensions import Self
 
 from torchao_blockwise import _compat, ops
 from torchao_blockwise.formats import FP8_128X128
 from torchao_blockwise.tensors.config import TrainingConfig
 from torchao_blockwise.tensors.quantized import QuantizedTensor
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 
 class BlockwiseFP8Tensor(QuantizedTensor):

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torchao.utils import TorchAOBaseTensor
+from typing_extensions import Self
 
 from torchao_blockwise import _compat
 from torchao_blockwise._compat import pytree, torch_fsdp
@@ -24,8 +25,6 @@ from torchao_blockwise.tensors.weight_operands import kept_copies, weight_operan
 from torchao_blockwise.tensors.weight_uses import note_read
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
-
     from torchao_blockwise.tensors.quantized_shard import QuantizedShard
 
 aten = torch.ops.aten

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
+from typing_extensions import Self
 
 from torchao_blockwise import _compat, ops
 from torchao_blockwise.formats import NVFP4_1X16, NVFP4_16X16, BlockFormat
 from torchao_blockwise.tensors.config import TrainingConfig
 from torchao_blockwise.tensors.quantized import QuantizedTensor
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 _FORMATS: dict[tuple[int, ...], BlockFormat] = {fmt.block: fmt for fmt in (NVFP4_16X16, NVFP4_1X16)}
 

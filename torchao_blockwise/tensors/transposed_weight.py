@@ -7,17 +7,15 @@ refers to the weight instead.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from typing_extensions import Self
 
 from torchao_blockwise import _compat
 from torchao_blockwise._compat import pytree
 from torchao_blockwise._compat.torch_types import Args, Kwargs, Operation, Types
 from torchao_blockwise.tensors.base import WeightTensor
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 aten = torch.ops.aten
 
