@@ -103,17 +103,18 @@ def remove_state_dict_hooks(module: torch.nn.Module, hooks: Collection[Callable[
 
 
 def make_wrapper(
-    cls: type[_Wrapper], shape: Sequence[int], *, inner: torch.Tensor | None = None, **options: Any
+    cls: type[_Wrapper], inner: torch.Tensor, shape: Sequence[int], strides: Sequence[int] | None = None, **options: Any
 ) -> _Wrapper:
-    """Return a tensor of the subclass `cls` that reports `shape` and `options` and has no storage.
+    """Return a tensor of the subclass `cls` around `inner`, with this shape and these options, and without storage.
 
-    inner: the tensor that it wraps. If that is not an inference tensor, neither is the wrapper, so that it counts
-        changes and can be a view of such tensors under inference mode too.
+    By default, it has the dtype of `inner`. If `inner` is not an inference tensor, neither is the wrapper, so that it
+    counts changes and can be a view of such tensors under inference mode too.
     """
     if not torch.compiler.is_dynamo_compiling():
         stored_graphs.keep_graphs_apart()
         torch_fsdp.install()
-    if inner is None or not torch.is_inference_mode_enabled() or inner.is_inference():
+    options = {"strides": strides, "dtype": inner.dtype, "device": inner.device, **options}
+    if not torch.is_inference_mode_enabled() or inner.is_inference():
         return torch.Tensor._make_wrapper_subclass(cls, shape, **options)
     with torch.inference_mode(False):
         return torch.Tensor._make_wrapper_subclass(cls, shape, **options)

@@ -15,7 +15,7 @@ from torch import nn
 from torchao_blockwise import _compat
 from torchao_blockwise._compat import hugging_face, wrappers
 from torchao_blockwise.formats import BlockFormat
-from torchao_blockwise.tensors import MasterWeightTensor, QuantizedShard, QuantizedTensor
+from torchao_blockwise.tensors import MasterWeightTensor, QuantizedShard
 
 DIMS_OF_EXPERTS = 3
 # Scales with which an engine quantizes activations, keys and values. They are not part of a model, and training derives
@@ -49,10 +49,7 @@ def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def format_of(x: torch.Tensor) -> BlockFormat | None:
     """Return the format in which a converted weight is quantized, None for other tensors."""
-    local: Any = _compat.local_of(x)
-    if isinstance(local, MasterWeightTensor):
-        return local.config.weight_format
-    return local.fmt if isinstance(local, QuantizedTensor) else None
+    return getattr(_compat.local_of(x), "fmt", None)
 
 
 def is_converted(x: torch.Tensor) -> bool:

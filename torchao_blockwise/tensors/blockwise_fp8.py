@@ -37,9 +37,7 @@ class BlockwiseFP8Tensor(QuantizedTensor):
         power_of_2_scales: bool = False,
         config: TrainingConfig | None = None,
     ) -> Self:
-        x = _compat.make_wrapper(
-            cls, qdata.shape, inner=qdata, strides=qdata.stride(), dtype=dtype, device=qdata.device
-        )
+        x = _compat.make_wrapper(cls, qdata, qdata.shape, qdata.stride(), dtype=dtype)
         x.power_of_2_scales = power_of_2_scales
         x._set_parts(qdata, scale, None, dtype, config)
         return x

@@ -54,7 +54,7 @@ class NVFP4Tensor(QuantizedTensor):
         shape = (*qdata.shape[:-1], columns)
         # If rows are not adjacent, the strides must show it, because `contiguous()` checks nothing else.
         apart = None if qdata.is_contiguous() else (*(fmt.element.per_byte * s for s in qdata.stride()[:-1]), 1)
-        x = _compat.make_wrapper(cls, shape, inner=qdata, strides=apart, dtype=dtype, device=qdata.device)
+        x = _compat.make_wrapper(cls, qdata, shape, apart, dtype=dtype)
         x.columns, x.block_size = columns, fmt.block
         if rounding_key is not None:
             x.rounding_key = rounding_key

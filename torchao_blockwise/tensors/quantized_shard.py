@@ -63,7 +63,7 @@ class QuantizedShard(QuantizedTensor):
     ) -> Self:
         if not isinstance(part, ShardLayout):
             raise TypeError(f"{cls.__name__}: part must be a ShardLayout, got {part!r}; shard with fully_shard")
-        x = _compat.make_wrapper(cls, part.local_shape, inner=qdata, dtype=dtype, device=qdata.device)
+        x = _compat.make_wrapper(cls, qdata, part.local_shape, dtype=dtype)
         x.part, x.pending_master = part, PendingMaster()
         x._set_parts(qdata, scale, global_scale, dtype, part.config)
         return x

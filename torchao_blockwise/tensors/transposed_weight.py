@@ -46,15 +46,7 @@ class TransposedWeight(WeightTensor):
     @staticmethod
     def __new__(cls, weight: torch.Tensor) -> Self:
         shape, strides = ((t[0], t[2], t[1]) for t in (weight.shape, weight.stride()))
-        x = _compat.make_wrapper(
-            cls,
-            shape,
-            inner=weight,
-            strides=strides,
-            storage_offset=weight.storage_offset(),
-            dtype=weight.dtype,
-            device=weight.device,
-        )
+        x = _compat.make_wrapper(cls, weight, shape, strides, storage_offset=weight.storage_offset())
         x.weight = weight
         return x
 

@@ -24,6 +24,7 @@ import triton
 import triton.language as tl
 
 from torchao_blockwise.formats import Operand
+from torchao_blockwise.ops.device.tiles import locate_tile
 from torchao_blockwise.ops.launch import ceil_div, launch
 
 _ALIGNMENT = 16
@@ -33,15 +34,6 @@ _QUADS_TILES = {0: (256, 128, 4), 64 << 20: (256, 256, 8)}
 _PAIRS_TILE = (128, 128, 4)
 # Bytes are moved one by one and each has an address.
 _BYTES_TILE = (64, 64, 8)
-
-
-@triton.jit
-def _locate_tile(M, K, TILE_M: tl.constexpr, TILE_K: tl.constexpr):
-    """(matrix, tile along M, tile along K) of this program."""
-    tiles_m, tiles_k = tl.cdiv(M, TILE_M), tl.cdiv(K, TILE_K)
-    tile = tl.program_id(0)
-    batch = (tile // tiles_k) // tiles_m
-    return batch.to(tl.int64), (tile // tiles_k) % tiles_m, tile % tiles_k
 
 
 @triton.jit
@@ -76,7 +68,7 @@ def _transpose_quads_kernel(
     q_ptr, qt_ptr, s_ptr, st_ptr, M, K, TILE_M: tl.constexpr, TILE_K: tl.constexpr, BLOCK: tl.constexpr
 ):
     """[B, M, K/4] -> [B, K, M/4] words of four bytes."""
-    batch, tile_m, tile_k = _locate_tile(M, K, TILE_M, TILE_K)
+    batch, tile_m, tile_k, _, _ = locate_tile(tl.program_id(0), M, K, TILE_M, TILE_K, True)
     # Rows start at multiples of 16 bytes, but Triton cannot derive this from K // 4.
     words_m, words_k = M // 16 * 4, K // 16 * 4
     offs_m = tile_m * (TILE_M // 4) + tl.arange(0, TILE_M // 4)
@@ -114,7 +106,7 @@ def _transpose_pairs_kernel(
     BLOCK: tl.constexpr,
 ):
     """[B, M, ⌈K/2⌉] -> [B, K, ⌈M/2⌉] bytes of two 4-bit codes; codes outside of the matrix are zero."""
-    batch, tile_m, tile_k = _locate_tile(M, K, TILE_M, TILE_K)
+    batch, tile_m, tile_k, _, _ = locate_tile(tl.program_id(0), M, K, TILE_M, TILE_K, True)
     offs_m = tile_m * (TILE_M // 2) + tl.arange(0, TILE_M // 2)
     offs_k = tile_k * (TILE_K // 2) + tl.arange(0, TILE_K // 2)
     source, inside = _entries(q_ptr + batch * M * packed_k, offs_m, offs_k, packed_m, packed_k, 2)
@@ -132,7 +124,7 @@ def _transpose_bytes_kernel(
     q_ptr, qt_ptr, s_ptr, st_ptr, M, K, TILE_M: tl.constexpr, TILE_K: tl.constexpr, BLOCK: tl.constexpr
 ):
     """[B, M, K] -> [B, K, M] bytes."""
-    batch, tile_m, tile_k = _locate_tile(M, K, TILE_M, TILE_K)
+    batch, tile_m, tile_k, _, _ = locate_tile(tl.program_id(0), M, K, TILE_M, TILE_K, True)
     offs_m, offs_k = tile_m * TILE_M + tl.arange(0, TILE_M), tile_k * TILE_K + tl.arange(0, TILE_K)
     source, inside = _entries(q_ptr + batch * M * K, offs_m, offs_k, M, K)
     tile = tl.load(source, mask=inside, other=0)
