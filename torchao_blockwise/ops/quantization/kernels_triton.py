@@ -36,6 +36,7 @@ from torchao_blockwise.ops.device.tiles import load_values, locate_tile, matrice
 from torchao_blockwise.ops.groups.tables.kernels_triton import block_table
 from torchao_blockwise.ops.launch import ceil_div, launch
 from torchao_blockwise.ops.operands import as_asked, new_copies, pointers
+from torchao_blockwise.ops.padding import ROW_BYTES
 from torchao_blockwise.ops.quantization.kernels_nvfp4 import write_nvfp4
 
 # (tile rows, tile columns, warps, warps if rows of K elements do not start at multiples of 16 bytes), measured on an
@@ -48,8 +49,6 @@ _FP8_COLUMNWISE_TILE = (128, 64, 4, 8)
 _FP8_SQUARE_TILE = (128, 128, 4, 16)
 # A rowwise copy in one-row blocks and a columnwise one in square blocks: two sets of scaled values. Not measured.
 _FP8_ROWS_AND_SQUARES_TILE = (128, 128, 8, 16)
-
-_ALIGNMENT = 16
 
 
 @triton.jit
@@ -173,7 +172,7 @@ def quantize(
         elif (
             copies.rowwise
             and copies.columnwise
-            and (x.shape[-1] % _ALIGNMENT or not options.columnwise_format.is_square)
+            and (x.shape[-1] % ROW_BYTES or not options.columnwise_format.is_square)
         ):
             # A program with two sets of values or addresses spills, or few of them fit in a multiprocessor.
             _write_fp8(x, copies._replace(columnwise=None), options, blocks)
@@ -207,5 +206,5 @@ def _write_fp8(x: torch.Tensor, copies: Copies, options: CastOptions, blocks: to
         x, *pointers(copies), blocks, M, K, width_qt, *strides,
         ELEMENT_MAX=fmt.element.max, MIN_AMAX=fmt.min_amax, POWER_OF_2=options.power_of_2_scales, BATCHED=B > 1,
         SQUARE=square, ROW_BLOCKS=row_blocks, ROWWISE=rowwise, COLUMNWISE=columnwise,
-        TILE_M=tile_m, TILE_K=tile_k, num_warps=warps[K % _ALIGNMENT != 0],
+        TILE_M=tile_m, TILE_K=tile_k, num_warps=warps[K % ROW_BYTES != 0],
     )  # fmt: skip

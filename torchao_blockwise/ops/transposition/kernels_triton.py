@@ -26,8 +26,8 @@ import triton.language as tl
 from torchao_blockwise.formats import Operand
 from torchao_blockwise.ops.device.tiles import locate_tile
 from torchao_blockwise.ops.launch import ceil_div, launch
+from torchao_blockwise.ops.padding import ROW_BYTES
 
-_ALIGNMENT = 16
 # At least this number of elements -> (tile rows, tile columns, warps). Large tiles read and write longer runs of a row,
 # but small matrices would have too few of them for the GPU.
 _QUADS_TILES = {0: (256, 128, 4), 64 << 20: (256, 256, 8)}
@@ -144,7 +144,7 @@ def transpose(x: Operand, columns: int) -> Operand:
         if fmt.element.bits == 4:
             kernel, entries, (tile_m, tile_k, warps) = _transpose_pairs_kernel, torch.uint8, _PAIRS_TILE
             sizes += (out.shape[-1], packed_k)
-        elif (M | columns | q.data_ptr() | q.storage_offset()) % _ALIGNMENT == 0:
+        elif (M | columns | q.data_ptr() | q.storage_offset()) % ROW_BYTES == 0:
             kernel, entries = _transpose_quads_kernel, torch.uint32
             tile_m, tile_k, warps = _QUADS_TILES[max(least for least in _QUADS_TILES if least <= out.numel())]
         else:
