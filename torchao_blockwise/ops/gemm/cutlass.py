@@ -88,11 +88,7 @@ def _scaled_grouped_mm(
 
 def grouped_matmul(a: Operand, b: Operand, groups: Groups, along: str, out_dtype: torch.dtype) -> torch.Tensor:
     """Return the GEMM, [M, N], if `why_not` returns None. Arguments as in the op."""
-    from torchao_blockwise.ops.gemm.kernels_blackwell import (
-        swizzled_scales,
-        swizzled_scales_of_groups,
-        zero_tail_,
-    )
+    from torchao_blockwise.ops.gemm.kernels_blackwell import swizzled_scales, swizzled_scales_of_groups, zero_tail_
 
     assert a.global_scale is not None and b.global_scale is not None
     a_scale, ends = swizzled_scales_of_groups(a, groups.ends)

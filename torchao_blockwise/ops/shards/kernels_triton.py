@@ -21,13 +21,7 @@ import triton.language as tl
 from torchao_blockwise.formats import E4M3, BlockFormat
 from torchao_blockwise.ops.device.elements import DTYPES, encode_e2m1, encode_e4m3, from_f32, magnitude_bits, to_f32
 from torchao_blockwise.ops.device.scales import fp8_scales, nvfp4_scales
-from torchao_blockwise.ops.device.tables import (
-    ALIGNMENT,
-    find_row,
-    load_pointer,
-    load_size,
-    make_table,
-)
+from torchao_blockwise.ops.device.tables import ALIGNMENT, find_row, load_pointer, load_size, make_table
 from torchao_blockwise.ops.launch import ceil_div, launch
 from torchao_blockwise.ops.shards.flat import CODES, WHOLE, Shards, target_entries
 
