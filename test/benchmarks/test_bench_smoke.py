@@ -135,7 +135,7 @@ KERNELS = {
     "_quantize_fp8_kernel": "quantize",
     "_swiglu_backward_kernel": "quantize",
     "triton_poi_fused__unsafe_view_mul_quantize_both_silu_split_view_4": "compiled",
-    "_transpose_bytes_kernel": "transpose",
+    "_transpose_quads_kernel": "transpose",
     "void pytorch_flash::flash_fwd_kernel<...>": "attention",
     "void at::native::multi_tensor_apply_kernel<at::native::FusedAdamMathFunctor>": "optimizer",
     "void at::native::vectorized_elementwise_kernel<4, at::native::MulFunctor>": "other",

@@ -29,7 +29,6 @@ from torchao_blockwise.formats import (
     global_scale_of,
     hadamard_number,
 )
-from torchao_blockwise.ops.operands import new_copies
 from torchao_blockwise.ops.quantization import reference
 from torchao_blockwise.testing import assert_bitwise_equal, assert_operands_equal, random_tensor
 
@@ -79,18 +78,6 @@ def test_one_group_of_all_tokens_is_the_plain_copy(fmt):
     for options in ({}, BOTH) if fmt is NVFP4_1X16 else ({},):
         options = options | {"columnwise": True, "backend": "reference"}
         assert_same(ops.quantize(x, fmt, groups=int32([len(x)]), **options), ops.quantize(x, fmt, **options))
-
-
-def test_a_tile_of_both_copies_writes_no_rows_of_the_next_group(device):
-    """Programs run in any order on a GPU; here only that of the first group runs."""
-    kernels = pytest.importorskip("torchao_blockwise.ops.quantization.kernels_triton")
-    groups, x = Groups(int32([5, 140], device)), random_tensor(150, 48, device=device)
-    options = CastOptions(FP8_1X128, columnwise=True, columnwise_format_name=FP8_128X128.name)
-    copies = new_copies(x, x.shape, options, groups)
-    payload, scales = copies.rowwise.qdata.view(torch.uint8).fill_(1), copies.rowwise.scale.fill_(-1)
-    kernels._write_fp8(x, copies, options, kernels.block_table(groups, len(x), FP8_1X128)[:2])
-    assert (payload[:5] != 1).any(1).all() and (scales[:, :5] > 0).all()
-    assert (payload[5:] == 1).all() and (scales[:, 5:] == -1).all()
 
 
 CHANGES = INPUTS | {"columns that are no whole blocks": lambda x: x[:, :75]}

@@ -73,11 +73,11 @@ def random_operand(fmt, *shape, device) -> Operand:
 
 # --- ways through the kernels -----------------------------------------------------------------------------------------
 
-# Format, shape, bytes before the payload in memory, the kernel that moves it: scales too, in one launch.
+# Format, shape, bytes before the payload in memory, the kernel that moves it: scales too, in one launch. "": PyTorch's.
 WAYS = [
     *((FP8_128X128, shape, 0, "quads") for shape in ((16, 16), (528, 400), (3, 272, 528), (2, 16, 272))),
-    *((FP8_128X128, (48, 272), offset, "quads" if offset == 16 else "bytes") for offset in (1, 2, 4, 8, 16)),
-    *((FP8_128X128, shape, 0, "bytes") for shape in ((150, 272), (2, 37, 302))),
+    *((FP8_128X128, (48, 272), offset, "quads" if offset == 16 else "") for offset in (1, 2, 4, 8, 16)),
+    *((FP8_128X128, shape, 0, "") for shape in ((150, 272), (2, 37, 302))),
     *((NVFP4_16X16, shape, 0, "pairs") for shape in ((272, 144), (150, 272), (2, 37, 302))),
 ]
 
@@ -93,7 +93,7 @@ def test_kernels_by_shape_and_address(fmt, shape, offset, kernel, least, device,
     moved = memory[offset : offset + q.qdata.numel()].view(q.qdata.shape).copy_(q.qdata.view(torch.uint8))
     got = ops.transpose(q._replace(qdata=moved.view(q.qdata.dtype)), columns=shape[-1], backend="triton")
     assert_operands_equal(got, ops.transpose(q, columns=shape[-1], backend="reference"))
-    assert [launch.kernel.fn.__name__ for launch in launches] == [f"_transpose_{kernel}_kernel"]
+    assert [launch.kernel.fn.__name__ for launch in launches] == [f"_transpose_{kernel}_kernel"] * bool(kernel)
 
 
 @backends

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 import torch.utils._pytree
 
-from torchao_blockwise._compat import stored_graphs, torch_fsdp
+from torchao_blockwise._compat import torch_fsdp
 from torchao_blockwise._compat.torch_types import Args, Kwargs, Operation
 
 if TYPE_CHECKING:
@@ -103,20 +103,44 @@ def remove_state_dict_hooks(module: torch.nn.Module, hooks: Collection[Callable[
 
 
 def make_wrapper(
-    cls: type[_Wrapper], shape: Sequence[int], *, inner: torch.Tensor | None = None, **options: Any
+    cls: type[_Wrapper], inner: torch.Tensor, shape: Sequence[int], strides: Sequence[int] | None = None, **options: Any
 ) -> _Wrapper:
-    """Return a tensor of the subclass `cls` that reports `shape` and `options` and has no storage.
+    """Return a tensor of the subclass `cls` around `inner`, with this shape and these options, and without storage.
 
-    inner: the tensor that it wraps. If that is not an inference tensor, neither is the wrapper, so that it counts
-        changes and can be a view of such tensors under inference mode too.
+    By default, it has the dtype of `inner`. If `inner` is not an inference tensor, neither is the wrapper, so that it
+    counts changes and can be a view of such tensors under inference mode too.
     """
     if not torch.compiler.is_dynamo_compiling():
-        stored_graphs.keep_graphs_apart()
+        _keep_graphs_apart()
         torch_fsdp.install()
-    if inner is None or not torch.is_inference_mode_enabled() or inner.is_inference():
+    options = {"strides": strides, "dtype": inner.dtype, "device": inner.device, **options}
+    if not torch.is_inference_mode_enabled() or inner.is_inference():
         return torch.Tensor._make_wrapper_subclass(cls, shape, **options)
     with torch.inference_mode(False):
         return torch.Tensor._make_wrapper_subclass(cls, shape, **options)
+
+
+@functools.cache
+def _keep_graphs_apart() -> None:
+    """Distinguish graphs in torch.compile's disk cache by recipe and by version of this package, once in a process.
+
+    Inductor finds a stored graph by a hash of the traced graph and its inputs. Tensor subclasses of this package
+    provide a hash (`tensors.base`), but the hash of a DTensor covers only its placement and not its local tensor. And
+    operations are hashed by name, so a graph stored by an older version, with other shapes and strides, could be
+    reused. This runs when a weight is made, since importing the package must not change PyTorch.
+    """
+    config, version = torch.compiler.config, sys.modules["torchao_blockwise"].__version__
+    config.cache_key_tag = f"{config.cache_key_tag} torchao_blockwise={version}".strip()
+    if not torch.distributed.is_available():
+        return
+    from torch.distributed.tensor import DTensor
+
+    dtensor: Any = DTensor
+    # Without such a method, PyTorch 2.11 flattens the DTensor, and hashes its local tensor.
+    if hash_of_placement := getattr(dtensor, "_stable_hash_for_caching", None):
+        dtensor._stable_hash_for_caching = lambda x: (
+            hash_of_placement(x) + getattr(x._local_tensor, "_stable_hash_for_caching", str)()
+        )
 
 
 def never_compiled(function: _F) -> _F:

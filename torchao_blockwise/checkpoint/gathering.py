@@ -19,6 +19,7 @@ from torchao_blockwise.checkpoint.engine_layers import fused_layers
 from torchao_blockwise.checkpoint.layouts import TENSOR_MAX, clamp_to_normal_scale
 from torchao_blockwise.checkpoint.model_tensors import is_converted, tensors_of
 from torchao_blockwise.distributed import sync_weight_scales
+from torchao_blockwise.nn.sharded_linear import contiguous_dtensor
 from torchao_blockwise.ops.backend import Backend
 from torchao_blockwise.ops.quantization.operations import tensor_amax_bits_op
 from torchao_blockwise.tensors import MasterWeightTensor, QuantizedShard, fsdp
@@ -79,11 +80,7 @@ def gather(x: Any, needs_values: bool) -> torch.Tensor:
 
 def _gather(part: torch.Tensor, x: Any, shape: torch.Size) -> torch.Tensor:
     """Return the tensor of `shape` of which each rank holds `part`, placed as the DTensor `x`."""
-    from torch.distributed.tensor import DTensor
-
-    stride = torch.empty(shape, device="meta").stride()
-    placed = DTensor.from_local(part.detach(), x.device_mesh, x.placements, run_check=False, shape=shape, stride=stride)
-    return placed.full_tensor()
+    return contiguous_dtensor(part.detach(), x.device_mesh, x.placements, shape).full_tensor()
 
 
 def shared_amaxes(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -6,6 +6,8 @@ mapping, a tensor of row numbers is passed through its own conversion, which sho
 
 from __future__ import annotations
 
+import re
+import sys
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -13,11 +15,13 @@ import torch
 from torch import nn
 
 from torchao_blockwise import _compat
-from torchao_blockwise._compat import hugging_face, wrappers
+from torchao_blockwise._compat import hugging_face
 from torchao_blockwise.formats import BlockFormat
-from torchao_blockwise.tensors import MasterWeightTensor, QuantizedShard, QuantizedTensor
+from torchao_blockwise.tensors import MasterWeightTensor, QuantizedShard
 
 DIMS_OF_EXPERTS = 3
+# The parts that torch.compile and checkpoint_wrapper add to names of Parameters.
+_ADDED = re.compile(r"\b(_orig_mod|_checkpoint_wrapped_module)(\.|$)")
 # Scales with which an engine quantizes activations, keys and values. They are not part of a model, and training derives
 # its own. If a model has no such name, `load`, `convert` and `verify` ignore them.
 ENGINE_SCALES = r"\.(q|k|v|kv|prob|input|output|input_global)_scale$"
@@ -34,9 +38,23 @@ def unwrapped(op: str, model: nn.Module) -> nn.Module:
             f"{op}: {type(model).__name__} has PEFT adapters that are not merged, and files cannot hold them; export "
             "the model that model.merge_and_unload() returns, and load files before PEFT adds adapters"
         )
-    model = wrappers.wrapped_in(model)
-    inner = wrappers.model_of_transformers_in(model)
-    return inner if inner is not None and len(tensors_of(inner)) == len(tensors_of(model)) else model
+    model = _wrapped_in(model)
+    kinds: Any = getattr(sys.modules.get("transformers"), "PreTrainedModel", ())
+    inner = next((m for m in model.modules() if isinstance(m, kinds)), model)
+    return inner if len(tensors_of(inner)) == len(tensors_of(model)) else model
+
+
+def _wrapped_in(model: nn.Module) -> nn.Module:
+    """Return the model inside of torch.compile, checkpoint_wrapper and DistributedDataParallel, or `model` itself."""
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        return _wrapped_in(model.module)
+    inner = next((m for name, m in model.named_children() if not _own_name(name)), None)
+    return model if inner is None else _wrapped_in(inner)
+
+
+def _own_name(name: str) -> str:
+    """Return the name of a Parameter without the parts that wrappers add."""
+    return _ADDED.sub("", name)
 
 
 def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -44,15 +62,12 @@ def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
     found: dict[str, torch.Tensor] = dict(model.named_parameters())
     for path, module in model.named_modules():
         found |= {f"{path}.{name}".lstrip("."): x for name, x in _compat.saved_buffers_of(module).items()}
-    return {wrappers.own_name(name): x for name, x in found.items()}
+    return {_own_name(name): x for name, x in found.items()}
 
 
 def format_of(x: torch.Tensor) -> BlockFormat | None:
     """Return the format in which a converted weight is quantized, None for other tensors."""
-    local: Any = _compat.local_of(x)
-    if isinstance(local, MasterWeightTensor):
-        return local.config.weight_format
-    return local.fmt if isinstance(local, QuantizedTensor) else None
+    return getattr(_compat.local_of(x), "fmt", None)
 
 
 def is_converted(x: torch.Tensor) -> bool:
@@ -103,7 +118,7 @@ def parts_on_disk(model: nn.Module) -> dict[str, list[Part]]:
     Raises NotImplementedError if transformers does more than rename and split a tensor.
     """
     tensors, embeddings = tensors_of(model), {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    named = ((wrappers.own_name(name), p) for name, p in model.named_parameters(remove_duplicate=False))
+    named = ((_own_name(name), p) for name, p in model.named_parameters(remove_duplicate=False))
     others = {name: p for name, p in named if name not in tensors}
     tied: dict[int, list[str]] = {}
     for name, parts in _places(model, others).items():

@@ -21,15 +21,7 @@ from torchao_blockwise._names import did_you_mean
 from torchao_blockwise.checkpoint.engine_layers import READ_EXPERTS, plain_layers, warn_of_readers
 from torchao_blockwise.checkpoint.files import Folder
 from torchao_blockwise.checkpoint.gathering import gather, on_all_ranks, prepare_gather, shared_amaxes
-from torchao_blockwise.checkpoint.layouts import (
-    FP8,
-    FP8_UE8M0,
-    LAYOUTS,
-    MODELOPT,
-    SCALE_FMT,
-    UE8M0_MODEL_TYPE,
-    Layout,
-)
+from torchao_blockwise.checkpoint.layouts import FP8, FP8_UE8M0, LAYOUTS, MODELOPT, SCALE_FMT, UE8M0_MODEL_TYPE, Layout
 from torchao_blockwise.checkpoint.model_tensors import (
     DIMS_OF_EXPERTS,
     Part,

@@ -28,11 +28,7 @@ from torchao_blockwise import conversion, ops
 from torchao_blockwise.checkpoint.engine_layers import fused_layers
 from torchao_blockwise.checkpoint.files import Folder
 from torchao_blockwise.checkpoint.layouts import FP8, FP8_UE8M0, LAYOUTS, clamp_to_normal_scale
-from torchao_blockwise.checkpoint.model_tensors import (
-    ENGINE_SCALES,
-    Part,
-    parts_on_disk,
-)
+from torchao_blockwise.checkpoint.model_tensors import ENGINE_SCALES, Part, parts_on_disk
 from torchao_blockwise.checkpoint.stored_weights import StoredWeights
 from torchao_blockwise.checkpoint.writing import SHARD_BYTES, QuantizedWeights, check_finite
 from torchao_blockwise.cli.inputs import UsageError, meta_model

@@ -166,7 +166,7 @@ def _state(
     if isinstance(local, (MasterWeightTensor, QuantizedTensor)):
         config = local.config
         # `quantize_` sets a config; a program can assign a quantized tensor without one.
-        why = f"{local.fmt.name}, no master" if config is None else _format(config)  # type: ignore[union-attr]
+        why = f"{local.fmt.name}, no master" if config is None else _format(config)
         return CONVERTED, why, config
     if is_converted(module) and not is_other:
         return REPLACED, "its weight was replaced after the conversion", None

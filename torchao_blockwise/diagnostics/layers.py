@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,6 +12,7 @@ from torch import nn
 from torchao_blockwise import _compat
 from torchao_blockwise.conversion.weights import weights_of
 from torchao_blockwise.nn.gemms import WHOLE, AmaxGroups
+from torchao_blockwise.nn.sharded_linear import contiguous_dtensor, starts_of
 from torchao_blockwise.nn.weights import WEIGHTS, config_of
 from torchao_blockwise.tensors import (
     BlockwiseFP8TrainingConfig,
@@ -136,7 +136,8 @@ class Place:
         if _compat.local_of(weight) is weight:
             return cls()
         rows, columns = shards_of(weight, 0), shards_of(weight, weight.dim() - 1)
-        first = _first(weight, 0), _first(weight, weight.dim() - 1)
+        starts = starts_of(weight.shape, weight.device_mesh, weight.placements)
+        first = starts[0], starts[-1]
         if weight.dim() == 3:
             return cls(first=first)
         coordinate = weight.device_mesh.get_coordinate()
@@ -148,14 +149,6 @@ class Place:
 def shards_of(weight: Any, dim: int) -> list[int]:
     """Return the dims of the mesh over which dim `dim` of a DTensor is split."""
     return [i for i, placement in enumerate(weight.placements) if placement.is_shard(dim)]
-
-
-def _first(weight: Any, dim: int) -> int:
-    size, first = weight.shape[dim], 0
-    for i in shards_of(weight, dim):
-        size = math.ceil(size / weight.device_mesh.size(i))
-        first += size * weight.device_mesh.get_coordinate()[i]
-    return first
 
 
 def own_experts(weight: Any) -> list[int]:
@@ -187,9 +180,5 @@ def values_of_weight(weight: Any) -> tuple[torch.Tensor | None, str]:
     mesh, experts = weight.device_mesh, own_experts(weight)
     if experts:
         return values, group_names([mesh.get_group(i) for i in experts])
-    from torch.distributed.tensor import DTensor
-
-    # Moves offloaded values to the device of the mesh.
-    shape, stride = weight.shape, weight.stride()
-    whole = DTensor.from_local(values, mesh, weight.placements, run_check=False, shape=shape, stride=stride)
-    return whole.full_tensor(), ""
+    # This moves offloaded values to the device of the mesh.
+    return contiguous_dtensor(values, mesh, weight.placements, weight.shape).full_tensor(), ""

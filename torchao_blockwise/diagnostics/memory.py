@@ -197,11 +197,10 @@ def _plain(x: torch.Tensor) -> torch.Tensor:
 
 def _payload_bytes(weight: torch.Tensor) -> int:
     """Return the bytes of a weight that FSDP2 gathers; scales are already known to all ranks."""
-    weight, shape = _compat.local_of(weight), weight.shape
-    if not isinstance(weight, (MasterWeightTensor, QuantizedTensor)):
-        return shape.numel() * weight.dtype.itemsize
-    fmt = weight.config.weight_format if isinstance(weight, MasterWeightTensor) else weight.fmt
-    return math.prod(fmt.qdata_shape(*shape)) * fmt.element.storage_dtype.itemsize
+    local: Any = _compat.local_of(weight)
+    if not isinstance(local, (MasterWeightTensor, QuantizedTensor)):
+        return weight.numel() * weight.dtype.itemsize
+    return math.prod(local.fmt.qdata_shape(*weight.shape)) * local.fmt.element.storage_dtype.itemsize
 
 
 def _states(weights: Sequence[torch.Tensor], optimizer: Optimizer) -> int:

@@ -27,12 +27,7 @@ import torch.nn.functional as F
 from torchao_blockwise.distributed.rank_consistency import name_absent_ranks
 from torchao_blockwise.formats import BlockFormat
 from torchao_blockwise.ops import Backend, casting_backend
-from torchao_blockwise.ops.shards import (
-    block_scales_op,
-    partial_block_amax_op,
-    partial_cast_op,
-    whole_block_cast_op,
-)
+from torchao_blockwise.ops.shards import block_scales_op, partial_block_amax_op, partial_cast_op, whole_block_cast_op
 from torchao_blockwise.ops.shards.flat import CODES, ENTRIES, Shards, cuts_no_block
 from torchao_blockwise.tensors import QuantizedShard
 

@@ -130,7 +130,7 @@ class ExpertParallel(ParallelStyle):
             for parameter in module.parameters(recurse=False):
                 local: Any = _compat.local_of(parameter)
                 is_master = isinstance(local, MasterWeightTensor)
-                if is_master and local.config.weight_format.has_global_scale and not local.config.scale_per_expert:
+                if is_master and local.fmt.has_global_scale and not local.config.scale_per_expert:
                     # The experts of all ranks have one tensor scale. It is noted on the values, which compiled graphs
                     # read without the weight around them.
                     local.hp.amax_groups = group_names([group])

@@ -152,7 +152,7 @@ def _shard_of_master(p: FsdpParameter) -> QuantizedShard | ShardLayout:
     if len(p.places) > 1 and not all(isinstance(module, nn.Linear) for module, _ in p.places):
         # Modules other than linear layers, such as embeddings, need the values.
         return layout
-    fmt = master.config.weight_format
+    fmt = master.fmt
     # Zeros, because 4-bit rows of odd length end inside of a byte.
     qdata = torch.zeros(fmt.qdata_shape(*layout.local_shape), dtype=torch.uint8, device=p.device)
     scale = torch.empty(fmt.scale_shape(*layout.shape), dtype=fmt.scale_dtype, device=p.device)

@@ -5,14 +5,7 @@ from torchao_blockwise.formats.elements import E2M1, E2M1_VALUES, E4M3, HIGH_PRE
 from torchao_blockwise.formats.fp8 import FP8_1X128, FP8_128X128
 from torchao_blockwise.formats.hadamard import DEFAULT_SIGNS, HADAMARD_SIZE, hadamard_number, hadamard_transform
 from torchao_blockwise.formats.nvfp4 import NVFP4_1X16, NVFP4_16X16, global_scale_of
-from torchao_blockwise.formats.random_bits import (
-    Place,
-    RoundingBits,
-    StochasticRounding,
-    block_bytes,
-    key_of,
-    philox,
-)
+from torchao_blockwise.formats.random_bits import Place, RoundingBits, StochasticRounding, block_bytes, key_of, philox
 from torchao_blockwise.formats.values import CastOptions, Copies, Groups, Operand
 
 __all__ = [

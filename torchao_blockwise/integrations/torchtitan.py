@@ -123,7 +123,7 @@ def _parallelize(model: Any, parallel_dims: Any) -> None:
         if name not in whole or isinstance(module, ConvertedLinear):
             continue
         local: Any = _compat.local_of(p)
-        fmt = local.config.weight_format
+        fmt = local.fmt
         for dim, what in ((-2, "rows"), (-1, "columns")):
             have, every, block = local.shape[dim], whole[name][dim], fmt.block[dim]
             why = f"cuts a block of {block}; use fewer ranks" if have % block else ""

@@ -131,20 +131,13 @@ class BlockwiseQuantizer(HfQuantizer):
     """Convert a model after its high-precision weights are loaded; `model.dequantize()` calls `unconvert(model)`."""
 
     quantization_config: BlockwiseConfig
-
-    @property
-    def is_trainable(self) -> bool:
-        """True, since adapters train with any recipe."""
-        return True
+    # Adapters train with any recipe.
+    is_trainable = is_compileable = True
 
     @property
     def is_qat_trainable(self) -> bool:
         """Whether all weights train: yes with master weights; quantized Parameters only serve as bases of adapters."""
         return self.quantization_config.training_config.master_weights
-
-    @property
-    def is_compileable(self) -> bool:
-        return True
 
     def is_serializable(self) -> bool:
         return True

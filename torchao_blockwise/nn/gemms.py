@@ -22,6 +22,7 @@ from torchao_blockwise.formats import CastOptions, Copies, Groups, Operand, Plac
 from torchao_blockwise.ops.backend import Backend, Implementation
 from torchao_blockwise.ops.gemm.grouped import grouped_matmul_op
 from torchao_blockwise.ops.gemm.plain import matmul_op
+from torchao_blockwise.ops.operands import new_output
 from torchao_blockwise.ops.quantization.operations import hadamard_amax_bits_op, tensor_amax_bits_op
 from torchao_blockwise.ops.registry import OPTIONS, Operation, groups, operand
 from torchao_blockwise.tensors import MasterWeightTensor, TrainingConfig
@@ -293,20 +294,13 @@ def _grad_weight(
     return ops.grouped_matmul(a, b, groups, along="k", out_dtype=out_dtype, backend=products_by)
 
 
-def _grad_weight_fake(
-    a: Operand, b: Operand, groups: Groups | None, tokens: int, out_dtype: torch.dtype, products_by: Backend
-) -> torch.Tensor:
-    shape = a.qdata.shape[0], b.qdata.shape[0]
-    return a.qdata.new_empty(shape if groups is None else (groups.ends.shape[0], *shape), dtype=out_dtype)
-
-
 # The operations of GEMMs do not know how many tokens are padding, so they could not count FLOPs.
 grad_weight_op = Operation(
     f"grad_weight({operand('a')}, {operand('b')}, {groups('Tensor?')}, SymInt tokens, ScalarType out_dtype, "
     "str products_by) -> Tensor",
     takes=(Operand, Operand, Groups, None, None, None),
     table=[Implementation(Backend.AUTO, _grad_weight)],
-    fake=_grad_weight_fake,
+    fake=lambda a, b, groups, tokens, out_dtype, _: new_output(a, b, out_dtype, groups, "k"),
     flops=lambda a, b, groups, tokens, *_: gemm_flops(tokens, (a.qdata.shape[0], b.qdata.shape[0])),
 )
 

@@ -19,18 +19,11 @@ from torchao_blockwise.nn.gemms import GemmSpec
 from torchao_blockwise.nn.layer import Layer, cast_for_compute
 from torchao_blockwise.nn.weights import WEIGHTS, check_square_blocks, config_of, rounding_key_of
 from torchao_blockwise.ops.operands import check_dtype
-from torchao_blockwise.tensors import (
-    BlockwiseFP8Tensor,
-    MasterWeightTensor,
-    NVFP4Tensor,
-    TransposedWeight,
-)
+from torchao_blockwise.tensors import BlockwiseFP8Tensor, MasterWeightTensor, NVFP4Tensor, TransposedWeight
 
 
 def grouped_linear(
-    x: torch.Tensor,
-    weight: MasterWeightTensor | BlockwiseFP8Tensor | NVFP4Tensor,
-    group_ends: torch.Tensor,
+    x: torch.Tensor, weight: MasterWeightTensor | BlockwiseFP8Tensor | NVFP4Tensor, group_ends: torch.Tensor
 ) -> torch.Tensor:
     """Compute out[m] = x[m] @ weight[g].T for the rows m of each group g, with all three GEMMs in low precision.
 

@@ -281,13 +281,6 @@ def local_linear(
         return Layer.apply("linear", [(Input, spec)], None, copies, torch.is_grad_enabled(), x, weight, bias, key)
 
 
-@MasterWeightTensor.implements_torch_function(F.linear)
-@BlockwiseFP8Tensor.implements_torch_function(F.linear)
-@NVFP4Tensor.implements_torch_function(F.linear)
-def _linear_function(func: Any, types: Any, args: Any, kwargs: Any) -> torch.Tensor:
-    return _f_linear(*args, **(kwargs or {}))
-
-
 def _f_linear(input: torch.Tensor, weight: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
     """Run `linear` for `F.linear`, whose names of arguments these are; raise for a quantized input."""
     if not isinstance(weight, WEIGHTS):
@@ -296,6 +289,10 @@ def _f_linear(input: torch.Tensor, weight: Any, bias: torch.Tensor | None = None
             "a quantized tensor"
         )
     return local_linear(input, weight, bias, weight)
+
+
+for _kind in WEIGHTS:
+    _kind.implements_torch_function(F.linear)(lambda func, types, args, kwargs: _f_linear(*args, **(kwargs or {})))
 
 
 # --- steps that all layers share --------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from torchao_blockwise import _compat
-from torchao_blockwise.formats import NVFP4_1X16, BlockFormat, Place
+from torchao_blockwise.formats import NVFP4_1X16, Place
 from torchao_blockwise.nn.gemms import WHOLE, AmaxGroups
 from torchao_blockwise.nn.weights import config_of
 from torchao_blockwise.tensors import MasterWeightTensor, QuantizedTensor
@@ -64,12 +64,13 @@ def sharded_linear(linear: Callable[..., Any], x: DTensor, weight: Any, bias: DT
     like, placements = _compat.local_of(weight), [step.output for step in plan]
     places = places_of(shape, mesh, placements) if config_of(like).stochastic_rounding else None
     out = linear(local_x, local_weight, local_bias, like, _amax_groups(weight, plan), places)
-    return _dtensor(out, mesh, placements, shape)
+    return contiguous_dtensor(out, mesh, placements, shape)
 
 
 def _why_shards_cut_blocks(weight: Any) -> str | None:
     """Return which blocks the shards of `weight`, a DTensor [N, K], cut, with the fix, or None if they cut none."""
-    block = _format_of(_compat.local_of(weight)).block
+    local: Any = _compat.local_of(weight)
+    block = local.fmt.block
     for dim, what in enumerate(("rows", "columns")):
         size, ranks = weight.shape[dim], 1
         for i, placement in enumerate(weight.placements):
@@ -81,10 +82,6 @@ def _why_shards_cut_blocks(weight: Any) -> str | None:
                 f"use {' or '.join(['1', *fitting])} ranks, or exclude the layer (filter_fn)"
             )
     return None
-
-
-def _format_of(weight: Any) -> BlockFormat:
-    return weight.config.weight_format if isinstance(weight, MasterWeightTensor) else weight.fmt
 
 
 def _check(x: DTensor, weight: Any, bias: DTensor | None) -> None:
@@ -139,7 +136,8 @@ class _Plan(NamedTuple):
 
 
 def _amax_groups(weight: Any, plan: list[_Plan]) -> AmaxGroups:
-    if not _format_of(_compat.local_of(weight)).has_global_scale:
+    local: Any = _compat.local_of(weight)
+    if not local.fmt.has_global_scale:
         return WHOLE
     mesh, placements = weight.device_mesh, ([p.x for p in plan], weight.placements, [p.output for p in plan])
     return AmaxGroups(*(_groups(mesh, of_tensor) for of_tensor in placements))
@@ -149,7 +147,9 @@ def _groups(mesh: DeviceMesh, placements: Sequence[Placement | None]) -> str:
     return group_names([mesh.get_group(i) for i, p in enumerate(placements) if p is not None and p.is_shard()])
 
 
-def _dtensor(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Size) -> DTensor:
+def contiguous_dtensor(
+    local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Size
+) -> DTensor:
     """Return the contiguous DTensor of this shape with these local parts."""
     from torch.distributed.tensor import DTensor
 
@@ -170,7 +170,7 @@ class _LocalWeight(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         (weight,) = ctx.saved_tensors
-        return _dtensor(grad, weight.device_mesh, ctx.grad_placements, weight.shape), None
+        return contiguous_dtensor(grad, weight.device_mesh, ctx.grad_placements, weight.shape), None
 
 
 def own_part(weight: Any) -> tuple[torch.Tensor, str]:

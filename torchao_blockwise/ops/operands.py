@@ -65,11 +65,7 @@ def check_options(op: str, options: CastOptions) -> None:
 
 
 def new_copies(
-    x: torch.Tensor,
-    shape: tuple[int, ...],
-    options: CastOptions,
-    groups: Groups | None = None,
-    padded: bool = False,
+    x: torch.Tensor, shape: tuple[int, ...], options: CastOptions, groups: Groups | None = None, padded: bool = False
 ) -> Copies:
     """Return the requested copies, uninitialized, of a tensor [.., rows, columns] on the device of `x`.
 

@@ -5,18 +5,16 @@ from __future__ import annotations
 import copy
 import hashlib
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, SupportsIndex
+from typing import Any, SupportsIndex
 
 from torch import Tensor
 from torchao.utils import TorchAOBaseTensor
+from typing_extensions import Self
 
 from torchao_blockwise import _compat
 from torchao_blockwise._compat.torch_types import Args, Function, Kwargs, Types
 from torchao_blockwise._names import shown
 from torchao_blockwise.tensors.rounding import Keys, carry_key
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 # Attributes that are not copied: the source of a cast, FSDP2's last cast, and the values in the last state dict.
 _OF_ONE_OBJECT = ("cast_of", "shard", "shard_version", "ready", "saved_values")

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
+from typing_extensions import Self
 
 from torchao_blockwise import _compat, ops
 from torchao_blockwise.formats import FP8_128X128
 from torchao_blockwise.tensors.config import TrainingConfig
 from torchao_blockwise.tensors.quantized import QuantizedTensor
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 
 class BlockwiseFP8Tensor(QuantizedTensor):
@@ -41,9 +37,7 @@ class BlockwiseFP8Tensor(QuantizedTensor):
         power_of_2_scales: bool = False,
         config: TrainingConfig | None = None,
     ) -> Self:
-        x = _compat.make_wrapper(
-            cls, qdata.shape, inner=qdata, strides=qdata.stride(), dtype=dtype, device=qdata.device
-        )
+        x = _compat.make_wrapper(cls, qdata, qdata.shape, qdata.stride(), dtype=dtype)
         x.power_of_2_scales = power_of_2_scales
         x._set_parts(qdata, scale, None, dtype, config)
         return x

@@ -6,10 +6,11 @@ import inspect
 from abc import ABCMeta
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn
+from typing import Any, ClassVar, Literal, NoReturn
 
 import torch
 from torchao.core.config import ALLOWED_AO_MODULES, AOBaseConfig
+from typing_extensions import Self
 
 from torchao_blockwise._names import did_you_mean
 from torchao_blockwise.formats import (
@@ -22,9 +23,6 @@ from torchao_blockwise.formats import (
     hadamard_number,
 )
 from torchao_blockwise.ops import Backend, get_backend
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 # The value of `save_activations` for the quantized copy.
 QUANTIZED = "quantized"

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torchao.utils import TorchAOBaseTensor
+from typing_extensions import Self
 
 from torchao_blockwise import _compat
 from torchao_blockwise._compat import pytree, torch_fsdp
 from torchao_blockwise._compat.modes import FakeTensor
 from torchao_blockwise._compat.torch_types import Args, Function, Kwargs, Operation, Types
-from torchao_blockwise.formats import HIGH_PRECISION_DTYPES, Operand
+from torchao_blockwise.formats import HIGH_PRECISION_DTYPES, BlockFormat, Operand
 from torchao_blockwise.tensors import fsdp
 from torchao_blockwise.tensors.base import WeightTensor, layers_of
 from torchao_blockwise.tensors.config import TrainingConfig
@@ -24,8 +25,6 @@ from torchao_blockwise.tensors.weight_operands import kept_copies, weight_operan
 from torchao_blockwise.tensors.weight_uses import note_read
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
-
     from torchao_blockwise.tensors.quantized_shard import QuantizedShard
 
 aten = torch.ops.aten
@@ -59,15 +58,7 @@ class MasterWeightTensor(WeightTensor):
 
     @staticmethod
     def __new__(cls, hp: torch.Tensor, config: TrainingConfig, rounding_key: torch.Tensor | None = None) -> Self:
-        return _compat.make_wrapper(
-            cls,
-            hp.shape,
-            inner=hp,
-            strides=hp.stride(),
-            storage_offset=hp.storage_offset(),
-            dtype=hp.dtype,
-            device=hp.device,
-        )
+        return _compat.make_wrapper(cls, hp, hp.shape, hp.stride(), storage_offset=hp.storage_offset())
 
     def __init__(self, hp: torch.Tensor, config: TrainingConfig, rounding_key: torch.Tensor | None = None):
         if isinstance(hp, TorchAOBaseTensor) or hp.layout is not torch.strided:
@@ -89,6 +80,11 @@ class MasterWeightTensor(WeightTensor):
     shard: QuantizedShard | fsdp.ShardLayout | None = None
     # The version of the values from which the shard was computed; None if it is unknown.
     shard_version: int | None = None
+
+    @property
+    def fmt(self) -> BlockFormat:
+        """The format of the operands of GEMMs."""
+        return self.config.weight_format
 
     @property
     def source(self) -> tuple[torch.Tensor, torch.dtype | None]:
@@ -119,7 +115,7 @@ class MasterWeightTensor(WeightTensor):
         return 0 if kept is None else kept.nbytes
 
     def quantized(self, *, columnwise: bool = False) -> Operand:
-        """Return the operand of GEMMs: `hp` quantized in `config.weight_format`, rowwise or columnwise."""
+        """Return the operand of GEMMs: `hp` quantized in `fmt`, rowwise or columnwise."""
         return weight_operand(self.hp, weight_options(self.config, not columnwise, columnwise))
 
     # FSDP2 calls them to get the tensors that this rank sends, and the weight that layers use until it is resharded.
@@ -152,7 +148,7 @@ class MasterWeightTensor(WeightTensor):
         grad = ", requires_grad=True" if self.requires_grad else ""
         return (
             f"MasterWeightTensor(shape={tuple(self.shape)}, dtype={self.dtype}, device='{self.device}', "
-            f"quantized_to={self.config.weight_format.name}{grad})"
+            f"quantized_to={self.fmt.name}{grad})"
         )
 
     @classmethod

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
+from typing_extensions import Self
 
 from torchao_blockwise import _compat, ops
 from torchao_blockwise.formats import NVFP4_1X16, NVFP4_16X16, BlockFormat
 from torchao_blockwise.tensors.config import TrainingConfig
 from torchao_blockwise.tensors.quantized import QuantizedTensor
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 _FORMATS: dict[tuple[int, ...], BlockFormat] = {fmt.block: fmt for fmt in (NVFP4_16X16, NVFP4_1X16)}
 
@@ -57,7 +54,7 @@ class NVFP4Tensor(QuantizedTensor):
         shape = (*qdata.shape[:-1], columns)
         # If rows are not adjacent, the strides must show it, because `contiguous()` checks nothing else.
         apart = None if qdata.is_contiguous() else (*(fmt.element.per_byte * s for s in qdata.stride()[:-1]), 1)
-        x = _compat.make_wrapper(cls, shape, inner=qdata, strides=apart, dtype=dtype, device=qdata.device)
+        x = _compat.make_wrapper(cls, qdata, shape, apart, dtype=dtype)
         x.columns, x.block_size = columns, fmt.block
         if rounding_key is not None:
             x.rounding_key = rounding_key

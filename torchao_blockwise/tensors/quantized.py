@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex, TypeVar
+from typing import Any, NoReturn, SupportsIndex, TypeVar
 
 import torch
 from torch import Tensor
 from torchao.utils import TorchAOBaseTensor
+from typing_extensions import Self
 
 from torchao_blockwise import _compat, ops
 from torchao_blockwise._compat.torch_types import Args, Function, Kwargs, Operation, Types
@@ -22,9 +23,6 @@ from torchao_blockwise.tensors.config import TrainingConfig
 from torchao_blockwise.tensors.pending_master import PendingMaster
 from torchao_blockwise.tensors.state_values import plain_values, same_bits
 from torchao_blockwise.tensors.weight_uses import note_read
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _REMEDY = "take all parts from one tensor, or create it with from_hp"

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
+from typing_extensions import Self
 
 from torchao_blockwise import _compat
 from torchao_blockwise._compat.torch_types import Args, Function, Kwargs, Operation, Types
@@ -28,9 +29,6 @@ from torchao_blockwise.tensors.nvfp4 import NVFP4Tensor
 from torchao_blockwise.tensors.pending_master import PendingMaster
 from torchao_blockwise.tensors.quantized import OPS_OF_SHARDS, QuantizedTensor
 from torchao_blockwise.tensors.state_values import same_bits
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 aten = torch.ops.aten
 
@@ -65,7 +63,7 @@ class QuantizedShard(QuantizedTensor):
     ) -> Self:
         if not isinstance(part, ShardLayout):
             raise TypeError(f"{cls.__name__}: part must be a ShardLayout, got {part!r}; shard with fully_shard")
-        x = _compat.make_wrapper(cls, part.local_shape, inner=qdata, dtype=dtype, device=qdata.device)
+        x = _compat.make_wrapper(cls, qdata, part.local_shape, dtype=dtype)
         x.part, x.pending_master = part, PendingMaster()
         x._set_parts(qdata, scale, global_scale, dtype, part.config)
         return x

@@ -7,17 +7,15 @@ refers to the weight instead.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from typing_extensions import Self
 
 from torchao_blockwise import _compat
 from torchao_blockwise._compat import pytree
 from torchao_blockwise._compat.torch_types import Args, Kwargs, Operation, Types
 from torchao_blockwise.tensors.base import WeightTensor
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 aten = torch.ops.aten
 
@@ -48,15 +46,7 @@ class TransposedWeight(WeightTensor):
     @staticmethod
     def __new__(cls, weight: torch.Tensor) -> Self:
         shape, strides = ((t[0], t[2], t[1]) for t in (weight.shape, weight.stride()))
-        x = _compat.make_wrapper(
-            cls,
-            shape,
-            inner=weight,
-            strides=strides,
-            storage_offset=weight.storage_offset(),
-            dtype=weight.dtype,
-            device=weight.device,
-        )
+        x = _compat.make_wrapper(cls, weight, shape, strides, storage_offset=weight.storage_offset())
         x.weight = weight
         return x
 

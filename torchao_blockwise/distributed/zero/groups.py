@@ -57,10 +57,7 @@ def _why_not_stepped(p: torch.Tensor, quantized: QuantizedTensor, group: dist.Pr
 
 
 def check_parameters(
-    groups: Sequence[dict[str, Any]],
-    names: Mapping[torch.Tensor, str],
-    group: dist.ProcessGroup | None,
-    what: str,
+    groups: Sequence[dict[str, Any]], names: Mapping[torch.Tensor, str], group: dist.ProcessGroup | None, what: str
 ) -> None:
     """Check the parameters of groups, and that all ranks have the same ones with the same options.
 

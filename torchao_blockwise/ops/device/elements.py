@@ -12,6 +12,7 @@ import triton.language as tl
 from torchao_blockwise.ops.backend import interpreting
 
 INTERPRETING = tl.constexpr(interpreting())
+DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 # Fields of fp32.
 _MANTISSA_BITS = tl.constexpr(23)

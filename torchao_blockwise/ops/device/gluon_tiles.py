@@ -26,7 +26,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from torchao_blockwise.formats import CastOptions, Copies, Groups
-from torchao_blockwise.ops.device.elements import encode_e4m3
+from torchao_blockwise.ops.device.elements import DTYPES, encode_e4m3
 from torchao_blockwise.ops.device.scales import fp8_scales
 from torchao_blockwise.ops.groups.tables.kernels_triton import block_table
 from torchao_blockwise.ops.launch import ceil_div, launch
@@ -35,7 +35,6 @@ from torchao_blockwise.ops.operands import as_asked, new_copies, pointers
 # Its name moved in Triton 3.7.
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
-DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 _RUN = 16  # elements of a store of payload
 _THREADS = 32  # of a warp
 _MAGNITUDES = gl.constexpr(0x7FFF7FFF)

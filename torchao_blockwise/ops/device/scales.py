@@ -3,12 +3,7 @@
 import triton
 import triton.language as tl
 
-from torchao_blockwise.ops.device.elements import (
-    at_most_f32_max,
-    canonical_nan,
-    decode_e4m3,
-    encode_e4m3_by_integers,
-)
+from torchao_blockwise.ops.device.elements import at_most_f32_max, canonical_nan, decode_e4m3, encode_e4m3_by_integers
 
 _EXPONENT_AND_SIGN = tl.constexpr(-(1 << 23))
 

@@ -20,12 +20,10 @@ from torchao_blockwise.ops.fused import reference
 from torchao_blockwise.ops.groups.ends import as_groups
 from torchao_blockwise.ops.groups.tables.layout import check_groups
 from torchao_blockwise.ops.operands import check_dtype, new_copies, why_no_tiles
+from torchao_blockwise.ops.padding import ROW_BYTES
 from torchao_blockwise.ops.quantization import quantize_by
 from torchao_blockwise.ops.quantization.reference import quantize as quantize_by_reference
 from torchao_blockwise.ops.registry import OPTIONS, Operation, groups
-
-# Bytes of payload that a kernel stores at a time.
-_ALIGNMENT = 16
 
 
 class Norm(NamedTuple):
@@ -139,7 +137,7 @@ def swiglu_backward_quantize(
     Raises TypeError for a dtype, ValueError for invalid shapes, ends, format, options or backend.
     """
     groups = as_groups(groups)
-    if options.fmt is not FP8_1X128 or gate.shape[1] % _ALIGNMENT:
+    if options.fmt is not FP8_1X128 or gate.shape[1] % ROW_BYTES:
         gradient = torch.cat(swiglu_backward(dh, gate, up, backend=backend), 1)
         return quantize_by(gradient, options, groups, rounding_bits=rounding_bits, backend=backend)
     return swiglu_backward_quantize_op(dh, gate, up, options, groups, backend)

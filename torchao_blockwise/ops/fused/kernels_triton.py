@@ -28,7 +28,7 @@ import triton
 import triton.language as tl
 
 from torchao_blockwise.formats import FP8_1X128, CastOptions, Copies, Groups
-from torchao_blockwise.ops.device.elements import from_f32, reciprocal, to_f32
+from torchao_blockwise.ops.device.elements import DTYPES, from_f32, reciprocal, to_f32
 from torchao_blockwise.ops.device.groups import locate_rows
 from torchao_blockwise.ops.device.tiles import load_tile, options_of, store_rowwise, store_tile
 from torchao_blockwise.ops.fused import Norm, exponential
@@ -41,8 +41,6 @@ from torchao_blockwise.ops.quantization.kernels_triton import quantize
 _MOST_COLUMNS, _ELEMENTS, _WARPS = 8192, 4096, 4
 # Columns of a longer row that are read at a time, and how many rows.
 _COLUMNS, _ROWS = 512, 4
-
-_TL_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
 @triton.jit
@@ -287,7 +285,7 @@ def _launch(kernel, inputs, arguments, rowwise: bool, power_of_2_scales=False, w
 
 def _launch_norm(norm: Norm, outputs, rowwise: bool, power_of_2_scales=False) -> None:
     vectors = (None if t is None else t.contiguous() for t in (norm.mean, norm.rstd, norm.weight, norm.bias))
-    dtype = _TL_DTYPES[norm.dtype]
+    dtype = DTYPES[norm.dtype]
     _launch(_norm_quantize_kernel, [norm.x], [*vectors, *outputs], rowwise, power_of_2_scales, DTYPE=dtype)
 
 

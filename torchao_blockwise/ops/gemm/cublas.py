@@ -25,9 +25,8 @@ import torch.nn.functional as F
 from torchao_blockwise.formats import E2M1, BlockFormat, Operand
 from torchao_blockwise.ops.backend import compute_capability, why_no_kernels
 from torchao_blockwise.ops.gemm import KERNEL_PAIRS
-from torchao_blockwise.ops.padding import aligned_rows
+from torchao_blockwise.ops.padding import ROW_BYTES, aligned_rows
 
-_ALIGNMENT = 16
 # Rows of scales lie 16 bytes apart.
 _SCALE_ROWS = 4
 
@@ -47,9 +46,9 @@ def why_not(a: Operand, b: Operand, out_dtype: torch.dtype, bias: torch.Tensor |
             return why
     if 0 in (m, n, k):
         return f"cuBLASLt does not support empty GEMMs, got M={m}, N={n}, K={k}"
-    if n % _ALIGNMENT and not decodes:
+    if n % ROW_BYTES and not decodes:
         # M and K may be anything: rows are padded.
-        return f"N must be a multiple of {_ALIGNMENT}, got N={n}"
+        return f"N must be a multiple of {ROW_BYTES}, got N={n}"
     # Triton's kernels decode NVFP4, and swizzle its scales.
     return why_no_kernels(a) if a_fmt.element is E2M1 else None
 

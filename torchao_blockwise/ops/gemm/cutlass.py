@@ -23,10 +23,9 @@ import torch.nn.functional as F
 
 from torchao_blockwise.formats import E2M1, Groups, Operand
 from torchao_blockwise.ops.backend import architecture, compute_capability, why_no_kernels
-from torchao_blockwise.ops.padding import aligned_rows
+from torchao_blockwise.ops.padding import ROW_BYTES, aligned_rows
 
 _BLACKWELL = 10
-_ALIGNMENT = 16
 # Each group is prepared by one thread of a single block.
 _MAX_GROUPS = 1024
 
@@ -45,8 +44,8 @@ def why_not(a: Operand, b: Operand, groups: Groups, along: str, out_dtype: torch
     (m, k), (experts, n, _) = a.qdata.shape, b.qdata.shape
     if 0 in (m, n, k):
         return f"the kernels do not support empty GEMMs, got M={m}, N={n}, K={k}"
-    if n % _ALIGNMENT or k % _ALIGNMENT:
-        return f"N and the bytes of packed K must be multiples of {_ALIGNMENT}, got N={n}, K={k}"
+    if n % ROW_BYTES or k % ROW_BYTES:
+        return f"N and the bytes of packed K must be multiples of {ROW_BYTES}, got N={n}, K={k}"
     if experts > _MAX_GROUPS:
         return f"the kernels support at most {_MAX_GROUPS} groups, got {experts}"
     return _why_not_built(device) or why_no_kernels(a)
@@ -89,11 +88,7 @@ def _scaled_grouped_mm(
 
 def grouped_matmul(a: Operand, b: Operand, groups: Groups, along: str, out_dtype: torch.dtype) -> torch.Tensor:
     """Return the GEMM, [M, N], if `why_not` returns None. Arguments as in the op."""
-    from torchao_blockwise.ops.gemm.kernels_blackwell import (
-        swizzled_scales,
-        swizzled_scales_of_groups,
-        zero_tail_,
-    )
+    from torchao_blockwise.ops.gemm.kernels_blackwell import swizzled_scales, swizzled_scales_of_groups, zero_tail_
 
     assert a.global_scale is not None and b.global_scale is not None
     a_scale, ends = swizzled_scales_of_groups(a, groups.ends)

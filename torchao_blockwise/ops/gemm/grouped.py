@@ -76,12 +76,7 @@ def grouped_matmul(
 
 
 def add_grouped_matmul_(
-    out: torch.Tensor,
-    a: Operand,
-    b: Operand,
-    groups: Groups | torch.Tensor,
-    *,
-    backend: Backend | str | None = None,
+    out: torch.Tensor, a: Operand, b: Operand, groups: Groups | torch.Tensor, *, backend: Backend | str | None = None
 ) -> torch.Tensor:
     """out[g] += a[:, g] @ b[:, g].T, in fp32: add gradients of experts to those of other microbatches.
 

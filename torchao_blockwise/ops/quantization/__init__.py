@@ -32,7 +32,7 @@ from torchao_blockwise.formats import (
     key_of,
 )
 from torchao_blockwise.ops.backend import Backend, get_backend
-from torchao_blockwise.ops.groups.ends import check_row_blocks
+from torchao_blockwise.ops.groups.ends import as_groups, check_row_blocks
 from torchao_blockwise.ops.operands import check_dtype, check_options, with_global_scale
 from torchao_blockwise.ops.quantization.operations import (
     global_scale_op,
@@ -105,8 +105,9 @@ def quantize(
         scale_per_group,
         "" if isinstance(columnwise, bool) else get_format(columnwise).name,
     )
-    groups = Groups(groups) if isinstance(groups, torch.Tensor) else groups
-    return quantize_by(x, options, groups, tensor_amax=tensor_amax, rounding_bits=stochastic, backend=backend)
+    return quantize_by(
+        x, options, as_groups(groups), tensor_amax=tensor_amax, rounding_bits=stochastic, backend=backend
+    )
 
 
 def quantize_by(

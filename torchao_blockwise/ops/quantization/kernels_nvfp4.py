@@ -15,6 +15,7 @@ from torchao_blockwise.ops.device.scales import nvfp4_scales
 from torchao_blockwise.ops.device.tiles import load_tile, locate_tile, matrices_of, store_tile
 from torchao_blockwise.ops.launch import ceil_div, launch
 from torchao_blockwise.ops.operands import pointers
+from torchao_blockwise.ops.padding import ROW_BYTES
 from torchao_blockwise.ops.quantization.kernels_amax import amaxes_of_each
 from torchao_blockwise.ops.quantization.kernels_chunks import ANY, block_words, load_key, write_columnwise
 
@@ -25,8 +26,6 @@ _BITS = tl.constexpr(8)
 # a time, so two threads share a block, and both compute its scale.
 _NVFP4_TILE = (32, 128, 2, 4)
 _ROWWISE_TILE = (32, 128, 4)
-
-_ALIGNMENT = 16
 
 
 @triton.jit
@@ -194,7 +193,7 @@ def write_nvfp4(
                 _write_tiles(x, amax, copies._replace(columnwise=None), blocks)
             else:
                 _write_rounded(x, amax, rowwise, groups, blocks, key, place)
-    elif rowwise and columnwise and x.shape[-1] % _ALIGNMENT:
+    elif rowwise and columnwise and x.shape[-1] % ROW_BYTES:
         # A program with two sets of addresses spills.
         _write_tiles(x, amax, copies._replace(columnwise=None), blocks)
         _write_tiles(x, amax, copies._replace(rowwise=None), blocks)
@@ -212,7 +211,7 @@ def _write_tiles(x: torch.Tensor, amax: torch.Tensor, copies: Copies, blocks: to
         x, amax, *pointers(copies), blocks, M, K, fmt.element.packed(K), width_qt, *strides,
         ELEMENT_MAX=fmt.element.max, SCALE_MAX=fmt.scale_max, BATCHED=B > 1, SQUARE=fmt.is_square,
         ROWWISE=copies.rowwise is not None, COLUMNWISE=copies.columnwise is not None, TILE_M=tile_m, TILE_K=tile_k,
-        BLOCK=fmt.block[1], PER_GROUP=amax.dim() > 0, num_warps=warps[K % _ALIGNMENT != 0],
+        BLOCK=fmt.block[1], PER_GROUP=amax.dim() > 0, num_warps=warps[K % ROW_BYTES != 0],
     )  # fmt: skip
 
 

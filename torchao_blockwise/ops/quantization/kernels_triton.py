@@ -1,12 +1,11 @@
-"""Blockwise quantization in Triton: one read of `x` writes one copy, or both if the columnwise one has square blocks.
+"""Blockwise quantization in Triton: one read of `x` writes one copy, or both if blocks are square.
 
 A program quantizes one tile of a matrix, which consists of whole blocks:
 
             K                     rowwise                    columnwise
       ┌───┬───┬───┐               q  [M, K]   tile as it is   qᵀ [K, M]   tile transposed through shared memory
     M │   │ x │   │  one tile →   1×B blocks: max along K     1×B blocks: max along M
-      └───┴───┴───┘               B×B blocks: one max over the block, both copies share the payload, or the
-                                  rowwise one has 1×B blocks, whose maxima give that of the block
+      └───┴───┴───┘               B×B blocks: one max over the block, and both copies share the payload
 
 FP8: a tile is as long as a block (128) in the direction of blocks. With one-row blocks, each copy takes a launch,
 because a tile in registers with two sets of scaled values would spill. NVFP4: a tile contains many blocks of 16, as a
@@ -36,6 +35,7 @@ from torchao_blockwise.ops.device.tiles import load_values, locate_tile, matrice
 from torchao_blockwise.ops.groups.tables.kernels_triton import block_table
 from torchao_blockwise.ops.launch import ceil_div, launch
 from torchao_blockwise.ops.operands import as_asked, new_copies, pointers
+from torchao_blockwise.ops.padding import ROW_BYTES
 from torchao_blockwise.ops.quantization.kernels_nvfp4 import write_nvfp4
 
 # (tile rows, tile columns, warps, warps if rows of K elements do not start at multiples of 16 bytes), measured on an
@@ -46,10 +46,6 @@ from torchao_blockwise.ops.quantization.kernels_nvfp4 import write_nvfp4
 _FP8_ROWWISE_TILE = (32, 128, 4, 16)
 _FP8_COLUMNWISE_TILE = (128, 64, 4, 8)
 _FP8_SQUARE_TILE = (128, 128, 4, 16)
-# A rowwise copy in one-row blocks and a columnwise one in square blocks: two sets of scaled values. Not measured.
-_FP8_ROWS_AND_SQUARES_TILE = (128, 128, 8, 16)
-
-_ALIGNMENT = 16
 
 
 @triton.jit
@@ -89,7 +85,7 @@ def _quantize_columns(
 def _quantize_fp8_kernel(
     x_ptr,  # [B, M, K] bf16 | f16 | f32
     q_ptr,  # [B, M, K] e4m3 bytes
-    s_ptr,  # [B, K/BLOCK, M] f32, or [B, M/BLOCK, K/BLOCK] where SQUARE and not ROW_BLOCKS
+    s_ptr,  # [B, K/BLOCK, M] f32, or [B, M/BLOCK, K/BLOCK] where SQUARE
     qt_ptr,  # [B, K, width_qt] e4m3 bytes
     st_ptr,  # [B, M/BLOCK, K] f32, or [B, K/BLOCK, M/BLOCK] where SQUARE
     blocks_ptr,  # the table of blocks of groups (device/groups.py), B = 1; None without groups
@@ -103,8 +99,7 @@ def _quantize_fp8_kernel(
     MIN_AMAX: tl.constexpr,
     POWER_OF_2: tl.constexpr,
     BATCHED: tl.constexpr,
-    SQUARE: tl.constexpr,  # blocks of the columnwise copy, and of the rowwise one unless
-    ROW_BLOCKS: tl.constexpr,  # these are rows: with ROWWISE and COLUMNWISE only
+    SQUARE: tl.constexpr,
     ROWWISE: tl.constexpr,
     COLUMNWISE: tl.constexpr,
     TILE_M: tl.constexpr,
@@ -113,23 +108,18 @@ def _quantize_fp8_kernel(
     batch, tile_m, tile_k, tiles_m, tiles_k = locate_tile(tl.program_id(0), M, K, TILE_M, TILE_K, BATCHED)
     offs_m = tile_m * TILE_M + tl.arange(0, TILE_M)
     offs_k = tile_k * TILE_K + tl.arange(0, TILE_K)
-    # The tile's rows in `x`. Those from `end_x` on are zeros, and those from `end` on do not belong to the tile.
-    offs_x, end_x, end = offs_m, M, M
+    # The tile's rows in `x`. Those from `end_x` on are zeros.
+    offs_x, end_x = offs_m, M
     if blocks_ptr is not None:
-        first_x, end_x, end = load_block(blocks_ptr, tile_m if COLUMNWISE else -1)
+        first_x, end_x, _ = load_block(blocks_ptr, tile_m if COLUMNWISE else -1)
         if COLUMNWISE:
             offs_x = first_x + tl.arange(0, TILE_M)
 
     if SQUARE:
         x = load_values(x_ptr, offs_x, offs_k, end_x, K, stride_xm, stride_xk, batch, stride_xb)
-        row_amax = largest_magnitude(x, 1)
-        if ROW_BLOCKS:
-            encode, scale = fp8_vector_scales(row_amax, ELEMENT_MAX, MIN_AMAX, POWER_OF_2)
-            store_tile(q_ptr, encode_e4m3(to_f32(x) * encode[:, None], ELEMENT_MAX), offs_x, offs_k, end, K, batch)
-            tl.store(s_ptr + (batch * tiles_k + tile_k) * M + offs_x, scale, mask=offs_x < end)
-        encode, scale = fp8_scales(tl.max(row_amax, 0), ELEMENT_MAX, MIN_AMAX, POWER_OF_2)
+        encode, scale = fp8_scales(tl.max(largest_magnitude(x, 1), 0), ELEMENT_MAX, MIN_AMAX, POWER_OF_2)
         q = encode_e4m3(to_f32(x) * encode, ELEMENT_MAX)
-        if ROWWISE and not ROW_BLOCKS:
+        if ROWWISE:
             store_tile(q_ptr, q, offs_m, offs_k, M, K, batch)
             tl.store(s_ptr + (batch * tiles_m + tile_m) * tiles_k + tile_k, scale)
         if COLUMNWISE:
@@ -170,11 +160,7 @@ def quantize(
         if fmt.element is E2M1:
             assert amax_bits is not None
             write_nvfp4(x, amax_bits.view(torch.float32), copies, options, groups, blocks, key, place or Place())
-        elif (
-            copies.rowwise
-            and copies.columnwise
-            and (x.shape[-1] % _ALIGNMENT or not options.columnwise_format.is_square)
-        ):
+        elif copies.rowwise and copies.columnwise and (x.shape[-1] % ROW_BYTES or not fmt.is_square):
             # A program with two sets of values or addresses spills, or few of them fit in a multiprocessor.
             _write_fp8(x, copies._replace(columnwise=None), options, blocks)
             _write_fp8(x, copies._replace(rowwise=None), options, blocks)
@@ -189,23 +175,15 @@ def _write_fp8(x: torch.Tensor, copies: Copies, options: CastOptions, blocks: to
     x, B, strides = matrices_of(x)
     rowwise, columnwise = copies.rowwise is not None, copies.columnwise is not None
     square = options.columnwise_format.is_square if columnwise else fmt.is_square
-    row_blocks = square and rowwise and not fmt.is_square
-    if row_blocks:
-        tile = _FP8_ROWS_AND_SQUARES_TILE
-    elif square:
-        tile = _FP8_SQUARE_TILE
-    else:
-        tile = _FP8_COLUMNWISE_TILE if columnwise else _FP8_ROWWISE_TILE
-    tile_m, tile_k, *warps = tile
+    rows_tile = _FP8_COLUMNWISE_TILE if columnwise else _FP8_ROWWISE_TILE
+    tile_m, tile_k, *warps = _FP8_SQUARE_TILE if square else rows_tile
     width_qt = copies.columnwise.qdata.shape[-1] if columnwise else None
-    if columnwise and blocks is not None and not rowwise:
+    if columnwise and blocks is not None:
         M = width_qt
-    # Rows after the last group have a rowwise copy, too.
-    tiles_m = blocks.shape[0] - 1 if row_blocks and blocks is not None else ceil_div(M, tile_m)
     launch(
-        _quantize_fp8_kernel, B * tiles_m * ceil_div(K, tile_k),
+        _quantize_fp8_kernel, B * ceil_div(M, tile_m) * ceil_div(K, tile_k),
         x, *pointers(copies), blocks, M, K, width_qt, *strides,
         ELEMENT_MAX=fmt.element.max, MIN_AMAX=fmt.min_amax, POWER_OF_2=options.power_of_2_scales, BATCHED=B > 1,
-        SQUARE=square, ROW_BLOCKS=row_blocks, ROWWISE=rowwise, COLUMNWISE=columnwise,
-        TILE_M=tile_m, TILE_K=tile_k, num_warps=warps[K % _ALIGNMENT != 0],
+        SQUARE=square, ROWWISE=rowwise, COLUMNWISE=columnwise,
+        TILE_M=tile_m, TILE_K=tile_k, num_warps=warps[K % ROW_BYTES != 0],
     )  # fmt: skip

@@ -19,15 +19,9 @@ import triton
 import triton.language as tl
 
 from torchao_blockwise.formats import E4M3, BlockFormat
-from torchao_blockwise.ops.device.elements import encode_e2m1, encode_e4m3, from_f32, magnitude_bits, to_f32
+from torchao_blockwise.ops.device.elements import DTYPES, encode_e2m1, encode_e4m3, from_f32, magnitude_bits, to_f32
 from torchao_blockwise.ops.device.scales import fp8_scales, nvfp4_scales
-from torchao_blockwise.ops.device.tables import (
-    ALIGNMENT,
-    find_row,
-    load_pointer,
-    load_size,
-    make_table,
-)
+from torchao_blockwise.ops.device.tables import ALIGNMENT, find_row, load_pointer, load_size, make_table
 from torchao_blockwise.ops.launch import ceil_div, launch
 from torchao_blockwise.ops.shards.flat import CODES, WHOLE, Shards, target_entries
 
@@ -36,8 +30,6 @@ from torchao_blockwise.ops.shards.flat import CODES, WHOLE, Shards, target_entri
 _TILES = {"e4m3": (128, 128, 8), "e2m1": (64, 128, 4)}
 _UNALIGNED_TILE = (32, 128, 8)
 _CHUNK, _CHUNK_WARPS = 1024, 4  # blocks of a program that works only on those
-
-_TL_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 # Fields of a shard's row.
 _SHARD_FIELDS = tl.constexpr(11)
@@ -312,7 +304,7 @@ def _launch(kernel, shards: Shards, of_blocks: torch.Tensor, targets=None, into=
         assert table is not None, "shards with elements"
         launch(
             kernel, table.programs, table.tensor, of_blocks, table.rows,
-            DTYPE=_TL_DTYPES[dtype], ROUNDED_TO=_TL_DTYPES[shards.dtype], ALIGN=align,
+            DTYPE=DTYPES[dtype], ROUNDED_TO=DTYPES[shards.dtype], ALIGN=align,
             TILE_M=tile_m, TILE_K=tile_k, BLOCK=fmt.block[0], num_warps=warps, **options,
         )  # fmt: skip
 

@@ -14,9 +14,8 @@
 
     pairs (e2m1)   the same with bytes of two codes, which hold a 2×2 square
 
-    bytes (e4m3)   tile [M, K] → tile [K, M], if rows do not start at multiples of 16 bytes
-
-Tiles are numbered along grid x only, whose limit is 2^31. A program also transposes the scales of its tile.
+If e4m3 rows do not start at multiples of 16 bytes, PyTorch copies the transposes. Tiles are numbered along grid x only,
+whose limit is 2^31. A program also transposes the scales of its tile.
 """
 
 import torch
@@ -24,24 +23,14 @@ import triton
 import triton.language as tl
 
 from torchao_blockwise.formats import Operand
+from torchao_blockwise.ops.device.tiles import locate_tile
 from torchao_blockwise.ops.launch import ceil_div, launch
+from torchao_blockwise.ops.padding import ROW_BYTES
 
-_ALIGNMENT = 16
 # At least this number of elements -> (tile rows, tile columns, warps). Large tiles read and write longer runs of a row,
 # but small matrices would have too few of them for the GPU.
 _QUADS_TILES = {0: (256, 128, 4), 64 << 20: (256, 256, 8)}
 _PAIRS_TILE = (128, 128, 4)
-# Bytes are moved one by one and each has an address.
-_BYTES_TILE = (64, 64, 8)
-
-
-@triton.jit
-def _locate_tile(M, K, TILE_M: tl.constexpr, TILE_K: tl.constexpr):
-    """(matrix, tile along M, tile along K) of this program."""
-    tiles_m, tiles_k = tl.cdiv(M, TILE_M), tl.cdiv(K, TILE_K)
-    tile = tl.program_id(0)
-    batch = (tile // tiles_k) // tiles_m
-    return batch.to(tl.int64), (tile // tiles_k) % tiles_m, tile % tiles_k
 
 
 @triton.jit
@@ -76,7 +65,7 @@ def _transpose_quads_kernel(
     q_ptr, qt_ptr, s_ptr, st_ptr, M, K, TILE_M: tl.constexpr, TILE_K: tl.constexpr, BLOCK: tl.constexpr
 ):
     """[B, M, K/4] -> [B, K, M/4] words of four bytes."""
-    batch, tile_m, tile_k = _locate_tile(M, K, TILE_M, TILE_K)
+    batch, tile_m, tile_k, _, _ = locate_tile(tl.program_id(0), M, K, TILE_M, TILE_K, True)
     # Rows start at multiples of 16 bytes, but Triton cannot derive this from K // 4.
     words_m, words_k = M // 16 * 4, K // 16 * 4
     offs_m = tile_m * (TILE_M // 4) + tl.arange(0, TILE_M // 4)
@@ -114,7 +103,7 @@ def _transpose_pairs_kernel(
     BLOCK: tl.constexpr,
 ):
     """[B, M, ⌈K/2⌉] -> [B, K, ⌈M/2⌉] bytes of two 4-bit codes; codes outside of the matrix are zero."""
-    batch, tile_m, tile_k = _locate_tile(M, K, TILE_M, TILE_K)
+    batch, tile_m, tile_k, _, _ = locate_tile(tl.program_id(0), M, K, TILE_M, TILE_K, True)
     offs_m = tile_m * (TILE_M // 2) + tl.arange(0, TILE_M // 2)
     offs_k = tile_k * (TILE_K // 2) + tl.arange(0, TILE_K // 2)
     source, inside = _entries(q_ptr + batch * M * packed_k, offs_m, offs_k, packed_m, packed_k, 2)
@@ -127,39 +116,25 @@ def _transpose_pairs_kernel(
     tl.store(target + packed_m, tl.trans(odd), mask=inside & (offs_k < K // 2)[:, None])
 
 
-@triton.jit
-def _transpose_bytes_kernel(
-    q_ptr, qt_ptr, s_ptr, st_ptr, M, K, TILE_M: tl.constexpr, TILE_K: tl.constexpr, BLOCK: tl.constexpr
-):
-    """[B, M, K] -> [B, K, M] bytes."""
-    batch, tile_m, tile_k = _locate_tile(M, K, TILE_M, TILE_K)
-    offs_m, offs_k = tile_m * TILE_M + tl.arange(0, TILE_M), tile_k * TILE_K + tl.arange(0, TILE_K)
-    source, inside = _entries(q_ptr + batch * M * K, offs_m, offs_k, M, K)
-    tile = tl.load(source, mask=inside, other=0)
-    _move_scales(s_ptr, st_ptr, batch, tile_m, tile_k, M, K, TILE_M, TILE_K, BLOCK)
-    target, inside = _entries(qt_ptr + batch * M * K, offs_k, offs_m, K, M)
-    tl.store(target, tl.trans(tile), mask=inside)
-
-
 def transpose(x: Operand, columns: int) -> Operand:
     """qdata [.., M, packed(K)], scale [.., M blocks, K blocks] -> [.., K, packed(M)], [.., K blocks, M blocks]."""
-    qdata, scale, fmt = x.qdata, x.scale, x.format
-    *leading, M, packed_k = qdata.shape
-    out, scale_out = qdata.new_empty((*leading, columns, fmt.element.packed(M))), scale.new_empty(scale.mT.shape)
+    q, s, fmt = x.qdata.contiguous(), x.scale.contiguous(), x.format
+    *leading, M, packed_k = q.shape
+    if fmt.element.bits == 8 and (M | columns | q.data_ptr() | q.storage_offset()) % ROW_BYTES:
+        out, scale_out = (t.mT.clone(memory_format=torch.contiguous_format) for t in (q, s))
+        return x._replace(qdata=out, scale=scale_out)
+    out, scale_out = q.new_empty((*leading, columns, fmt.element.packed(M))), s.new_empty(s.mT.shape)
     if out.numel() > 0:
-        q, s = qdata.contiguous(), scale.contiguous()
         sizes: tuple[int, ...] = (M, columns)
         if fmt.element.bits == 4:
             kernel, entries, (tile_m, tile_k, warps) = _transpose_pairs_kernel, torch.uint8, _PAIRS_TILE
             sizes += (out.shape[-1], packed_k)
-        elif (M | columns | q.data_ptr() | q.storage_offset()) % _ALIGNMENT == 0:
+        else:
             kernel, entries = _transpose_quads_kernel, torch.uint32
             tile_m, tile_k, warps = _QUADS_TILES[max(least for least in _QUADS_TILES if least <= out.numel())]
-        else:
-            kernel, entries, (tile_m, tile_k, warps) = _transpose_bytes_kernel, torch.uint8, _BYTES_TILE
-        matrices = qdata.numel() // (M * packed_k)
+        matrices = q.numel() // (M * packed_k)
         tiles = matrices * ceil_div(M, tile_m) * ceil_div(columns, tile_k)
-        bits = {1: torch.uint8, 4: torch.int32}[scale.itemsize]
+        bits = {1: torch.uint8, 4: torch.int32}[s.itemsize]
         tensors = (q, entries), (out, entries), (s, bits), (scale_out, bits)
         options = {"TILE_M": tile_m, "TILE_K": tile_k, "BLOCK": fmt.block[0], "num_warps": warps}
         launch(kernel, tiles, *tensors, *sizes, **options)
