@@ -101,9 +101,12 @@ def test_tokens_batched_by_expert(config, call, tokens_each, compiled):
 @every_recipe
 def test_the_dtype_that_is_asked_for_comes_first(config):
     w, x = experts(replace(config, out_dtype=torch.float16)), tokens(9, 72, dtype=torch.bfloat16)
-    out = F.grouped_mm(x, w.mT, offs=ends_of([4, 0, 5]), out_dtype=torch.float32)
-    assert out.dtype == torch.float32
-    assert_bitwise_equal(out.half(), grouped_linear(x, w, ends_of([4, 0, 5])))
+    for out, ends in (
+        (F.grouped_mm(x, w.mT, offs=ends_of([4, 0, 5]), out_dtype=torch.float32), [4, 0, 5]),
+        (torch.bmm(x.view(3, 3, 72), w.mT, out_dtype=torch.float32).flatten(0, 1), [3, 3, 3]),
+    ):
+        assert out.dtype == torch.float32
+        assert_bitwise_equal(out.half(), grouped_linear(x, w, ends_of(ends)))
 
 
 @pytest.mark.usefixtures("fresh_dynamo")

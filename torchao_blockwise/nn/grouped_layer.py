@@ -118,15 +118,16 @@ def _grouped_mm(
     return _grouped_linear(input, mat2, offs, isinstance(mat2, TransposedWeight), out_dtype)
 
 
-def _bmm(input: torch.Tensor, mat2: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+def _bmm(input: torch.Tensor, mat2: torch.Tensor, out_dtype: torch.dtype | None = None, **others: Any) -> torch.Tensor:
     """`torch.bmm` of tokens batched by expert [E, m, K] and converted experts [E, K, N]: groups of m tokens."""
-    fits = input.dim() == mat2.dim() == 3 and input.shape[0] == mat2.shape[0]
-    if kwargs or not fits or not isinstance(mat2, (*WEIGHTS, TransposedWeight)):
+    batched = input.dim() == mat2.dim() == 3 and input.shape[0] == mat2.shape[0]
+    if others or not batched or not isinstance(mat2, (*WEIGHTS, TransposedWeight)):
+        # It raises for a weight, or a shape.
         with _compat.no_torch_function():
-            return torch.bmm(input, mat2, **kwargs)
+            return torch.bmm(input, mat2, **others)
     experts, tokens, _ = input.shape
     ends = torch.arange(1, experts + 1, dtype=torch.int32, device=input.device) * tokens
-    out = _grouped_linear(input.flatten(0, 1), mat2, ends, isinstance(mat2, TransposedWeight), None)
+    out = _grouped_linear(input.flatten(0, 1), mat2, ends, isinstance(mat2, TransposedWeight), out_dtype)
     return out.unflatten(0, (experts, tokens))
 
 
