@@ -5,7 +5,19 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import FP8, HADAMARD, NVFP4, RECIPES, both_formats, every_recipe, replace, tokens, weight, weight_calls
+from helpers import (
+    FP8,
+    HADAMARD,
+    NVFP4,
+    PER_EXPERT,
+    RECIPES,
+    both_formats,
+    every_recipe,
+    replace,
+    tokens,
+    weight,
+    weight_calls,
+)
 from products_by_hand import grouped_by_hand
 from torch import nn
 
@@ -96,6 +108,17 @@ def test_tokens_batched_by_expert(config, call, tokens_each, compiled):
     got = run(lambda x, w, ends: batched(x.view(3, -1, 72), w).flatten(0, 1), x, w, ends, dy)
     for name, a, b in zip(NAMES, got, grouped_by_hand(x, w.hp, ends, dy, config)):
         assert_bitwise_equal(a, b, name)
+
+
+@pytest.mark.parametrize("master_weights", (True, False), ids=("master", "quantized"))
+def test_groups_of_rows_share_the_tensor_scale_of_their_matrix(master_weights):
+    """It is the scale that FSDP2 gathers, and that files and quantized Parameters store."""
+    x, outputs = tokens(3, 5, 72), []
+    for config in (PER_EXPERT, replace(PER_EXPERT, scale_per_expert=False)):
+        w = MasterWeightTensor(weight(48, 72), config)
+        w = w if master_weights else NVFP4Tensor.from_hp(w.hp, config=config)
+        outputs.append(torch.bmm(x, w.view(3, 16, 72).mT))
+    assert_bitwise_equal(*outputs)
 
 
 @every_recipe

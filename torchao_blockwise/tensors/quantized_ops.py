@@ -17,6 +17,7 @@ from torchao.utils import TorchAOBaseTensor
 from torchao_blockwise import _compat
 from torchao_blockwise._compat.torch_types import Operation
 from torchao_blockwise.tensors.base import layers_of
+from torchao_blockwise.tensors.config import config_of_groups
 from torchao_blockwise.tensors.master_weight import MasterWeightTensor
 from torchao_blockwise.tensors.pending_master import PendingMaster
 from torchao_blockwise.tensors.quantized import QuantizedTensor, as_bits, implements, map_tensors, source_for
@@ -108,7 +109,8 @@ def _view(func: Operation, x: QuantizedTensor, size: Sequence[int]) -> Quantized
         global_scale = global_scale.view(size[:-2])
     qdata = x.qdata.view(*size[:-1], x.qdata.shape[-1])
     scale = x.scale.view(x.fmt.scale_shape(*size))
-    return x._make(qdata=qdata, scale=scale, global_scale=global_scale)
+    config = config_of_groups(x.config) if x.config is not None and x.dim() == 2 < len(size) else None
+    return x._make(qdata=qdata, scale=scale, global_scale=global_scale, config=config)
 
 
 @implements(aten.as_strided.default)
