@@ -216,6 +216,8 @@ class MasterWeightTensor(WeightTensor):
 
         # Concatenated flat weights, as in `parameters_to_vector`, are not a weight.
         flat = func in _JOINS and first.dim() < 2
+        # Views of a weight that does not change do not change either.
+        kept = kept_copies(first.hp) if _compat.is_view(func) else None
 
         def rewrap(x: torch.Tensor) -> torch.Tensor:
             fits = x.is_floating_point() and not (flat and x.dim() < 2) and (shapes is None or x.shape in shapes)
@@ -225,6 +227,8 @@ class MasterWeightTensor(WeightTensor):
                 return x
             splits_rows = x.dim() > first.dim() == 2 and func not in _JOINS
             config = config_of_groups(first.config) if splits_rows else first.config
+            if kept is not None:
+                x.kept_copies = kept  # type: ignore[attr-defined]
             return cls(x, config).inherit(first)
 
         out = pytree.tree_map_only(torch.Tensor, rewrap, out)
