@@ -95,9 +95,10 @@ def _view(func: Operation, x: QuantizedTensor, size: Sequence[int]) -> Quantized
     keeps_columns = len(size) >= 2 and size[-1] == columns and math.prod(size) == x.numel()
     if not keeps_columns or (size[-2] != rows and (rows % block_rows or size[-2] % block_rows)):
         raise ValueError(
-            f"view: {list(x.shape)} as {size} would cut blocks of {block_rows}x{x.fmt.block[1]}; keep the last dim, "
-            f"and rows in multiples of {block_rows}, or dequantize() first (DistributedDataParallel: init_sync=False; "
-            "FullyShardedDataParallel: use torch.distributed.fsdp.fully_shard)"
+            f"view: {layers_of([x])} {list(x.shape)} as {size} would cut blocks of {block_rows}x{x.fmt.block[1]}; keep "
+            f"the last dim, and rows in multiples of {block_rows}, dequantize() first, or exclude the layer "
+            "(DistributedDataParallel: init_sync=False; FullyShardedDataParallel: use "
+            "torch.distributed.fsdp.fully_shard)"
         )
     global_scale = x.global_scale
     if global_scale is not None and global_scale.dim():
