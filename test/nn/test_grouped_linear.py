@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import FP8, HADAMARD, NVFP4, RECIPES, every_recipe, replace, tokens, weight, weight_calls
+from helpers import FP8, HADAMARD, NVFP4, PER_EXPERT, RECIPES, every_recipe, replace, tokens, weight, weight_calls
 from products_by_hand import grouped_by_hand
 from torch import nn
 
@@ -98,6 +98,17 @@ def test_tokens_batched_by_expert(config, call, tokens_each, compiled):
         assert_bitwise_equal(a, b, name)
 
 
+@pytest.mark.parametrize("master_weights", (True, False), ids=("master", "quantized"))
+def test_groups_of_rows_share_the_tensor_scale_of_their_matrix(master_weights):
+    """It is the scale that FSDP2 gathers, and that files and quantized Parameters store."""
+    x, outputs = tokens(3, 5, 72), []
+    for config in (PER_EXPERT, replace(PER_EXPERT, scale_per_expert=False)):
+        w = MasterWeightTensor(weight(48, 72), config)
+        w = w if master_weights else NVFP4Tensor.from_hp(w.hp, config=config)
+        outputs.append(torch.bmm(x, w.view(3, 16, 72).mT))
+    assert_bitwise_equal(*outputs)
+
+
 @every_recipe
 def test_the_dtype_that_is_asked_for_comes_first(config):
     w, x = experts(replace(config, out_dtype=torch.float16)), tokens(9, 72, dtype=torch.bfloat16)
@@ -179,7 +190,7 @@ ERRORS = {
     "k": (lambda w: F.grouped_mm(X[:, 1:], w.mT, offs=ENDS), ValueError, r"weight \[E, K, N\] must agree"),
     "k_stored": (lambda w: F.grouped_mm(X, w, offs=ENDS), ValueError, r"got \[9, 72\] and \[3, 40, 72\]"),
     "k_function": (lambda w: grouped_linear(X[:, 1:], w, ENDS), ValueError, r"weight \[E, N, K\] must agree in K, got"),
-    "int_x": (lambda w: F.grouped_mm(X.int(), w.mT, offs=ENDS), TypeError, "x must be bfloat16, float16 or float32"),
+    "int_x": (lambda w: F.grouped_mm(X.int(), w.mT, offs=ENDS), TypeError, r"x \(up\) must be bfloat16, float16 or"),
     "x_3d": (lambda w: F.grouped_mm(X[None].expand(3, 9, 72), w.mT), NotImplementedError,
              r"tokens \[M, K\], experts \[E, K, N\] and offs \[E\], got \[3, 9, 72\], \[3, 72, 40\] without offs"),
     "no_offs": (lambda w: F.grouped_mm(X, w.mT), NotImplementedError, "without offs; flatten tokens"),
@@ -189,12 +200,19 @@ ERRORS = {
     "plain_weight": (lambda w: grouped_linear(X, torch.zeros(3, 40, 72), ENDS), TypeError,
                      "must be a MasterWeightTensor or a quantized tensor, got Tensor; wrap or quantize it, or call"),
     "linear_weight": (lambda w: grouped_linear(X, w[0], ENDS), ValueError, r"weight must be \[E, N, K\], got shape"),
-    "device": (lambda w: F.grouped_mm(X.to("meta"), w.mT, offs=ENDS), ValueError, "x is on meta, but weight is on cpu"),
+    "device": (lambda w: F.grouped_mm(X.to("meta"), w.mT, offs=ENDS), ValueError, r"but weight is on cpu \(up\); move"),
     "ends_dtype": (lambda w: F.grouped_mm(X, w.mT, offs=ENDS.long()), TypeError, "group_ends must be int32"),
     "ends_2d": (lambda w: F.grouped_mm(X, w.mT, offs=ENDS[None]), ValueError, r"group_ends must be \[E\]"),
     "ends_values": (lambda w: F.grouped_mm(X, w.mT, offs=ENDS.flip(0).contiguous()), ValueError, "must not decrease"),
     "ends_beyond": (lambda w: F.grouped_mm(X[:8], w.mT, offs=ENDS), ValueError, r"must lie in \[0, 8\]"),
     "experts": (lambda w: F.grouped_mm(X, w.mT, offs=ENDS[1:]), ValueError, "3"),
+    "bmm_e": (lambda w: torch.bmm(X[None], w.mT), ValueError,
+              r"x \[E, m, K\] and weight \[E, K, N\] must agree in E and K, got \[1, 9, 72\] and \[3, 72, 40\] \(up\)"),
+    "bmm_k": (lambda w: torch.bmm(X.view(3, 3, 72), w), ValueError, r"got \[3, 3, 72\] and \[3, 40, 72\] \(up\)"),
+    "bmm_dims": (lambda w: torch.bmm(X, w.mT), ValueError, r"got \[9, 72\] and \[3, 72, 40\] \(up\)"),
+    "bmm_int": (lambda w: torch.bmm(X.view(3, 3, 72).int(), w.mT), TypeError, r"x \(up\) must be bfloat16, float16 or"),
+    "bmm_first": (lambda w: torch.bmm(w, torch.zeros(3, 72, 5)), NotImplementedError, "up"),
+    "bmm_out": (lambda w: torch.bmm(X.view(3, 3, 72), w.mT, out=torch.empty(3, 3, 40)), NotImplementedError, "up"),
     "one_row_blocks": (
         lambda w: F.grouped_mm(X, NVFP4Tensor.from_hp(weight(3, 40, 72), block_size=(1, 16)).mT, offs=ENDS),
         ValueError, r"blocks of \(1, 16\) cannot be transposed .* block_size=\(16, 16\)",
@@ -207,7 +225,9 @@ ERRORS = {
 def test_wrong_inputs(call, error, message, kind):
     hp = weight(3, 40, 72)
     with pytest.raises(error, match=message):
-        call(MasterWeightTensor(hp, FP8) if kind == "master" else BlockwiseFP8Tensor.from_hp(hp))
+        w = MasterWeightTensor(hp, FP8) if kind == "master" else BlockwiseFP8Tensor.from_hp(hp)
+        w.layer = "up"
+        call(w)
 
 
 def test_a_weight_whose_cast_is_multiplied_may_not_change_before_backward():

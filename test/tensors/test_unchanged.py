@@ -14,7 +14,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import FP8, NVFP4, Tied, both_formats, mlp, replace, saved_and_loaded, weight, weight_calls
+import torch.nn.functional as F
+from helpers import FP8, NVFP4, Tied, assert_same, both_formats, mlp, replace, saved_and_loaded, weight, weight_calls
 from machines import Machine
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -209,6 +210,37 @@ def test_weights_that_are_cast_on_every_use_are_quantized_once(calls):
     with weights_unchanged(experts, keep="both"):
         assert all(torch.equal(run(), expected) for _ in range(3))
     assert take(calls) == (1, 0, 1)
+
+
+VIEWS = {
+    "groups_of_rows": lambda w, x: torch.bmm(x.unflatten(0, (3, 10)), w.view(3, 32, 64).mT),
+    "one_by_one": lambda w, x: torch.stack([F.linear(x, part) for part in w.chunk(3)]),
+    "in_another_dtype": lambda w, x: torch.bmm(x.unflatten(0, (3, 10)).bfloat16(), w.view(3, 32, 64).bfloat16().mT),
+}
+
+
+@both_formats
+@pytest.mark.parametrize("call", VIEWS.values(), ids=VIEWS)
+def test_views_are_quantized_once(calls, call, config):
+    layer, x = nn.Linear(64, 96), tokens()
+    quantize_(layer, config)
+
+    def run():
+        out = call(layer.weight, x)
+        return [out, *torch.autograd.grad(out.float().sum(), (x, layer.weight))]
+
+    expected, message = run(), r"weights_unchanged: weight was changed inside"
+    weights = take(calls)[0]
+    with pytest.raises(RuntimeError, match=message), weights_unchanged(layer, keep="both"):
+        for _ in range(3):
+            assert_same(run(), expected)
+        assert take(calls) == (weights, 0, weights)
+        with torch.no_grad():
+            layer.weight.add_(1)
+        run()
+    assert_nothing_is_left(layer)
+    run()
+    assert take(calls)[:2] == (weights, weights)
 
 
 def test_nothing_holds_the_model_afterwards():

@@ -173,6 +173,12 @@ def schema_of(op: Operation) -> torch.FunctionSchema:
     return op._schema
 
 
+def is_view(op: Operation) -> bool:
+    """Whether `op` returns views of its argument."""
+    aliases = [value.alias_info for value in schema_of(op).returns]
+    return not schema_of(op).is_mutable and aliases != [] and None not in aliases
+
+
 def version_of(x: torch.Tensor) -> int:
     """Return the version counter of `x`: the number of in-place changes of `x` and its aliases."""
     return x._version

@@ -17,7 +17,7 @@ from torchao_blockwise import _compat
 from torchao_blockwise.nn.activations import Input
 from torchao_blockwise.nn.gemms import GemmSpec
 from torchao_blockwise.nn.layer import Layer, cast_for_compute
-from torchao_blockwise.nn.weights import WEIGHTS, check_square_blocks, config_of, rounding_key_of
+from torchao_blockwise.nn.weights import WEIGHTS, check_square_blocks, config_of, in_layer, rounding_key_of
 from torchao_blockwise.ops.operands import check_dtype
 from torchao_blockwise.tensors import BlockwiseFP8Tensor, MasterWeightTensor, NVFP4Tensor, TransposedWeight
 
@@ -69,16 +69,19 @@ def _grouped_linear(
 
 def _check(x: torch.Tensor, weight: torch.Tensor, contracts_columns: bool) -> None:
     """contracts_columns: whether K is the last dim of the shape that `weight` reports."""
-    check_dtype("grouped_linear", x)
+    stored = _stored(weight)
+    name = in_layer(stored)
+    check_dtype("grouped_linear", x, f"x{name}")
     if weight.dim() != 3:
-        raise ValueError(f"grouped_linear: weight must be [E, N, K], got shape {list(weight.shape)}")
+        raise ValueError(f"grouped_linear: weight must be [E, N, K], got shape {list(weight.shape)}{name}")
     if x.dim() != 2 or x.shape[1] != weight.shape[2 if contracts_columns else 1]:
         named = "[E, N, K]" if contracts_columns else "[E, K, N]"
         got = f"{list(x.shape)} and {list(weight.shape)}"
-        raise ValueError(f"grouped_linear: x [M, K] and weight {named} must agree in K, got {got}")
+        raise ValueError(f"grouped_linear: x [M, K] and weight {named} must agree in K, got {got}{name}")
     if x.device != weight.device:
-        raise ValueError(f"grouped_linear: x is on {x.device}, but weight is on {weight.device}; move one of them")
-    check_square_blocks("grouped_linear", "a weight", _stored(weight))
+        devices = f"x is on {x.device}, but weight is on {weight.device}"
+        raise ValueError(f"grouped_linear: {devices}{name}; move one of them")
+    check_square_blocks("grouped_linear", "a weight", stored)
 
 
 def _stored(weight: torch.Tensor) -> torch.Tensor:
@@ -118,17 +121,22 @@ def _grouped_mm(
     return _grouped_linear(input, mat2, offs, isinstance(mat2, TransposedWeight), out_dtype)
 
 
-def _bmm(input: torch.Tensor, mat2: torch.Tensor, out_dtype: torch.dtype | None = None, **others: Any) -> torch.Tensor:
+def _bmm(
+    input: torch.Tensor, mat2: torch.Tensor, out_dtype: torch.dtype | None = None, *, out: torch.Tensor | None = None
+) -> torch.Tensor:
     """`torch.bmm` of tokens batched by expert [E, m, K] and converted experts [E, K, N]: groups of m tokens."""
-    batched = input.dim() == mat2.dim() == 3 and input.shape[0] == mat2.shape[0]
-    if others or not batched or not isinstance(mat2, (*WEIGHTS, TransposedWeight)):
-        # It raises for a weight, or a shape.
+    if out is not None or not isinstance(mat2, (*WEIGHTS, TransposedWeight)):
+        options = () if out_dtype is None else (out_dtype,)
         with _compat.no_torch_function():
-            return torch.bmm(input, mat2, **others)
+            return torch.bmm(input, mat2, *options, out=out)
+    fits = input.dim() == mat2.dim() == 3 and input.shape[::2] == mat2.shape[:2]
+    if not fits:
+        got = f"{list(input.shape)} and {list(mat2.shape)}{in_layer(_stored(mat2))}"
+        raise ValueError(f"bmm: x [E, m, K] and weight [E, K, N] must agree in E and K, got {got}")
     experts, tokens, _ = input.shape
     ends = torch.arange(1, experts + 1, dtype=torch.int32, device=input.device) * tokens
-    out = _grouped_linear(input.flatten(0, 1), mat2, ends, isinstance(mat2, TransposedWeight), out_dtype)
-    return out.unflatten(0, (experts, tokens))
+    y = _grouped_linear(input.flatten(0, 1), mat2, ends, isinstance(mat2, TransposedWeight), out_dtype)
+    return y.unflatten(0, (experts, tokens))
 
 
 take_grouped_gemms([_compat.grouped_mm])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from abc import ABCMeta
 from collections.abc import Mapping
@@ -266,6 +267,12 @@ ALLOWED_AO_MODULES.add(__name__)
 torch.serialization.add_safe_globals([BlockwiseFP8TrainingConfig, NVFP4TrainingConfig])
 # Loading looks a backend up by its value. The class itself would let a file change its members.
 torch.serialization.add_safe_globals([(get_backend, f"{Backend.__module__}.{Backend.__qualname__}")])
+
+
+@functools.cache
+def config_of_groups(config: TrainingConfig) -> TrainingConfig:
+    """Return the config of a matrix whose rows are viewed as groups [G, N, K]: the matrix has one tensor scale."""
+    return replace(config, scale_per_expert=False) if isinstance(config, NVFP4TrainingConfig) else config
 
 
 def check_config(name: str, config: object) -> None:

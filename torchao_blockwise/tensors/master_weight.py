@@ -18,7 +18,7 @@ from torchao_blockwise._compat.torch_types import Args, Function, Kwargs, Operat
 from torchao_blockwise.formats import HIGH_PRECISION_DTYPES, BlockFormat, Operand
 from torchao_blockwise.tensors import fsdp
 from torchao_blockwise.tensors.base import WeightTensor, layers_of
-from torchao_blockwise.tensors.config import TrainingConfig
+from torchao_blockwise.tensors.config import TrainingConfig, config_of_groups
 from torchao_blockwise.tensors.operations import Result, is_sum, is_update, result_of
 from torchao_blockwise.tensors.transposed_weight import TransposedWeight, swaps_last_dims
 from torchao_blockwise.tensors.weight_operands import kept_copies, weight_operand, weight_options
@@ -212,12 +212,20 @@ class MasterWeightTensor(WeightTensor):
 
         # Concatenated flat weights, as in `parameters_to_vector`, are not a weight.
         flat = func in _JOINS and first.dim() < 2
+        # Views of a weight that does not change do not change either.
+        kept = kept_copies(first.hp) if _compat.is_view(func) else None
 
         def rewrap(x: torch.Tensor) -> torch.Tensor:
             fits = x.is_floating_point() and not (flat and x.dim() < 2) and (shapes is None or x.shape in shapes)
             if fits and x.dtype not in HIGH_PRECISION_DTYPES and func not in _NEW:
                 raise NotImplementedError(_refusal_of_dtype(func, masters, x.dtype))
-            return first._like(x) if fits and x.dtype in HIGH_PRECISION_DTYPES else x
+            if not fits or x.dtype not in HIGH_PRECISION_DTYPES:
+                return x
+            splits_rows = x.dim() > first.dim() == 2 and func not in _JOINS
+            config = config_of_groups(first.config) if splits_rows else first.config
+            if kept is not None:
+                x.kept_copies = kept  # type: ignore[attr-defined]
+            return cls(x, config).inherit(first)
 
         out = pytree.tree_map_only(torch.Tensor, rewrap, out)
         if func is aten.clone.default and isinstance(out, cls):

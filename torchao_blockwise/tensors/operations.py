@@ -76,10 +76,7 @@ def result_of(func: Operation, dims: int = 2, first_alone: bool = False) -> Resu
         return Result.WEIGHT
     if name in _PLAIN or name.lstrip("_").startswith("linalg"):
         return Result.PLAIN
-    schema = _compat.schema_of(func)
-    aliases = [value.alias_info for value in schema.returns]
-    is_view = not schema.is_mutable and aliases and all(alias is not None for alias in aliases)
-    if is_view or name in _WEIGHT or torch.Tag.view_copy in func.tags:
+    if _compat.is_view(func) or name in _WEIGHT or torch.Tag.view_copy in func.tags:
         return Result.WEIGHT
     return Result.DERIVED
 

@@ -17,6 +17,7 @@ from torchao.utils import TorchAOBaseTensor
 from torchao_blockwise import _compat
 from torchao_blockwise._compat.torch_types import Operation
 from torchao_blockwise.tensors.base import layers_of
+from torchao_blockwise.tensors.config import config_of_groups
 from torchao_blockwise.tensors.master_weight import MasterWeightTensor
 from torchao_blockwise.tensors.pending_master import PendingMaster
 from torchao_blockwise.tensors.quantized import QuantizedTensor, as_bits, implements, map_tensors, source_for
@@ -94,9 +95,10 @@ def _view(func: Operation, x: QuantizedTensor, size: Sequence[int]) -> Quantized
     keeps_columns = len(size) >= 2 and size[-1] == columns and math.prod(size) == x.numel()
     if not keeps_columns or (size[-2] != rows and (rows % block_rows or size[-2] % block_rows)):
         raise ValueError(
-            f"view: {list(x.shape)} as {size} would cut blocks of {block_rows}x{x.fmt.block[1]}; keep the last dim, "
-            f"and rows in multiples of {block_rows}, or dequantize() first (DistributedDataParallel: init_sync=False; "
-            "FullyShardedDataParallel: use torch.distributed.fsdp.fully_shard)"
+            f"view: {layers_of([x])} {list(x.shape)} as {size} would cut blocks of {block_rows}x{x.fmt.block[1]}; keep "
+            f"the last dim, and rows in multiples of {block_rows}, dequantize() first, or exclude the layer "
+            "(DistributedDataParallel: init_sync=False; FullyShardedDataParallel: use "
+            "torch.distributed.fsdp.fully_shard)"
         )
     global_scale = x.global_scale
     if global_scale is not None and global_scale.dim():
@@ -108,7 +110,8 @@ def _view(func: Operation, x: QuantizedTensor, size: Sequence[int]) -> Quantized
         global_scale = global_scale.view(size[:-2])
     qdata = x.qdata.view(*size[:-1], x.qdata.shape[-1])
     scale = x.scale.view(x.fmt.scale_shape(*size))
-    return x._make(qdata=qdata, scale=scale, global_scale=global_scale)
+    config = config_of_groups(x.config) if x.config is not None and x.dim() == 2 < len(size) else None
+    return x._make(qdata=qdata, scale=scale, global_scale=global_scale, config=config)
 
 
 @implements(aten.as_strided.default)

@@ -21,7 +21,7 @@ from torch import nn
 from torchao_blockwise import _compat
 from torchao_blockwise._compat import torch_fsdp
 from torchao_blockwise.tensors.master_weight import MasterWeightTensor
-from torchao_blockwise.tensors.weight_operands import KeptCopies, kept_copies, raise_unchanged
+from torchao_blockwise.tensors.weight_operands import KeptCopies, raise_unchanged
 
 
 class Scope:
@@ -41,7 +41,7 @@ class Scope:
             module, local = model.get_submodule(prefix), _compat.local_of(parameter)
             if isinstance(local, MasterWeightTensor) and (module, attribute) not in sharded:
                 hp: Any = local.hp
-                hp.kept_copies = kept_copies(hp) or KeptCopies(name, parameter, hp)
+                hp.kept_copies = getattr(hp, "kept_copies", None) or KeptCopies(name, parameter, hp)
                 self.places.append((module, attribute, parameter, hp, hp.kept_copies))
         # A weight that several modules share has one entry.
         self._weights = {kept: hp for *_, hp, kept in self.places}
@@ -77,7 +77,8 @@ def weights_unchanged(model: nn.Module, keep: str = "rowwise") -> Iterator[None]
     the scope. If a change is detected (through a version counter, or in `load_state_dict`), the next use of the weight
     or the exit of the scope raises RuntimeError with the weight's name; a replaced Parameter raises at the exit. Shards
     of FSDP2 are quantized once, in the first forward pass.
-    Scopes can be nested. All threads and compiled layers use the copies. CUDA graphs that are captured inside, also by
+    Scopes can be nested. All threads and compiled layers use the copies; only a view of a weight, such as groups of its
+    rows, is quantized on each use in compiled code. CUDA graphs that are captured inside, also by
     `torch.compile(mode="reduce-overhead")`, neither read nor keep them. Backward may run after the scope has exited.
     Quantized Parameters (`master_weights=False`) need no scope.
     Raises ValueError for another `keep`.

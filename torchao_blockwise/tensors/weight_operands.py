@@ -64,7 +64,8 @@ def weight_operand(
         return quantized()
     # A copy belongs to the stream that created it, because other streams do not wait for it.
     stream = torch.cuda.current_stream(hp.device) if hp.is_cuda else None
-    others = amax_groups, rounded_to, stream
+    # The weight and its views, such as groups of its rows, have separate copies.
+    others = amax_groups, rounded_to, stream, hp.shape, hp.stride(), hp.storage_offset()
     with kept.lock:
         kept.check()
         if (copy := kept.copies.get((options, *others))) is not None:
@@ -78,6 +79,8 @@ def weight_operand(
 
 class KeptCopies:
     """The quantized copies of one weight that `weights_unchanged` keeps: the attribute `kept_copies` of its values.
+
+    Its views, such as groups of its rows, share the attribute in eager mode.
 
     Only `weight_operand` reads it, inside an operation in compiled graphs, so that no guard depends on it.
     name: the weight's name. keeps: the `keep` option of each open scope.
@@ -101,7 +104,9 @@ class KeptCopies:
     def leave(self, keep: str) -> None:
         """Free the copies that no other open scope keeps."""
         self.keeps.remove(keep)
-        if "both" not in self.keeps:
+        if not self.keeps:
+            self.copies = {}
+        elif "both" not in self.keeps:
             self.copies = {key: copy for key, copy in self.copies.items() if not key[0].columnwise}
 
     @property
@@ -122,7 +127,9 @@ def raise_unchanged(name: str, how: str) -> None:
 
 def kept_copies(hp: torch.Tensor) -> KeptCopies | None:
     """Return the copies that scopes keep for the weight with the values `hp`, or None."""
-    return getattr(hp, "kept_copies", None) or None
+    # An earlier scope's may be left in views, and an empty dict in copies and files.
+    kept = getattr(hp, "kept_copies", None)
+    return kept if kept and kept.keeps else None
 
 
 def group_names(groups: Iterable[torch.distributed.ProcessGroup]) -> str:
