@@ -204,6 +204,17 @@ def test_layers_that_engines_join_have_one_tensor_scale(name, masters, tmp_path)
     assert_same_tensors(other, {n.removesuffix("_packed"): x for n, x in found.items()})
 
 
+def test_layers_are_joined_by_their_names_in_files(tmp_path):
+    """vLLM joins wq_a and wkv of DeepSeek-V4, which are q_a_proj and kv_proj in transformers."""
+    options = {"head_dim": 16, "num_key_value_heads": 4, "moe_intermediate_size": 48, "n_routed_experts": 4}
+    options |= {"num_experts_per_tok": 2, "o_groups": 2, "o_lora_rank": 128, "q_lora_rank": 32}
+    found = export(language_model("DeepseekV4", NVFP4, **options), tmp_path / "out", "nvfp4_modelopt")
+    scales: dict[str, torch.Tensor] = {}
+    for n, group in fused_layers(n.removesuffix("_scale_2") for n in found if n.endswith("_scale_2")).items():
+        assert_bitwise_equal(found[f"{n}_scale_2"], scales.setdefault(group, found[f"{n}_scale_2"]), n)
+    assert "model.layers.0.attn.wq_a+wkv" in scales
+
+
 def test_equal_tensor_scales_are_left_alone(tmp_path, recwarn):
     """Where training gave joined layers one tensor scale, the bytes that trained go out."""
     model = language_model("Llama", None)

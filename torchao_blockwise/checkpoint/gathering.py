@@ -7,7 +7,7 @@ scale that engines can read are quantized again as well.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -83,9 +83,10 @@ def _gather(part: torch.Tensor, x: Any, shape: torch.Size) -> torch.Tensor:
     return contiguous_dtensor(part.detach(), x.device_mesh, x.placements, shape).full_tensor()
 
 
-def shared_amaxes(model: nn.Module) -> dict[str, torch.Tensor]:
+def shared_amaxes(model: nn.Module, names: Mapping[str, str]) -> dict[str, torch.Tensor]:
     """Return {name: amax for the tensor scale in the files} for the weights whose own tensor scale differs from it.
 
+    names: {name: name in the files}, by which engines fuse layers.
     If the model is sharded this is a collective: one for all weights with the same placement. Synchronizes once.
     """
     weights = {name: x for name, x in tensors_of(model).items() if is_converted(x)}
@@ -110,8 +111,9 @@ def shared_amaxes(model: nn.Module) -> dict[str, torch.Tensor]:
 
         held = [p if p.is_replicate() else Partial("max") for p in placements]
         own[alike] = DTensor.from_local(own[alike], mesh, held, run_check=False).full_tensor().to(own.device)
-    groups, numbers = fused_layers(weights), dict[str, int]()
-    of_group = torch.tensor([numbers.setdefault(groups[name], len(numbers)) for name in weights], device=own.device)
+    stored = [names[name] for name in weights]
+    groups, numbers = fused_layers(stored), dict[str, int]()
+    of_group = torch.tensor([numbers.setdefault(groups[name], len(numbers)) for name in stored], device=own.device)
     largest = own.new_zeros(len(numbers)).scatter_reduce(0, of_group, own, "amax")[of_group]
     wanted = clamp_to_normal_scale(largest.view(torch.float32))
     differs = (wanted.view(torch.int32) != own).tolist()

@@ -182,7 +182,8 @@ class QuantizedWeights:
         """
         layout, self.requantized = self.layout, []
         rows = layout.format.block[0]
-        amaxes = shared_amaxes(self.model) if layout.format.has_global_scale else {}
+        names = {name: parts[0].name for name, parts in self._parts.items()}
+        amaxes = shared_amaxes(self.model, names) if layout.format.has_global_scale else {}
         for name, own in tensors_of(self.model).items():
             parts, is_quantized = self._parts[name], self._parts[name][0].is_quantized
             needs_values = not is_quantized or name in amaxes or any(part.cuts(rows) for part in parts)
