@@ -121,7 +121,7 @@ def test_gemms_in_high_precision_raise_with_the_layers_name(mode):
             lambda: x @ t, lambda: torch.baddbmm(out, x, t), lambda: torch.addmm(out[0], x[0], t[0]),
             lambda: x @ t.contiguous(), lambda: x @ (t * 2).neg(), lambda: x[:2] @ t[[0, 2]],
             lambda: x.half() @ t.half(),
-            lambda: torch.bmm(x, t, out=out), lambda: of_others(x, t),
+            lambda: torch.bmm(x, t, out=out), lambda: torch.bmm(w, t), lambda: of_others(x, t),
         ):  # fmt: skip
             with pytest.raises(NotImplementedError, match=r"block.experts.w1.* grouped_mm for exp"):
                 gemm()

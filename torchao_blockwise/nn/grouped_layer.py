@@ -125,7 +125,8 @@ def _bmm(
     input: torch.Tensor, mat2: torch.Tensor, out_dtype: torch.dtype | None = None, *, out: torch.Tensor | None = None
 ) -> torch.Tensor:
     """`torch.bmm` of tokens batched by expert [E, m, K] and converted experts [E, K, N]: groups of m tokens."""
-    if out is not None or not isinstance(mat2, (*WEIGHTS, TransposedWeight)):
+    kinds = (*WEIGHTS, TransposedWeight)
+    if out is not None or isinstance(input, kinds) or not isinstance(mat2, kinds):
         options = () if out_dtype is None else (out_dtype,)
         with _compat.no_torch_function():
             return torch.bmm(input, mat2, *options, out=out)
