@@ -243,6 +243,17 @@ def test_views_are_quantized_once(calls, call, config):
     assert take(calls)[:2] == (weights, weights)
 
 
+def test_a_part_of_a_weight_has_scopes_of_its_own():
+    whole, part, x = nn.Linear(64, 96), nn.Linear(64, 32), tokens()
+    quantize_(whole, FP8)
+    with weights_unchanged(whole):
+        part.weight = nn.Parameter(whole.weight.detach()[:32])
+    with torch.no_grad():
+        whole.weight.add_(1)
+    with weights_unchanged(part):
+        part(x)
+
+
 def test_nothing_holds_the_model_afterwards():
     model = mlp(NVFP4)
     with weights_unchanged(model, keep="both"):

@@ -21,7 +21,7 @@ from torch import nn
 from torchao_blockwise import _compat
 from torchao_blockwise._compat import torch_fsdp
 from torchao_blockwise.tensors.master_weight import MasterWeightTensor
-from torchao_blockwise.tensors.weight_operands import KeptCopies, raise_unchanged
+from torchao_blockwise.tensors.weight_operands import KeptCopies, kept_copies, raise_unchanged
 
 
 class Scope:
@@ -34,6 +34,7 @@ class Scope:
         self.keep = keep
         self.modules = set(model.modules())
         self.places: list[tuple[nn.Module, str, Any, Any, KeptCopies]] = []
+        self._weights: dict[KeptCopies, Any] = {}
         shards = torch_fsdp.parameters_of(torch_fsdp.states_of(self.modules), {})
         sharded = {place for p in shards for place in p.places}
         for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -41,12 +42,14 @@ class Scope:
             module, local = model.get_submodule(prefix), _compat.local_of(parameter)
             if isinstance(local, MasterWeightTensor) and (module, attribute) not in sharded:
                 hp: Any = local.hp
-                hp.kept_copies = getattr(hp, "kept_copies", None) or KeptCopies(name, parameter, hp)
-                self.places.append((module, attribute, parameter, hp, hp.kept_copies))
-        # A weight that several modules share has one entry.
-        self._weights = {kept: hp for *_, hp, kept in self.places}
-        for kept in self._weights:
-            kept.keeps.append(keep)
+                kept = kept_copies(hp)
+                if kept is None:
+                    kept = hp.kept_copies = KeptCopies(name, parameter, hp)
+                self.places.append((module, attribute, parameter, hp, kept))
+                # A weight that several modules share has one entry.
+                if kept not in self._weights:
+                    self._weights[kept] = hp
+                    kept.keeps.append(keep)
 
     def leave(self) -> None:
         for kept, hp in self._weights.items():
