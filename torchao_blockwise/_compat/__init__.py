@@ -173,6 +173,7 @@ def schema_of(op: Operation) -> torch.FunctionSchema:
     return op._schema
 
 
+@functools.cache
 def is_view(op: Operation) -> bool:
     """Whether `op` returns views of its argument."""
     aliases = [value.alias_info for value in schema_of(op).returns]

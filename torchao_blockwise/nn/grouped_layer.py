@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from torchao_blockwise import _compat
+from torchao_blockwise.formats import HIGH_PRECISION_DTYPES
 from torchao_blockwise.nn.activations import Input
 from torchao_blockwise.nn.gemms import GemmSpec
 from torchao_blockwise.nn.layer import Layer, cast_for_compute
@@ -70,31 +71,24 @@ def _grouped_linear(
 def _check(x: torch.Tensor, weight: torch.Tensor, contracts_columns: bool) -> None:
     """contracts_columns: whether K is the last dim of the shape that `weight` reports."""
     stored = _stored(weight)
-    name = in_layer(stored)
-    check_dtype("grouped_linear", x, f"x{name}")
+    if x.dtype not in HIGH_PRECISION_DTYPES:
+        check_dtype("grouped_linear", x, f"x{in_layer(stored)}")
     if weight.dim() != 3:
-        raise ValueError(f"grouped_linear: weight must be [E, N, K], got shape {list(weight.shape)}{name}")
+        got = f"{list(weight.shape)}{in_layer(stored)}"
+        raise ValueError(f"grouped_linear: weight must be [E, N, K], got shape {got}")
     if x.dim() != 2 or x.shape[1] != weight.shape[2 if contracts_columns else 1]:
         named = "[E, N, K]" if contracts_columns else "[E, K, N]"
-        got = f"{list(x.shape)} and {list(weight.shape)}"
-        raise ValueError(f"grouped_linear: x [M, K] and weight {named} must agree in K, got {got}{name}")
+        got = f"{list(x.shape)} and {list(weight.shape)}{in_layer(stored)}"
+        raise ValueError(f"grouped_linear: x [M, K] and weight {named} must agree in K, got {got}")
     if x.device != weight.device:
-        devices = f"x is on {x.device}, but weight is on {weight.device}"
-        raise ValueError(f"grouped_linear: {devices}{name}; move one of them")
+        devices = f"x is on {x.device}, but weight is on {weight.device}{in_layer(stored)}"
+        raise ValueError(f"grouped_linear: {devices}; move one of them")
     check_square_blocks("grouped_linear", "a weight", stored)
 
 
 def _stored(weight: torch.Tensor) -> torch.Tensor:
     """Return the weight in its stored layout."""
     return weight.weight if isinstance(weight, TransposedWeight) else weight
-
-
-def take_grouped_gemms(functions: list[Any], run: Callable[..., torch.Tensor] | None = None) -> None:
-    """Let these functions call `run` for converted weights; by default, they have the arguments of `F.grouped_mm`."""
-    for kind in (*WEIGHTS, TransposedWeight):
-        kind.implements_torch_function(functions)(
-            lambda func, types, args, kwargs: (run or _grouped_mm)(*args, **(kwargs or {}))
-        )
 
 
 def _grouped_mm(
@@ -127,17 +121,22 @@ def _bmm(
     """`torch.bmm` of tokens batched by expert [E, m, K] and converted experts [E, K, N]: groups of m tokens."""
     kinds = (*WEIGHTS, TransposedWeight)
     if out is not None or isinstance(input, kinds) or not isinstance(mat2, kinds):
-        options = () if out_dtype is None else (out_dtype,)
+        # It raises.
         with _compat.no_torch_function():
-            return torch.bmm(input, mat2, *options, out=out)
-    fits = input.dim() == mat2.dim() == 3 and input.shape[::2] == mat2.shape[:2]
-    if not fits:
+            return torch.bmm(input, mat2, out=out)
+    if not (input.dim() == mat2.dim() == 3 and input.shape[::2] == mat2.shape[:2]):
         got = f"{list(input.shape)} and {list(mat2.shape)}{in_layer(_stored(mat2))}"
         raise ValueError(f"bmm: x [E, m, K] and weight [E, K, N] must agree in E and K, got {got}")
     experts, tokens, _ = input.shape
     ends = torch.arange(1, experts + 1, dtype=torch.int32, device=input.device) * tokens
     y = _grouped_linear(input.flatten(0, 1), mat2, ends, isinstance(mat2, TransposedWeight), out_dtype)
     return y.unflatten(0, (experts, tokens))
+
+
+def take_grouped_gemms(functions: list[Any], run: Callable[..., torch.Tensor] = _grouped_mm) -> None:
+    """Let these functions, which have the arguments of `run`, call it for converted weights."""
+    for kind in (*WEIGHTS, TransposedWeight):
+        kind.implements_torch_function(functions)(lambda func, types, args, kwargs: run(*args, **(kwargs or {})))
 
 
 take_grouped_gemms([_compat.grouped_mm])

@@ -222,10 +222,9 @@ class MasterWeightTensor(WeightTensor):
             if not fits or x.dtype not in HIGH_PRECISION_DTYPES:
                 return x
             splits_rows = x.dim() > first.dim() == 2 and func not in _JOINS
-            config = config_of_groups(first.config) if splits_rows else first.config
             if kept is not None:
                 x.kept_copies = kept  # type: ignore[attr-defined]
-            return cls(x, config).inherit(first)
+            return first._like(x, config_of_groups(first.config) if splits_rows else None)
 
         out = pytree.tree_map_only(torch.Tensor, rewrap, out)
         if func is aten.clone.default and isinstance(out, cls):
@@ -235,9 +234,9 @@ class MasterWeightTensor(WeightTensor):
             _link(first, out)
         return out
 
-    def _like(self, hp: torch.Tensor) -> MasterWeightTensor:
-        """Return a weight of the same layer with other values."""
-        return type(self)(hp, self.config).inherit(self)
+    def _like(self, hp: torch.Tensor, config: TrainingConfig | None = None) -> MasterWeightTensor:
+        """Return a weight of the same layer with other values. config: default its own."""
+        return type(self)(hp, config or self.config).inherit(self)
 
 
 @functools.cache

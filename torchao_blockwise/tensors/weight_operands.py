@@ -80,11 +80,10 @@ def weight_operand(
 class KeptCopies:
     """The quantized copies of one weight that `weights_unchanged` keeps: the attribute `kept_copies` of its values.
 
-    Its views, such as groups of its rows, share the attribute in eager mode.
-
-    Only `weight_operand` reads it, inside an operation in compiled graphs, so that no guard depends on it.
+    In eager mode, views of the weight, such as groups of its rows, share the attribute. Only `weight_operand` reads it,
+    inside an operation in compiled graphs, so that no guard depends on it.
     name: the weight's name. keeps: the `keep` option of each open scope.
-    copies: {(options, the rest of the recipe, stream): copy}.
+    copies: {(options, the rest of the recipe, stream, shape, strides, offset): copy}.
     """
 
     def __init__(self, name: str, parameter: torch.Tensor, hp: torch.Tensor):
