@@ -34,7 +34,8 @@ from llm_training.training import Trainer, train, train_start
 SMOKE = Path(__file__).resolve().parent / "studies" / "smoke.json"
 # The process, the text, the compiler, the evaluation.
 _SETUP_SECONDS = 30
-_START, _POLL_SECONDS, _CHECKPOINTS = "start", 0.5, 8
+# A checkpoint of a billion parameters takes 17 seconds.
+_START, _POLL_SECONDS, _CHECKPOINTS = "start", 0.5, 2
 
 
 def main(argv: list[str] | None = None) -> int:
