@@ -23,9 +23,9 @@ RESULTS = Path(__file__).resolve().parent / "results"
 # Name -> what makes the table, and the results that it is made of; none where its rows link to theirs.
 TABLES: dict[str, tuple[Callable[[Results], str], tuple[str, ...]]] = {
     "energy": (layers.energy, (layers.MODEL_H100,)),
-    "loss": (runs.loss, tuple(runs.MODELS)),
-    "loss_sizes": (studies.sizes, studies.STUDIES + studies.SHORT),
+    "loss_sizes": (studies.sizes, studies.STUDIES + studies.OTHERS),
     "loss_blocks": (studies.blocks, ()),
+    "loss_tokens": (studies.tokens, ()),
     "loss_nvfp4": (runs.nvfp4_parts, (runs.NVFP4,)),
     "fsdp": (runs.fsdp, runs.FSDP),
     "grad_weight": (kernels.grad_weight, (kernels.GROUPED,)),

@@ -20,8 +20,8 @@ class Results:
 
     def rows(self, name: str, **where: object) -> list[dict]:
         content = self.load(name)
-        # Of training runs, a table.
-        return select(content["table"] if "table" in content else content["rows"], **where)
+        # A study has runs.
+        return select(content["runs"] if "runs" in content else content["rows"], **where)
 
 
 def select(rows: Iterable[Mapping], **where: object) -> list[dict]:

@@ -10,7 +10,7 @@ from common.report import MISSING, markdown
 from summaries.cells import Results, against, column, link, select, sizes, span, tenths, times, whole
 
 MOE, MOE_PEERS = "moe_nvidia_h200", "moe_peers_nvidia_h200"
-TRACKER, CONVERGENCE = "linear_tracker_nvidia_h200", "convergence_1b_nvidia_h200"
+TRACKER, STUDY_1B = "linear_tracker_nvidia_h200", "study_1b"
 LINEAR_H100, MODEL_H100, MOE_H100 = (f"{what}_nvidia_h100_80gb_hbm3" for what in ("linear", "model_4_layers", "moe"))
 MOE_SQUARE = "moe_128x128_nvidia_h200"
 # In the order of the tables.
@@ -47,7 +47,7 @@ COMPARED = {
     "model": ("tokens/s", "peak GiB", ("checkpointing",)),
     "fsdp": ("tokens/s", "peak GiB", ()),
     "throughput": ("tokens/s", "peak GiB", ()),
-    "convergence": ("tokens_per_second", "peak_bytes", ()),
+    "study": ("tokens_per_second", "peak_bytes", ("seed", "draw")),
 }
 
 
@@ -116,8 +116,6 @@ def models(results: Results) -> str:
     def steps(name: str, *part, end: str = "") -> list[Part]:
         return [Part(name, *part, f"{end}, {mode}", {"mode": mode}) for mode in ("eager", "compiled")]
 
-    config = results.load(CONVERGENCE)["config"]
-    size, trained = f"{config['parameters'] / 1e9:.2f} billion parameters", f"{config['steps']} steps on text"
     fsdp = "the four layers, FSDP2 on two GPUs"
     return _parts(
         results,
@@ -131,7 +129,7 @@ def models(results: Results) -> str:
             for name, mode in (("fsdp_nvidia_h200", "eager"), ("fsdp_compiled_nvidia_h200", "compiled"))
         ),
         Part("fsdp_compiled_128x128_nvidia_h200", fsdp, FUSED, ", DeepGEMM, compiled"),
-        Part(CONVERGENCE, size, FP8 | {"NVFP4": "nvfp4_full"}, f", {trained}, compiled"),
+        Part(STUDY_1B, "1.07 billion parameters", FP8 | {"NVFP4": "nvfp4_full"}, ", compiled, in a CUDA graph"),
     )
 
 

@@ -9,8 +9,6 @@ from common.report import MISSING, markdown
 
 from summaries.cells import Results, ratio, select, tenths, whole
 
-# Result -> model.
-MODELS = {"convergence_1b_nvidia_h200": "1.07 B"}
 NVFP4 = "convergence_125m_after_500_nvidia_h200"
 FSDP = ("fsdp_nvidia_h200", "fsdp_compiled_nvidia_h200")
 GRAPHS = "graphs_nvidia_h100_80gb_hbm3"
@@ -41,19 +39,15 @@ LABELS = {
 }
 
 
-def loss(results: Results) -> str:
-    """Percent of training loss above bf16 in several models, a column a seed."""
-    found = {model: gaps(results, name) for name, model in MODELS.items()}
-    seeds = sorted({seed for recipes in found.values() for by_seed in recipes.values() for seed in by_seed})
-    rows = ([model, *cells] for model, recipes in found.items() for cells in _by_seed(recipes, seeds))
-    return markdown(("model", "recipe", *seeds), rows, left=2)
-
-
 def nvfp4_parts(results: Results) -> str:
-    """The same of the parts of the recipe of NVFP4."""
+    """Percent of training loss above bf16 with parts of the recipe of NVFP4, a column a seed."""
     recipes = gaps(results, NVFP4)
     seeds = sorted({seed for by_seed in recipes.values() for seed in by_seed})
-    return markdown(("recipe", *seeds), _by_seed(recipes, seeds))
+    rows = [
+        [label, *(f"{found[seed]:+.2f} %" if seed in found else MISSING for seed in seeds)]
+        for label, found in recipes.items()
+    ]
+    return markdown(("recipe", *seeds), rows)
 
 
 def gaps(results: Results, name: str) -> dict[str, dict[str, float]]:
@@ -67,11 +61,6 @@ def gaps(results: Results, name: str) -> dict[str, dict[str, float]]:
         if recipe in LABELS and ("bf16", seed) in levels:
             out.setdefault(LABELS[recipe], {})[seed] = 100 * (level / levels["bf16", seed] - 1)
     return out
-
-
-def _by_seed(recipes: dict[str, dict[str, float]], seeds: list[str]) -> Iterable[list[str]]:
-    for label, found in recipes.items():
-        yield [label, *(f"{found[seed]:+.2f} %" if seed in found else MISSING for seed in seeds)]
 
 
 def fsdp(results: Results) -> str:

@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import math
+import statistics
+from collections.abc import Iterable, Mapping
+
 from common.report import MISSING, markdown
 from llm_training.config import RunConfig
-from llm_training.study import BASE, METRICS, gap, growth
+from llm_training.study import BASE, METRICS, Gap, gap, growth
 
 from summaries.cells import Results
 
-# Of one family of models, trained about equally long; shorter ones of larger models; of a mixture of experts.
+# Of one family of models, trained about equally long; longer or shorter ones; of a mixture of experts.
 STUDIES = ("study_6m", "study_12m", "study_25m", "study_50m", "study_85m")
-SHORT = ("study_350m",)
+OTHERS = ("study_6m_long", "study_350m", "study_1b")
 EXPERTS = "study_moe_400m"
+# Study -> the same with more tokens.
+LONGER = {"study_6m": "study_6m_long"}
 METRIC = next(iter(METRICS))
 
 
 def sizes(results: Results) -> str:
     """Each study's training loss above bf16, and a recipe's slope over log10 of the size, of those equally long."""
-    runs = {name: results.load(name)["runs"] for name in (*STUDIES, *SHORT)}
+    runs = {name: results.rows(name) for name in (*STUDIES, *OTHERS)}
     configs = {name: config_of(results, name) for name in runs}
-    recipes = [r for r in dict.fromkeys(run["recipe"] for of in runs.values() for run in of) if r != BASE]
+    recipes = _recipes(run for of in runs.values() for run in of)
     gaps = {name: [gap(of, recipe, METRIC) for recipe in recipes] for name, of in runs.items()}
     rows = [
         [_millions(configs[name].parameters), _millions(_tokens(configs[name])), *(str(g or MISSING) for g in found)]
@@ -34,12 +40,44 @@ def sizes(results: Results) -> str:
 def blocks(results: Results) -> str:
     """In each study, the loss with blocks of 128x128 for `grad_weight` above that with 1x128, the default."""
     rows = []
-    for name in (*STUDIES, *SHORT, EXPERTS):
-        runs, config = results.load(name)["runs"], config_of(results, name)
+    for name in (*STUDIES, *OTHERS, EXPERTS):
+        runs, config = results.rows(name), config_of(results, name)
         found = [gap(runs, "fp8_128x128", metric, "fp8") for metric in METRICS]
         size = _millions(config.parameters) + ", mixture of experts" * (name == EXPERTS)
-        rows.append([size, _millions(_tokens(config)), *map(str, found)])
+        if all(found):
+            rows.append([size, _millions(_tokens(config)), *map(str, found)])
     return markdown(("parameters", "tokens", *METRICS.values()), rows)
+
+
+def tokens(results: Results) -> str:
+    """How many more tokens a recipe needs for the training loss of bf16, in %.
+
+    The loss of bf16 is taken to fall linearly with the logarithm of the tokens, as it does from a study to a longer one
+    with the same seeds.
+    """
+    rows = []
+    for name, longer in LONGER.items():
+        runs, config = results.rows(name), config_of(results, name)
+        twice = math.log2(_tokens(config_of(results, longer)) / _tokens(config))
+        seeds = tuple({run["seed"] for run in results.rows(longer)})
+        level, lower = (
+            statistics.fmean(run[METRIC] for run in results.rows(of, recipe=BASE, seed=seeds)) for of in (name, longer)
+        )
+        fall = 100 * (1 - lower / level) / twice
+        more = [_more_tokens(gap(runs, recipe, METRIC), fall) for recipe in _recipes(runs)]
+        rows.append([_millions(config.parameters), _millions(_tokens(config)), f"{fall:.1f} %", *more])
+    head = ("parameters", "tokens", "bf16 with twice the tokens: lower by", *_recipes(runs))
+    return markdown(head, rows)
+
+
+def _more_tokens(above: Gap, fall: float) -> str:
+    """fall: how much twice the tokens lower the loss, in %."""
+    mean, high = (100 * (2 ** (g / fall) - 1) for g in (above.mean, above.mean + above.half_width))
+    return f"{mean:+.1f} % ± {high - mean:.1f}"
+
+
+def _recipes(runs: Iterable[Mapping]) -> list[str]:
+    return [recipe for recipe in dict.fromkeys(run["recipe"] for run in runs) if recipe != BASE]
 
 
 def config_of(results: Results, name: str) -> RunConfig:

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import summary
 from common.report import MISSING, markdown
-from summaries import sources
+from llm_training.study import Gap
+from summaries import sources, studies
 from summaries.cells import Results, against, ratio, select, span, whole
 from summaries.sources import filled, pages
 
@@ -93,3 +94,8 @@ def test_rows_are_compared_with_their_like():
     assert against(rows, others, "us", ("at",)) == [3.0, 2.0]
     assert [row["at"] for row in select(rows + others, at=(1, 5))] == [1, 1, 5]
     assert select(rows, recipe="bf16") == []
+
+
+def test_a_gap_of_what_twice_the_tokens_give_needs_twice_the_tokens():
+    assert studies._more_tokens(Gap(7.0, 0.0, 2), fall=7.0) == "+100.0 % ± 0.0"
+    assert studies._more_tokens(Gap(0.0, 7.0, 2), fall=7.0) == "+0.0 % ± 100.0"
