@@ -10,7 +10,7 @@ import torch
 from torchao_blockwise import ops
 from torchao_blockwise.formats import FP8_128X128, NVFP4_16X16
 from torchao_blockwise.ops import shards
-from torchao_blockwise.ops.shards.flat import CODES, ENTRIES, WHOLE, Shards, block_count
+from torchao_blockwise.ops.shards.flat import Shards, block_count
 from torchao_blockwise.testing import assert_bitwise_equal, random_tensor
 
 FORMATS = (FP8_128X128, NVFP4_16X16)
@@ -97,7 +97,7 @@ def payload(fmt, shape, fill=0x5A, device="cpu"):
 
 
 def check_split(weights, parts, fmt, dtype, backend, power_of_2=False, aligned=False) -> None:
-    """Shards written in all ways, into whole payloads, into their own and one code an entry, are the wholes' bits.
+    """Shards written into their places in whole payloads, and into separate buffers, are the wholes' bits.
 
     weights: tensors. parts: for each of them (start, shard) of each rank. aligned: whether buffers begin on 16 bytes,
         where kernels move as much at a time if sizes allow it.
@@ -124,20 +124,14 @@ def check_split(weights, parts, fmt, dtype, backend, power_of_2=False, aligned=F
     for of_rank in zip(*parts):
         masters = [buffer(values) for _, values in of_rank]
         rank = Shards.of(masters, [start for start, _ in of_rank], shapes, dtype, fmt)
-        targets = {WHOLE: whole}
-        for into in (ENTRIES, CODES):
-            targets[into] = []
-            for (start, values), shape in zip(of_rank, shapes):
-                n = values.numel()
-                size = ops.shard_entries(start, n, shape[-1], fmt)[1] if into == ENTRIES else n
-                targets[into].append(buffer(torch.full((size,), 0x5A, dtype=torch.uint8, device=values.device)))
-        for into, of_each in targets.items():
-            shards.partial_cast_op(of_each, rank, encode, into, backend)
-        for (start, values), master, q, shape, got in zip(of_rank, masters, want, shapes, targets[CODES]):
+        entries = [ops.shard_entries(start, len(x), shape[-1], fmt) for (start, x), shape in zip(of_rank, shapes)]
+        places = [w.view(-1)[first : first + count] for w, (first, count) in zip(whole, entries)]
+        own = [buffer(torch.full((n,), 0x5A, dtype=torch.uint8, device=w.device)) for w, (_, n) in zip(whole, entries)]
+        for targets in (places, own):
+            shards.partial_cast_op(targets, rank, encode, backend)
+        for (_, values), master in zip(of_rank, masters):
             assert_bitwise_equal(master, values, "master")
-            codes = fmt.element.unpack(q, shape[-1]).flatten()[start : start + values.numel()]
-            assert_bitwise_equal(got, codes, "codes")
-        pieces.append(targets[ENTRIES])
+        pieces.append(own)
     merged = [buffer(payload(fmt, shape, 0x33, w.device)) for shape, w in zip(shapes, weights)]
     starts, lengths = ([[of(part) for part in each] for each in parts] for of in (lambda p: p[0], lambda p: len(p[1])))
     ops.merge_shards_(merged, list(zip(*pieces)), starts, lengths, [shape[-1] for shape in shapes], fmt)

@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import math
 
 import kernel_builds
 import pytest
@@ -259,13 +258,13 @@ def _shard_cases(target: int):
 
     from torchao_blockwise.formats import FP8_128X128, NVFP4_16X16
     from torchao_blockwise.ops.shards import kernels_triton as kernels
-    from torchao_blockwise.ops.shards.flat import CODES, WHOLE, Shards
+    from torchao_blockwise.ops.shards.flat import Shards, shard_entries
 
-    def case(fmt, op, alignment, master, dtype, count=1, into=WHOLE):
+    def case(fmt, op, alignment, master, dtype, count=1):
         start, n, shape = (1024, 2**18, (1, 512, 1024)) if alignment == "aligned" else (77, 9999, (3, 300, 501))
         if op == "whole_block_cast":
             start, n = 256 * shape[-1], 44 * shape[-1] if alignment == "ragged" else 2**18
-        size = math.prod(fmt.qdata_shape(*shape)) if into == WHOLE else n
+        _, size = shard_entries(start, n, shape[-1], fmt)
         targets, firsts = [torch.zeros(size, dtype=torch.uint8)] * count, [0] * count
         of = Shards([torch.zeros(n, dtype=master)] * count, [start] * count, [*shape] * count, firsts, dtype, fmt)
         amax_bits, encode = torch.zeros(2**16, dtype=torch.int32), torch.zeros(2**16)
@@ -274,11 +273,11 @@ def _shard_cases(target: int):
         power_of_2 = fmt.has_power_of_2_scales and (dtype is torch.float16 or count == 2)
         args = {
             "partial_block_amax": (amax_bits, of),
-            "partial_cast": (targets, of, encode, into),
-            "whole_block_cast": (targets, amax_bits, of, power_of_2, WHOLE),
+            "partial_cast": (targets, of, encode),
+            "whole_block_cast": (targets, amax_bits, of, power_of_2),
             "block_scales": (encode, scales, global_scales, amax_bits, firsts, fmt, power_of_2),
         }[op]
-        label = f"{op} {fmt.name} {alignment} {str(master)[6:]} {str(dtype)[6:]} x{count}" + " codes" * (into == CODES)
+        label = f"{op} {fmt.name} {alignment} {str(master)[6:]} {str(dtype)[6:]} x{count}"
         return label, functools.partial(getattr(kernels, f"{op}_"), *args)
 
     pairs = [
@@ -291,8 +290,7 @@ def _shard_cases(target: int):
         for pair in pairs:
             yield case(fmt, "partial_block_amax", *pair)
             if fmt is NVFP4_16X16:
-                yield from (case(fmt, "partial_cast", *pair, 1, into) for into in (WHOLE, CODES))
-                yield case(fmt, "partial_cast", *pair, 32)
+                yield from (case(fmt, "partial_cast", *pair, count) for count in (1, 32))
             elif target >= 89:
                 yield from (case(fmt, op, *pair) for op in ("partial_cast", "whole_block_cast"))
         yield from (case(fmt, "block_scales", *pairs[0], count) for count in (1, 2, 32))

@@ -28,7 +28,7 @@ from torchao_blockwise.ops import shards
 from torchao_blockwise.ops.backend import Backend, first_tensor
 from torchao_blockwise.ops.groups.tables.layout import HEIGHTS, layout_of
 from torchao_blockwise.ops.registry import Operation
-from torchao_blockwise.ops.shards.flat import WHOLE, Shards
+from torchao_blockwise.ops.shards.flat import Shards, shard_entries
 from torchao_blockwise.tensors import BlockwiseFP8TrainingConfig, NVFP4TrainingConfig, TrainingConfig
 
 # More tokens than the number of rows up to which GEMMs choose another backend, and not a multiple of a block.
@@ -168,9 +168,10 @@ def _cast_shards(w: torch.Tensor, whole: Operand) -> None:
     shards.partial_block_amax_op(bits, part, auto)
     global_scales = [torch.zeros((), dtype=torch.float32, device=w.device)] if fmt.has_global_scale else []
     shards.block_scales_op(encode, [torch.zeros_like(whole.scale)], global_scales, bits, [0], fmt, False, auto)
-    target = torch.zeros_like(whole.qdata)
-    shards.partial_cast_op([target], part, encode, WHOLE, auto)
+    first, _ = shard_entries(cut, w.numel() - cut, w.shape[1], fmt)
+    payload = torch.zeros_like(whole.qdata).view(-1)
+    shards.partial_cast_op([payload[first:]], part, encode, auto)
     if not fmt.has_global_scale:
         # The first row of blocks; the others belong to another rank.
         rows = Shards.of([w[: fmt.block[0]].flatten()], [0], [w.shape], w.dtype, fmt)
-        shards.whole_block_cast_op([target], torch.zeros_like(bits), rows, False, WHOLE, auto)
+        shards.whole_block_cast_op([payload[: rows.tensors[0].numel()]], torch.zeros_like(bits), rows, False, auto)

@@ -28,7 +28,7 @@ from torchao_blockwise.distributed.rank_consistency import name_absent_ranks
 from torchao_blockwise.formats import BlockFormat
 from torchao_blockwise.ops import Backend, casting_backend
 from torchao_blockwise.ops.shards import block_scales_op, partial_block_amax_op, partial_cast_op, whole_block_cast_op
-from torchao_blockwise.ops.shards.flat import CODES, ENTRIES, Shards, cuts_no_block
+from torchao_blockwise.ops.shards.flat import Shards, cuts_no_block
 from torchao_blockwise.tensors import QuantizedShard
 
 
@@ -50,8 +50,8 @@ class PartialCast(NamedTuple):
     shape: of the whole weight [.., N, K]. values: of the shard, contiguous, maybe offloaded; flat [n] if `dim` is 0;
         None if other ranks have all of them.
     start: index in the flat weight of the first value; if `dim` is not 0, its index in that dim.
-    target: contiguous bytes of the payload, as `partial_cast_op` writes them by `into`; if `dim` is not 0, only those
-        of the shard, in its shape. May be None if `values` is None.
+    target: contiguous bytes of the payload entries of the shard; if `dim` is not 0, in its shape. May be None if
+        `values` is None.
     scale: an entry for each block of the whole weight, contiguous. With `split_groups`, one more entry, which holds the
         amax of the whole tensor during the cast.
     global_scale: f32 of one element, or of one for each matrix [N, K] of the weight.
@@ -64,7 +64,6 @@ class PartialCast(NamedTuple):
     values: torch.Tensor | None
     start: int
     target: torch.Tensor | None
-    into: str
     scale: torch.Tensor
     global_scale: torch.Tensor | None
     dim: int = 0
@@ -81,7 +80,7 @@ def cast_of_shard(shard: QuantizedShard, values: torch.Tensor) -> PartialCast:
         values, payload = values.reshape(-1), payload.view(-1)
         start *= torch.Size(layout.shape[1:]).numel()
     scales = shard.scale, shard.global_scale
-    return PartialCast(options, layout.shape, values, start, payload, ENTRIES, *scales, layout.dim)
+    return PartialCast(options, layout.shape, values, start, payload, *scales, layout.dim)
 
 
 def run_partial_casts(casts: Sequence[PartialCast], group: dist.ProcessGroup | None, subject: str, what: str) -> None:
@@ -102,7 +101,7 @@ def run_partial_casts(casts: Sequence[PartialCast], group: dist.ProcessGroup | N
         cast, backend = batch[0], batch[0].options.backend
         if _is_of_whole_blocks(cast):
             shards = _shards(batch, device)
-            whole_block_cast_op(_targets(batch), bits, shards, cast.options.power_of_2_scales, cast.into, backend)
+            whole_block_cast_op(_targets(batch), bits, shards, cast.options.power_of_2_scales, backend)
             continue
         if cast.dim:
             frame, _ = _frame(cast, device)
@@ -140,11 +139,11 @@ def run_partial_casts(casts: Sequence[PartialCast], group: dist.ProcessGroup | N
 
 def _batches(casts: Sequence[PartialCast], device: torch.device) -> list[list[PartialCast]]:
     """Group casts by call. Frames and offloaded values go one by one, so that only one copy is on the device."""
-    batches: dict[tuple[CastOptions, str, bool, int | None], list[PartialCast]] = {}
+    batches: dict[tuple[CastOptions, bool, int | None], list[PartialCast]] = {}
     for cast in casts:
         if cast.values is not None:
             single = cast.first_block if cast.dim or cast.values.device != device else None
-            batches.setdefault((cast.options, cast.into, _is_of_whole_blocks(cast), single), []).append(cast)
+            batches.setdefault((cast.options, _is_of_whole_blocks(cast), single), []).append(cast)
     return list(batches.values())
 
 
@@ -160,15 +159,16 @@ def _write_payload(batch: list[PartialCast], encode: torch.Tensor) -> None:
     """Write the payload: values times the `encode` of their blocks, rounded to elements."""
     cast, options = batch[0], batch[0].options
     if not cast.dim:
-        partial_cast_op(_targets(batch), _shards(batch, encode.device), encode, cast.into, options.backend)
+        partial_cast_op(_targets(batch), _shards(batch, encode.device), encode, options.backend)
         return
     frame, border = _frame(cast, encode.device)
-    codes = torch.empty_like(frame, dtype=torch.uint8)
+    element, columns = options.fmt.element, frame.shape[-1]
+    payload = torch.empty(options.fmt.qdata_shape(*frame.shape), dtype=torch.uint8, device=frame.device)
     factors = _part_of_grid(cast, encode).clone(memory_format=torch.contiguous_format).view(-1)
-    partial_cast_op([codes.view(-1)], _whole(frame, options), factors, CODES, options.backend)
+    partial_cast_op([payload.view(-1)], _whole(frame, options), factors, options.backend)
     assert cast.target is not None and cast.values is not None
-    codes = codes.narrow(cast.dim, border, cast.values.shape[cast.dim])
-    cast.target.copy_(codes if options.fmt.element.per_byte == 1 else options.fmt.element.pack(codes))
+    codes = element.unpack(payload, columns).narrow(cast.dim, border, cast.values.shape[cast.dim])
+    cast.target.copy_(codes if element.per_byte == 1 else element.pack(codes))
 
 
 def _shards(batch: list[PartialCast], device: torch.device) -> Shards:

@@ -17,7 +17,6 @@ from torchao_blockwise import _compat, ops
 from torchao_blockwise.distributed.cast import CastOptions, PartialCast, run_partial_casts
 from torchao_blockwise.distributed.rank_consistency import check_same_once
 from torchao_blockwise.formats import HIGH_PRECISION_DTYPES
-from torchao_blockwise.ops.shards import flat
 from torchao_blockwise.tensors import BlockwiseFP8Tensor, NVFP4Tensor, QuantizedTensor
 
 
@@ -122,11 +121,10 @@ def write_masters(
     targets: buffers for the payloads, None for the weights themselves.
     """
     with _compat.no_torch_function():
-        into = flat.ENTRIES
         if targets is None:
-            targets, into = [w.qdata for w in weights], flat.WHOLE
+            targets = list(map(_own_entries, weights, masters, starts))
         casts = [
-            PartialCast(_options(w), tuple(w.shape), master, start or 0, target, into, w.scale, w.global_scale)
+            PartialCast(_options(w), tuple(w.shape), master, start or 0, target, w.scale, w.global_scale)
             for w, master, start, target in zip(weights, masters, starts, targets)
         ]
         if group is not None:
@@ -136,6 +134,14 @@ def write_masters(
             check_same_once(name, group, tuple(layout), entries)
         run_partial_casts(casts, group, name, f"reduce the amaxes of {len(weights)} weights")
         torch.autograd.graph.increment_version([w for w in weights if not w.is_inference()])
+
+
+def _own_entries(w: QuantizedTensor, master: torch.Tensor | None, start: int | None) -> torch.Tensor:
+    """Return the payload entries of `w` with the elements of `master`."""
+    if master is None or master.numel() == w.numel():
+        return w.qdata
+    first, count = ops.shard_entries(start or 0, master.numel(), w.shape[-1], w.fmt)
+    return w.qdata.view(-1)[first : first + count]
 
 
 def _options(w: QuantizedTensor) -> CastOptions:

@@ -62,15 +62,12 @@ block_scales_op = Operation(
         Implementation(Backend.REFERENCE, reference.block_scales_),
     ],
 )
-# Writes the elements of each shard, rne(dtype(x) · encode), to its target, contiguous bytes, and nothing else. `into`:
-#   whole     the target is the tensor's payload [.., h, packed(w)]
-#   entries   the target has only the payload entries with elements of the shard, flat; see `shard_entries`
-#   codes     the target has one byte for each element [n], flat; 4-bit codes are in the low bits
-# If a 4-bit shard shares an entry with a neighbor, the other nibble does not change. In rows of odd w, the padding
-# becomes zero together with the last element of the row.
+# Writes the elements of each shard, rne(dtype(x) · encode), to its target, and nothing else. The target is contiguous
+# bytes: the payload entries with elements of the shard; see `shard_entries`. If a 4-bit shard shares an entry with a
+# neighbor, the other nibble does not change. In rows of odd w, the padding becomes zero together with the last element.
 partial_cast_op = Operation(
-    f"partial_cast_(Tensor(a!)[] targets, {SHARDS}, Tensor encode, str into, str backend) -> ()",
-    takes=(None, Shards, None, None),
+    f"partial_cast_(Tensor(a!)[] targets, {SHARDS}, Tensor encode, str backend) -> ()",
+    takes=(None, Shards, None),
     table=[
         kernels(Backend.TRITON, f"{_KERNELS}:partial_cast_", _why_no_cast),
         Implementation(Backend.REFERENCE, reference.partial_cast_),
@@ -79,9 +76,9 @@ partial_cast_op = Operation(
 # Both `partial_block_amax_op` and `partial_cast_op` for shards that cut no block, in one read. Only for formats without
 # a global scale, which depends on the whole tensor. amax_bits: zeros for the blocks of the shards.
 whole_block_cast_op = Operation(
-    f"whole_block_cast_(Tensor(a!)[] targets, Tensor(b!) amax_bits, {SHARDS}, bool power_of_2_scales, str into, "
+    f"whole_block_cast_(Tensor(a!)[] targets, Tensor(b!) amax_bits, {SHARDS}, bool power_of_2_scales, "
     "str backend) -> ()",
-    takes=(None, None, Shards, None, None),
+    takes=(None, None, Shards, None),
     table=[
         kernels(Backend.TRITON, f"{_KERNELS}:whole_block_cast_", _why_no_cast),
         Implementation(Backend.REFERENCE, reference.whole_block_cast_),
@@ -101,7 +98,7 @@ def merge_shards_(
 
     targets: payloads [.., h, packed(w)], contiguous. columns: w of each.
     shards, starts, lengths: lists for each target, with one item for each rank: the bytes that `partial_cast_op` writes
-        (into="entries"), at least the number of `shard_entries`; the first element; the number of elements, or 0.
+        (`shard_entries`, or more); the first element; the number of elements, or 0.
     Elements that no shard covers do not change; two shards must not cover the same one.
     """
     fmt = get_format(fmt)

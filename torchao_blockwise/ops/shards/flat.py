@@ -11,9 +11,6 @@ import torch
 
 from torchao_blockwise.formats import BlockFormat, get_format
 
-# The target of a cast: the whole payload, the entries with elements of the shard, or one byte for each code.
-WHOLE, ENTRIES, CODES = "whole", "entries", "codes"
-
 
 class Shard(NamedTuple):
     """One of `Shards`: the tensor's elements from `start` on, flat."""
@@ -77,13 +74,6 @@ def shard_entries(start: int, n: int, columns: int, fmt: BlockFormat | str) -> t
         for flat in (start, start + n - 1)
     )
     return first, last - first + 1
-
-
-def target_entries(start: int, n: int, shape: Sequence[int], fmt: BlockFormat, into: str) -> tuple[int, int]:
-    """Return (first, count) of the entries to which a cast of these elements writes; see `partial_cast_op`."""
-    if into == WHOLE:
-        return 0, math.prod(fmt.qdata_shape(*shape))
-    return shard_entries(start, n, shape[-1], fmt) if into == ENTRIES else (start, n)
 
 
 def cuts_no_block(start: int, n: int, shape: Sequence[int], fmt: BlockFormat) -> bool:

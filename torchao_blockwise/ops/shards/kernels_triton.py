@@ -23,7 +23,7 @@ from torchao_blockwise.ops.device.elements import DTYPES, encode_e2m1, encode_e4
 from torchao_blockwise.ops.device.scales import fp8_scales, nvfp4_scales
 from torchao_blockwise.ops.device.tables import ALIGNMENT, find_row, load_pointer, load_size, make_table
 from torchao_blockwise.ops.launch import ceil_div, launch
-from torchao_blockwise.ops.shards.flat import CODES, WHOLE, Shards, target_entries
+from torchao_blockwise.ops.shards.flat import Shards, shard_entries
 
 # (tile rows, tile columns, warps) of each element, and of shards whose elements are moved one by one. A tile is in one
 # block, or consists of whole ones.
@@ -113,7 +113,6 @@ def _partial_cast_kernel(
     ROUNDED_TO: tl.constexpr,
     ALIGN: tl.constexpr,
     E4M3_ELEMENTS: tl.constexpr,
-    PACKED: tl.constexpr,
     ELEMENT_MAX: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_K: tl.constexpr,
@@ -127,7 +126,7 @@ def _partial_cast_kernel(
     end = load_size(row_ptr + 4, ALIGN)
     rows = tl.load(row_ptr + 5)
     columns = load_size(row_ptr + 6, ALIGN)
-    first_entry = load_size(row_ptr + 9, ALIGN // 2 if PACKED else ALIGN)
+    first_entry = load_size(row_ptr + 9, ALIGN if E4M3_ELEMENTS else ALIGN // 2)
 
     encode = tl.load(encode_ptr + blocks, mask=exist, other=0.0)
     BLOCK_M: tl.constexpr = min(TILE_M, BLOCK)
@@ -135,12 +134,9 @@ def _partial_cast_kernel(
     y = x * encode[:, None, :, None]
     if E4M3_ELEMENTS:
         codes = encode_e4m3(y, ELEMENT_MAX).reshape(TILE_M, TILE_K)
-    else:
-        codes = encode_e2m1(y, ELEMENT_MAX).reshape(TILE_M, TILE_K)
-    if not PACKED:
         tl.store(target_ptr + (flat - first_entry), codes, mask=owned)
     else:
-        even, odd = tl.split(codes.reshape(TILE_M, TILE_K // 2, 2))
+        even, odd = tl.split(encode_e2m1(y, ELEMENT_MAX).reshape(TILE_M, TILE_K // 2, 2))
         offs_m = first_row + tl.arange(0, TILE_M)
         pairs = first_column // 2 + tl.arange(0, TILE_K // 2)
         packed_columns = load_size(row_ptr + 10, ALIGN // 2)
@@ -263,7 +259,7 @@ def _block_scales_kernel(
 # --- launchers --------------------------------------------------------------------------------------------------------
 
 
-def _launch(kernel, shards: Shards, of_blocks: torch.Tensor, targets=None, into=WHOLE, blocks=False, **options) -> None:
+def _launch(kernel, shards: Shards, of_blocks: torch.Tensor, targets=None, blocks=False, **options) -> None:
     """Run `kernel` on the shards; those whose sizes and addresses allow it are moved 16 bytes at a time.
 
     blocks: whether a tile must be a block, also if elements are moved one by one.
@@ -294,7 +290,7 @@ def _launch(kernel, shards: Shards, of_blocks: torch.Tensor, targets=None, into=
                 element // columns // rows * tiles_m + element // columns % rows // tile_m
                 for element in (start, end - 1)
             )
-            first_entry, _ = target_entries(start, x.numel(), shape, fmt, into)
+            first_entry, _ = shard_entries(start, x.numel(), columns, fmt)
             return (
                 (last - first + 1) * tiles_k, x.data_ptr(), addresses[i], start, end, rows, columns,
                 first * tiles_k, first_block, first_entry, fmt.element.packed(columns),
@@ -314,22 +310,19 @@ def partial_block_amax_(amax_bits: torch.Tensor, shards: Shards) -> None:
     _launch(_partial_block_amax_kernel, shards, amax_bits)
 
 
-def partial_cast_(targets: list[torch.Tensor], shards: Shards, encode: torch.Tensor, into: str) -> None:
-    """Write the elements of each shard to its target's bytes."""
+def partial_cast_(targets: list[torch.Tensor], shards: Shards, encode: torch.Tensor) -> None:
+    """Write the elements of each shard to its payload entries."""
     element = shards.fmt.element
-    _launch(
-        _partial_cast_kernel, shards, encode, targets, into,
-        E4M3_ELEMENTS=element is E4M3, PACKED=into != CODES and element is not E4M3, ELEMENT_MAX=element.max,
-    )  # fmt: skip
+    _launch(_partial_cast_kernel, shards, encode, targets, E4M3_ELEMENTS=element is E4M3, ELEMENT_MAX=element.max)
 
 
 def whole_block_cast_(
-    targets: list[torch.Tensor], amax_bits: torch.Tensor, shards: Shards, power_of_2_scales: bool, into: str
+    targets: list[torch.Tensor], amax_bits: torch.Tensor, shards: Shards, power_of_2_scales: bool
 ) -> None:
     """Write the amaxes of the shards' blocks and their elements."""
     fmt = shards.fmt
     _launch(
-        _whole_block_cast_kernel, shards, amax_bits, targets, into, blocks=True,
+        _whole_block_cast_kernel, shards, amax_bits, targets, blocks=True,
         ELEMENT_MAX=fmt.element.max, MIN_AMAX=fmt.min_amax, POWER_OF_2=power_of_2_scales,
     )  # fmt: skip
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from torchao_blockwise.formats import BlockFormat
 from torchao_blockwise.ops.quantization.reference import block_amax, expand_blocks
-from torchao_blockwise.ops.shards.flat import CODES, Shards, block_count, target_entries
+from torchao_blockwise.ops.shards.flat import Shards, block_count, shard_entries
 
 
 def partial_block_amax_(amax_bits: torch.Tensor, shards: Shards) -> None:
@@ -45,8 +45,8 @@ def block_scales_(
             global_scales[i].copy_(made.global_scale.view(global_scales[i].shape))
 
 
-def partial_cast_(targets: list[torch.Tensor], shards: Shards, encode: torch.Tensor, into: str) -> None:
-    """Write the elements of each shard to its target's bytes."""
+def partial_cast_(targets: list[torch.Tensor], shards: Shards, encode: torch.Tensor) -> None:
+    """Write the elements of each shard to its payload entries."""
     for target, shard in zip(targets, shards.each()):
         n, columns, element = shard.x.numel(), shard.shape[-1], shards.fmt.element
         if n == 0:
@@ -56,12 +56,9 @@ def partial_cast_(targets: list[torch.Tensor], shards: Shards, encode: torch.Ten
         factors = expand_blocks(grid, shards.fmt, *shard.shape[1:]).flatten()[shard.start : shard.start + n]
         encoded = element.encode(shard.x.to(shards.dtype).float() * factors)
         payload, codes = target.view(torch.uint8).view(-1), element.unpack(encoded, n).view(torch.uint8)
-        if into == CODES:
-            payload.copy_(codes)
-            continue
         # Elements that the entries of a row have room for, of which the last is a row's padding.
         width = element.packed(columns) * element.per_byte
-        first, _ = target_entries(shard.start, n, shard.shape, shards.fmt, into)
+        first, _ = shard_entries(shard.start, n, columns, shards.fmt)
         at = torch.arange(shard.start, shard.start + n, device=codes.device)
         at = at // columns * width + at % columns - first * element.per_byte
         room = element.unpack(payload, payload.numel() * element.per_byte)
@@ -73,9 +70,9 @@ def partial_cast_(targets: list[torch.Tensor], shards: Shards, encode: torch.Ten
 
 
 def whole_block_cast_(
-    targets: list[torch.Tensor], amax_bits: torch.Tensor, shards: Shards, power_of_2_scales: bool, into: str
+    targets: list[torch.Tensor], amax_bits: torch.Tensor, shards: Shards, power_of_2_scales: bool
 ) -> None:
     """Write the amaxes of the shards' blocks, then their elements."""
     partial_block_amax_(amax_bits, shards)
     scales = shards.fmt.compute_scales(amax_bits.view(torch.float32), None, power_of_2_scales)
-    partial_cast_(targets, shards, scales.encode, into)
+    partial_cast_(targets, shards, scales.encode)
