@@ -160,6 +160,14 @@ def kernels(
     return Implementation(backend, run, why_not or why_no_kernels, on_cpu=False)
 
 
+def triton_and_reference(
+    module: str, reference: Callable[..., Any], why_not: Callable[..., str | None] | None = None
+) -> list[Implementation]:
+    """Return a table with a reference, and a launcher of Triton kernels that has its name in `module`."""
+    launcher = kernels(Backend.TRITON, f"{module}:{reference.__name__}", why_not)
+    return [launcher, Implementation(Backend.REFERENCE, reference)]
+
+
 @functools.cache
 def _place(run: str) -> tuple[ModuleType, str]:
     module, name = run.split(":")

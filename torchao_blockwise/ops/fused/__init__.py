@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from torchao_blockwise.formats import FP8_1X128, CastOptions, Copies, Groups, RoundingBits
-from torchao_blockwise.ops.backend import Backend, Implementation, kernels, why_no_encoders
+from torchao_blockwise.ops.backend import Backend, Implementation, kernels, triton_and_reference, why_no_encoders
 from torchao_blockwise.ops.fused import reference
 from torchao_blockwise.ops.groups.ends import as_groups
 from torchao_blockwise.ops.groups.tables.layout import check_groups
@@ -167,20 +167,14 @@ def _check_norm(op: str, norm: Norm) -> None:
 
 norm_statistics_op = Operation(
     "norm_statistics(Tensor x, bool layer, float eps, str backend) -> Tensor[]",
-    table=[
-        kernels(Backend.TRITON, f"{_TRITON}:norm_statistics"),
-        Implementation(Backend.REFERENCE, reference.norm_statistics),
-    ],
+    table=triton_and_reference(_TRITON, reference.norm_statistics),
     fake=lambda x, layer, eps: [x.new_empty(x.shape[0], dtype=torch.float32) for _ in range(2 if layer else 1)],
     check=lambda x, *_: _check_matrix("norm_statistics", x),
 )
 normalize_op = Operation(
     f"normalize({NORM}, str backend) -> Tensor",
     takes=(Norm,),
-    table=[
-        kernels(Backend.TRITON, f"{_TRITON}:normalize"),
-        Implementation(Backend.REFERENCE, reference.normalize),
-    ],
+    table=triton_and_reference(_TRITON, reference.normalize),
     fake=lambda norm: norm.x.new_empty(norm.x.shape, dtype=norm.dtype),
     check=lambda norm: _check_norm("normalize", norm),
 )
@@ -250,19 +244,13 @@ def _with_quantization(plain: Operation, compute: Callable[..., torch.Tensor], w
 
 swiglu_op = Operation(
     "swiglu(Tensor gate, Tensor up, str backend) -> Tensor",
-    table=[
-        kernels(Backend.TRITON, f"{_TRITON}:swiglu"),
-        Implementation(Backend.REFERENCE, reference.swiglu),
-    ],
+    table=triton_and_reference(_TRITON, reference.swiglu),
     fake=lambda gate, up: gate.new_empty(gate.shape),
     check=lambda *tensors: _check_swiglu("swiglu", *tensors),
 )
 swiglu_backward_op = Operation(
     "swiglu_backward(Tensor dh, Tensor gate, Tensor up, str backend) -> (Tensor, Tensor)",
-    table=[
-        kernels(Backend.TRITON, f"{_TRITON}:swiglu_backward"),
-        Implementation(Backend.REFERENCE, reference.swiglu_backward),
-    ],
+    table=triton_and_reference(_TRITON, reference.swiglu_backward),
     fake=lambda dh, gate, up: (gate.new_empty(gate.shape), gate.new_empty(gate.shape)),
     check=lambda *tensors: _check_swiglu("swiglu_backward", *tensors),
 )

@@ -16,7 +16,7 @@ from torchao_blockwise.formats import (
     Place,
     global_scale_of,
 )
-from torchao_blockwise.ops.backend import Backend, Implementation, kernels, why_no_encoders
+from torchao_blockwise.ops.backend import Backend, Implementation, kernels, triton_and_reference, why_no_encoders
 from torchao_blockwise.ops.groups.ends import check_group_ends
 from torchao_blockwise.ops.groups.tables.layout import check_groups
 from torchao_blockwise.ops.operands import new_copies, why_no_tiles
@@ -84,10 +84,7 @@ def _amax_fake(x: torch.Tensor, ends: torch.Tensor | None, each: bool) -> torch.
 # bits, because a MAX of floats over ranks loses NaN. As integers, magnitudes keep their order, with NaN above all.
 tensor_amax_bits_op = Operation(
     "tensor_amax_bits(Tensor x, Tensor? group_ends, bool each, str backend) -> Tensor",
-    table=[
-        kernels(Backend.TRITON, f"{_KERNELS}_amax:tensor_amax_bits"),
-        Implementation(Backend.REFERENCE, reference.tensor_amax_bits),
-    ],
+    table=triton_and_reference(f"{_KERNELS}_amax", reference.tensor_amax_bits),
     fake=_amax_fake,
     check=lambda x, ends, each: _check_ends(x, ends),
 )
@@ -98,10 +95,7 @@ hadamard_amax_bits_op = Operation(
     f"hadamard_amax_bits(Tensor x, SymInt hadamard, {groups('Tensor?')}, bool per_group, str backend)"
     " -> (Tensor, Tensor)",
     takes=(None, None, Groups, None),
-    table=[
-        kernels(Backend.TRITON, f"{_KERNELS}_chunks:hadamard_amax_bits"),
-        Implementation(Backend.REFERENCE, reference.hadamard_amax_bits),
-    ],
+    table=triton_and_reference(f"{_KERNELS}_chunks", reference.hadamard_amax_bits),
     fake=lambda x, hadamard, groups, per_group: tuple(
         _amax_fake(x, groups and groups.ends, per_group and groups is not None) for _ in range(2)
     ),

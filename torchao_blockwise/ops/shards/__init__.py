@@ -22,7 +22,7 @@ import torch
 
 from torchao_blockwise import _compat
 from torchao_blockwise.formats import E4M3, FP8_128X128, NVFP4_16X16, BlockFormat, get_format
-from torchao_blockwise.ops.backend import Backend, Implementation, kernels, why_no_encoders, why_no_kernels
+from torchao_blockwise.ops.backend import triton_and_reference, why_no_encoders, why_no_kernels
 from torchao_blockwise.ops.registry import Operation
 from torchao_blockwise.ops.shards import reference
 from torchao_blockwise.ops.shards.flat import Shards, shard_entries
@@ -47,20 +47,14 @@ _why_no_cast = functools.partial(_why_not, encodes=True)
 partial_block_amax_op = Operation(
     f"partial_block_amax_(Tensor(a!) amax_bits, {SHARDS}, str backend) -> ()",
     takes=(None, Shards),
-    table=[
-        kernels(Backend.TRITON, f"{_KERNELS}:partial_block_amax_", _why_not),
-        Implementation(Backend.REFERENCE, reference.partial_block_amax_),
-    ],
+    table=triton_and_reference(_KERNELS, reference.partial_block_amax_, _why_not),
 )
 # Writes values that depend on the amaxes: encode, f32 [blocks], the factor by which the values of each block are
 # multiplied; the stored scales; and, in formats with global scales, f32 with one element, or one for each matrix.
 block_scales_op = Operation(
     "block_scales_(Tensor(a!) encode, Tensor(b!)[] scales, Tensor(c!)[] global_scales, Tensor amax_bits, "
     "SymInt[] first_blocks, str fmt, bool power_of_2_scales, str backend) -> ()",
-    table=[
-        kernels(Backend.TRITON, f"{_KERNELS}:block_scales_", _why_not),
-        Implementation(Backend.REFERENCE, reference.block_scales_),
-    ],
+    table=triton_and_reference(_KERNELS, reference.block_scales_, _why_not),
 )
 # Writes the elements of each shard, rne(dtype(x) · encode), to its target, and nothing else. The target is contiguous
 # bytes: the payload entries with elements of the shard; see `shard_entries`. If a 4-bit shard shares an entry with a
@@ -68,10 +62,7 @@ block_scales_op = Operation(
 partial_cast_op = Operation(
     f"partial_cast_(Tensor(a!)[] targets, {SHARDS}, Tensor encode, str backend) -> ()",
     takes=(None, Shards, None),
-    table=[
-        kernels(Backend.TRITON, f"{_KERNELS}:partial_cast_", _why_no_cast),
-        Implementation(Backend.REFERENCE, reference.partial_cast_),
-    ],
+    table=triton_and_reference(_KERNELS, reference.partial_cast_, _why_no_cast),
 )
 # Both `partial_block_amax_op` and `partial_cast_op` for shards that cut no block, in one read. Only for formats without
 # a global scale, which depends on the whole tensor. amax_bits: zeros for the blocks of the shards.
@@ -79,10 +70,7 @@ whole_block_cast_op = Operation(
     f"whole_block_cast_(Tensor(a!)[] targets, Tensor(b!) amax_bits, {SHARDS}, bool power_of_2_scales, "
     "str backend) -> ()",
     takes=(None, None, Shards, None),
-    table=[
-        kernels(Backend.TRITON, f"{_KERNELS}:whole_block_cast_", _why_no_cast),
-        Implementation(Backend.REFERENCE, reference.whole_block_cast_),
-    ],
+    table=triton_and_reference(_KERNELS, reference.whole_block_cast_, _why_no_cast),
 )
 
 

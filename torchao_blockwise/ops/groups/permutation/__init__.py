@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import torch
 
-from torchao_blockwise.ops.backend import Backend, Implementation, kernels, why_no_kernels
+from torchao_blockwise.ops.backend import Backend, triton_and_reference, why_no_kernels
 from torchao_blockwise.ops.groups.permutation import reference
 from torchao_blockwise.ops.operands import check_dtype
 from torchao_blockwise.ops.registry import Operation
@@ -142,29 +142,20 @@ def _backward_fake(
 
 permute_op = Operation(
     "permute(Tensor x, Tensor expert_ids, SymInt experts, str backend) -> (Tensor, Tensor, Tensor)",
-    table=[
-        kernels(Backend.TRITON, f"{_KERNELS}:permute", _why_no_permute),
-        Implementation(Backend.REFERENCE, reference.permute),
-    ],
+    table=triton_and_reference(_KERNELS, reference.permute, _why_no_permute),
     fake=_permute_fake,
     check=_check_ids,
 )
 unpermute_op = Operation(
     "unpermute(Tensor y, Tensor source, SymInt top_k, Tensor? weights, str backend) -> Tensor",
-    table=[
-        kernels(Backend.TRITON, f"{_KERNELS}:unpermute"),
-        Implementation(Backend.REFERENCE, reference.unpermute),
-    ],
+    table=triton_and_reference(_KERNELS, reference.unpermute),
     fake=lambda y, source, top_k, weights: y.new_empty(y.shape[0] // top_k, y.shape[1]),
     check=_check_unpermute,
 )
 unpermute_backward_op = Operation(
     "unpermute_backward(Tensor grad_output, Tensor? y, Tensor source, SymInt top_k, Tensor? weights, str backend)"
     " -> Tensor[]",
-    table=[
-        kernels(Backend.TRITON, f"{_KERNELS}:unpermute_backward"),
-        Implementation(Backend.REFERENCE, reference.unpermute_backward),
-    ],
+    table=triton_and_reference(_KERNELS, reference.unpermute_backward),
     fake=_backward_fake,
     check=lambda grad_output, y, *routing: _check_source(
         "unpermute_backward", grad_output, grad_output.shape[0], *routing

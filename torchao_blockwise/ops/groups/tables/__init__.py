@@ -32,7 +32,7 @@ from __future__ import annotations
 import torch
 
 from torchao_blockwise.formats import BlockFormat, Groups, get_format
-from torchao_blockwise.ops.backend import Backend, Implementation, kernels
+from torchao_blockwise.ops.backend import Backend, triton_and_reference
 from torchao_blockwise.ops.groups.ends import check_group_ends, check_row_blocks
 from torchao_blockwise.ops.groups.tables import reference
 from torchao_blockwise.ops.groups.tables.layout import FIELDS, layout_of
@@ -62,10 +62,7 @@ def _fake(ends: torch.Tensor, tokens: int, fmt: BlockFormat) -> torch.Tensor:
 
 group_tables_op = Operation(
     "group_tables(Tensor ends, SymInt tokens, str fmt, str backend) -> Tensor",
-    table=[
-        kernels(Backend.TRITON, f"{__name__}.kernels_triton:group_tables"),
-        Implementation(Backend.REFERENCE, reference.group_tables),
-    ],
+    table=triton_and_reference(f"{__name__}.kernels_triton", reference.group_tables),
     fake=_fake,
     check=lambda ends, tokens, fmt: check_group_ends("make_groups", ends, tokens, ends.device),
 )
