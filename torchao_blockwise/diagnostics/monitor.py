@@ -39,7 +39,7 @@ from torchao_blockwise.diagnostics.unconverted import watch_products
 from torchao_blockwise.diagnostics.writers import checked_writers, close_writer, write_to
 from torchao_blockwise.formats import Groups
 from torchao_blockwise.nn.activations import GradientObserver, as_rows, observe
-from torchao_blockwise.nn.gemms import GemmSpec, quantize
+from torchao_blockwise.nn.gemms import GemmSpec, cast_options, quantize
 from torchao_blockwise.nn.layer import cast_for_compute
 from torchao_blockwise.tensors import TrainingConfig
 from torchao_blockwise.tensors.weight_operands import amax_over
@@ -316,7 +316,7 @@ class NumericsMonitor:
             groups = None if spec.groups is None else spec.groups if config is spec.config else Groups(spec.groups.ends)
             by = GemmSpec(groups, untransformed(config))
             split = over if config.activation_format.has_global_scale else ""
-            copies = quantize(x, by, rowwise=True, columnwise=True, is_input=tensor == "x", amax_groups=split)
+            copies = quantize(x, by, cast_options(by.config, True, True, is_input=tensor == "x"), split)
             for direction, copy, order in zip(("rowwise", "columnwise"), copies, orders):
                 is_columnwise = direction == "columnwise"
                 found, tokens[name] = statistics.tally(x, copy, order, columnwise=is_columnwise, groups=groups)

@@ -16,8 +16,8 @@ import torch
 
 from torchao_blockwise import ops
 from torchao_blockwise._compat import modes
-from torchao_blockwise.formats import Copies, RoundingBits
-from torchao_blockwise.nn.gemms import GemmSpec, cast_options, quantize
+from torchao_blockwise.formats import CastOptions, Copies, RoundingBits
+from torchao_blockwise.nn.gemms import GemmSpec, quantize
 from torchao_blockwise.tensors.weight_uses import note_gemm, note_traced_gemm
 
 aten = torch.ops.aten
@@ -55,8 +55,8 @@ class Input:
         return (x if x.dtype == spec.dtype else x.to(spec.dtype),)
 
     @staticmethod
-    def quantize(prepared: Prepared, spec: GemmSpec, rowwise: bool, columnwise: bool) -> Copies:
-        return quantize(prepared[0], spec, rowwise=rowwise, columnwise=columnwise, amax_groups=spec.amax_groups.x)
+    def quantize(prepared: Prepared, spec: GemmSpec, options: CastOptions) -> Copies:
+        return quantize(prepared[0], spec, options, spec.amax_groups.x)
 
     @staticmethod
     def values(prepared: Prepared, spec: GemmSpec) -> torch.Tensor:
@@ -72,15 +72,10 @@ class Input:
 
     @staticmethod
     def backward_quantize(
-        grad: torch.Tensor,
-        prepared: Prepared,
-        spec: GemmSpec,
-        rowwise: bool,
-        columnwise: bool,
-        rounding_bits: RoundingBits | None,
+        grad: torch.Tensor, prepared: Prepared, spec: GemmSpec, options: CastOptions, bits: RoundingBits | None
     ) -> Copies:
         """Copies of the gradient of the inputs, for the GEMMs of this spec, which computed the inputs."""
-        return quantize(grad, spec, rowwise, columnwise, False, spec.amax_groups.grad_output, rounding_bits)
+        return quantize(grad, spec, options, spec.amax_groups.grad_output, bits)
 
 
 class NormInput(Input):
@@ -97,9 +92,9 @@ class NormInput(Input):
         return x, *statistics, weight, bias
 
     @staticmethod
-    def quantize(prepared: Prepared, spec: GemmSpec, rowwise: bool, columnwise: bool) -> Copies:
+    def quantize(prepared: Prepared, spec: GemmSpec, options: CastOptions) -> Copies:
         x, mean, rstd, weight, bias = prepared
-        options, backend = cast_options(spec.config, rowwise, columnwise), ops.casting_backend(spec.config.backend)
+        backend = ops.casting_backend(spec.config.backend)
         return ops.norm_quantize(ops.Norm(x, weight, bias, mean, rstd, spec.dtype), options, backend=backend)
 
     @staticmethod
@@ -154,9 +149,9 @@ class SwiGLUInput(Input):
         return as_rows(inputs[0]), as_rows(inputs[1])
 
     @staticmethod
-    def quantize(prepared: Prepared, spec: GemmSpec, rowwise: bool, columnwise: bool) -> Copies:
-        options, backend = cast_options(spec.config, rowwise, columnwise), ops.casting_backend(spec.config.backend)
-        return ops.swiglu_quantize(prepared[0], prepared[1], options, groups=spec.groups, backend=backend)
+    def quantize(prepared: Prepared, spec: GemmSpec, options: CastOptions) -> Copies:
+        (gate, up), backend = prepared, ops.casting_backend(spec.config.backend)
+        return ops.swiglu_quantize(gate, up, options, groups=spec.groups, backend=backend)
 
     @staticmethod
     def values(prepared: Prepared, spec: GemmSpec) -> torch.Tensor:
@@ -171,19 +166,12 @@ class SwiGLUInput(Input):
 
     @staticmethod
     def backward_quantize(
-        grad: torch.Tensor,
-        prepared: Prepared,
-        spec: GemmSpec,
-        rowwise: bool,
-        columnwise: bool,
-        rounding_bits: RoundingBits | None,
+        grad: torch.Tensor, prepared: Prepared, spec: GemmSpec, options: CastOptions, bits: RoundingBits | None
     ) -> Copies:
         """Copies of the gradient of (gate | up), computed and quantized in one pass."""
-        options = cast_options(spec.config, rowwise, columnwise, is_input=False)
-        backend = ops.casting_backend(spec.config.backend)
-        gate, up = prepared
+        (gate, up), backend = prepared, ops.casting_backend(spec.config.backend)
         return ops.swiglu_backward_quantize(
-            grad, gate, up, options, groups=spec.groups, rounding_bits=rounding_bits, backend=backend
+            grad, gate, up, options, groups=spec.groups, rounding_bits=bits, backend=backend
         )
 
 

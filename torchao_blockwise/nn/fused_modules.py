@@ -26,7 +26,7 @@ from torchao_blockwise._compat.modes import runs_alone
 from torchao_blockwise.formats import HIGH_PRECISION_DTYPES, Copies
 from torchao_blockwise.nn.activations import as_rows
 from torchao_blockwise.nn.converted import ConvertedLinear, DerivedModule, derived_class
-from torchao_blockwise.nn.gemms import GemmSpec, quantize
+from torchao_blockwise.nn.gemms import GemmSpec, cast_options, quantize
 from torchao_blockwise.nn.layer import profiled
 from torchao_blockwise.nn.swiglu_layer import swiglu_linear
 from torchao_blockwise.nn.weights import WEIGHTS, are_plain, config_of, is_fp8_weight
@@ -49,7 +49,7 @@ class SharedInput:
         if copies is None:
             columnwise = self.trained and spec.config.saves_quantized_activations
             with profiled("shared_input", "quantize"):
-                copies = quantize(as_rows(x.detach()), spec, rowwise=True, columnwise=columnwise)
+                copies = quantize(as_rows(x.detach()), spec, cast_options(spec.config, True, columnwise), "")
         self.layers -= 1
         self._copies = copies if self.layers > 0 else None
         return copies

@@ -84,25 +84,17 @@ def cast_options(config: TrainingConfig, rowwise: bool, columnwise: bool, is_inp
 
 
 def quantize(
-    x: torch.Tensor,
-    spec: GemmSpec,
-    rowwise: bool,
-    columnwise: bool,
-    is_input: bool = True,
-    amax_groups: str = "",
-    rounding_bits: RoundingBits | None = None,
+    x: torch.Tensor, spec: GemmSpec, options: CastOptions, amax_groups: str, bits: RoundingBits | None = None
 ) -> Copies:
     """Return the requested copies of x [T, K].
 
-    is_input: whether `x` is the layer's input rather than the gradient of its output.
-    amax_groups: the process groups over which `x` is split. rounding_bits: the random bits of stochastic rounding.
+    amax_groups: the process groups over which `x` is split. bits: the random bits of stochastic rounding.
     """
-    options = cast_options(spec.config, rowwise, columnwise, is_input)
     amax: Any = None
     if amax_groups:
         amax = amaxes_over(x, amax_groups, options.hadamard) if options.hadamard else amax_over(x, amax_groups)
     backend = ops.casting_backend(spec.config.backend)
-    return ops.quantize_by(x, options, spec.groups, tensor_amax=amax, rounding_bits=rounding_bits, backend=backend)
+    return ops.quantize_by(x, options, spec.groups, tensor_amax=amax, rounding_bits=bits, backend=backend)
 
 
 def weight_copies(weight: Any, spec: GemmSpec) -> tuple[Any, tuple[Any, ...]]:

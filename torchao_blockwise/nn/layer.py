@@ -27,6 +27,7 @@ from torchao_blockwise.nn.gemms import (
     WHOLE,
     AmaxGroups,
     GemmSpec,
+    cast_options,
     grad_weight,
     weight_comes_first,
     weight_copies,
@@ -89,7 +90,7 @@ class Layer(torch.autograd.Function):
                 prepared = kind.prepare(inputs, spec)
                 saves_copy = saves and needs[at] and spec.config.saves_quantized_activations
                 if copies is None:
-                    copies = kind.quantize(prepared, spec, True, saves_copy)
+                    copies = kind.quantize(prepared, spec, cast_options(spec.config, True, saves_copy))
                 b, weight_copy = weight, ()
                 if saves and spec.config.save_weights == QUANTIZED and any(needs[:at]):
                     b, weight_copy = weight_copies(weight, spec)
@@ -144,7 +145,8 @@ class Layer(torch.autograd.Function):
                 if ctx.observers[i] is not None:
                     parts: Any = behind.backward(grad, prepared, spec, (True, True))
                     ctx.observers[i](parts[0] if len(parts) == 1 else torch.cat(parts, 1))
-                quantized = [*behind.backward_quantize(grad, prepared, spec, *wanted, bits)]
+                options = cast_options(spec.config, *wanted, is_input=False)
+                quantized = [*behind.backward_quantize(grad, prepared, spec, options, bits)]
                 prepared.clear()
                 behind, prepared, grad = kind, saved[3 * i + 1], None
                 # In an MLP, the gradient of the first weight comes last, when only two low-precision copies exist.
@@ -225,7 +227,7 @@ def columnwise_of(kind: type[Input], activation: tuple[list[Any], list[Any]], sp
         qdata, scale, global_scale = copy
         copy.clear()
         return Operand(qdata, scale, global_scale, spec.config.grad_weight_format.name)
-    made = kind.quantize(prepared, spec, False, True).columnwise
+    made = kind.quantize(prepared, spec, cast_options(spec.config, False, True)).columnwise
     if not keeps:
         prepared.clear()
     return made
