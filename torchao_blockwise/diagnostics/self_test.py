@@ -18,7 +18,7 @@ from torchao_blockwise import _compat, ops
 from torchao_blockwise.diagnostics.cases import FEATURES_IN, FEATURES_OUT, TOKENS, Case, cases
 from torchao_blockwise.diagnostics.layers import RECIPES
 from torchao_blockwise.formats import BlockFormat
-from torchao_blockwise.ops.backend import Backend, Implementation
+from torchao_blockwise.ops.backend import Backend, Implementation, ranked
 
 # The tolerance for operations in which backends sum in different orders: two units in the last place of bfloat16. FP8
 # tensor cores keep 14 bits of a sum, which is finer.
@@ -60,7 +60,8 @@ def check_operations(device: torch.device, run: bool = True) -> Iterator[Operati
     Builds kernels that are not in the cache, which takes a second or two each.
     """
     for case in cases(device):
-        rows = case.op.ranked(*case.args)
+        prefers = case.op.preferred_backend
+        rows = ranked(case.op.table, None if prefers is None else prefers(*case.args))
         reasons = [row.reason(case.args) for row in rows]
         able = [row for row, reason in zip(rows, reasons) if reason is None]
         done = {row.backend for row in able}

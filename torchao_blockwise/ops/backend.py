@@ -202,26 +202,23 @@ def choose(
                 return row
         raise ValueError(f"{op}: backend {backend} cannot run: {reason}; choose another, or auto")
     x = first_tensor(args)
-    if isinstance(x, torch.Tensor) and not may_have_kernels(x.device):
-        for row in table:
-            if row.on_cpu and (row.why_not is None or row.why_not(*args) is None):
-                return row
-    preferred = None if preferred_backend is None else preferred_backend(*args)
-    passed: list[tuple[Backend, str]] = []
+    on_cpu = isinstance(x, torch.Tensor) and not may_have_kernels(x.device)
+    preferred = None if on_cpu or preferred_backend is None else preferred_backend(*args)
+    passed: dict[Backend, str] = {}
     for row in ranked(table, preferred):
+        if on_cpu and not row.on_cpu:
+            continue
         reason = None if row.why_not is None else row.why_not(*args)
-        if reason is None:
-            break
-        passed.append((row.backend, reason))
-    else:
-        raise ValueError(f"{op}: no backend can run: " + "; ".join(f"{name}: {why}" for name, why in passed))
-    if passed:
-        wanted = preferred or (Backend.TRITON if getattr(x, "is_cuda", False) else None)
-        reason = next((why for name, why in passed if name is wanted), None)
-        if reason is not None and wanted is not row.backend and (op, row.backend, wanted) not in _warned:
-            _warned.add((op, row.backend, wanted))
-            warnings.warn(f"{op}: auto uses {row.backend} instead of {wanted}: {reason}", stacklevel=2)
-    return row
+        if reason is not None:
+            passed.setdefault(row.backend, reason)
+            continue
+        if passed:
+            wanted = preferred or (Backend.TRITON if getattr(x, "is_cuda", False) else None)
+            if wanted in passed and wanted is not row.backend and (op, row.backend, wanted) not in _warned:
+                _warned.add((op, row.backend, wanted))
+                warnings.warn(f"{op}: auto uses {row.backend} instead of {wanted}: {passed[wanted]}", stacklevel=2)
+        return row
+    raise ValueError(f"{op}: no backend can run: " + "; ".join(f"{name}: {why}" for name, why in passed.items()))
 
 
 # (operation, backend used, backend wanted) of the warnings given.

@@ -25,8 +25,8 @@ from torch.utils.flop_counter import register_flop_formula
 
 from torchao_blockwise import _compat
 from torchao_blockwise._compat import modes
-from torchao_blockwise.formats import CastOptions, Copies, Groups, Operand, get_format
-from torchao_blockwise.ops.backend import Backend, Choice, Implementation, choose, get_backend, ranked
+from torchao_blockwise.formats import CastOptions, Copies, Operand, get_format
+from torchao_blockwise.ops.backend import Backend, Choice, Implementation, choose, get_backend
 
 NAMESPACE = "torchao_blockwise"
 _library = torch.library.Library(NAMESPACE, "DEF")
@@ -40,9 +40,9 @@ OPTIONS = (
 PLACE = "SymInt operand, SymInt row, SymInt column, SymInt grid"
 
 
-def operand(name: str, tensor: str = "Tensor") -> str:
-    """The arguments of an `Operand`; tensor: "Tensor?" if it may be None."""
-    return f"{tensor} {name}, {tensor} {name}_scale, Tensor? {name}_global, str {name}_format"
+def operand(name: str) -> str:
+    """The arguments of an `Operand`."""
+    return f"Tensor {name}, Tensor {name}_scale, Tensor? {name}_global, str {name}_format"
 
 
 def groups(tensor: str = "Tensor") -> str:
@@ -58,8 +58,6 @@ _NAMED: dict[str, tuple[Callable[[Any], str], Callable[[str], Any]]] = {
     "backend": _BACKEND,
     "products_by": _BACKEND,
 }
-# The arguments of a value that is None.
-_NOTHING: dict[Any, tuple[Any, ...]] = {Operand: (None, None, None, ""), Groups: (None, None)}
 
 
 # --- operations -------------------------------------------------------------------------------------------------------
@@ -84,8 +82,8 @@ class Operation:
         below take the same values without it.
     table: the backends, in the order in which AUTO considers them. Rows can be added.
     fake: returns uninitialized results, for compilers and meta tensors; None for an in-place operation.
-    takes: for each value, in order, its NamedTuple, or None for a plain argument; by default all are plain. An
-        `Operand` or `Groups` may be None.
+    takes: for each value, in order, its NamedTuple, or None for a plain argument; by default all are plain. The
+        argument `Groups` may be None.
     preferred_backend: (values) -> a backend, or None; see `choose`.
     check: (values) -> raises. It runs in the operation and for fakes, so it can also check values of tensors.
     flops: (values) -> the floating point operations of GEMMs, from shapes, for `FlopCounterMode`, which does not see
@@ -160,7 +158,7 @@ class Operation:
             if kind is None:
                 parts.append(value)
             elif value is None:
-                parts.extend(_NOTHING[kind])
+                parts.extend((None,) * len(kind._fields))
             else:
                 parts.extend(value)
         for i, name_of, _ in self._named:
@@ -177,11 +175,6 @@ class Operation:
             flat[start] if value is None or flat[start] is None else tuple.__new__(value, flat[start:stop])
             for value, start, stop in self._slots
         ]
-
-    def _inputs_of(self, parts: Sequence[Any]) -> list[Any]:
-        """`_values_of` without the backend, the arguments of rows and fakes."""
-        values = self._values_of(parts)
-        return values[:-1] if self._takes_backend else values
 
     def _flat(self, result: Any) -> Any:
         """Return the result of a row or a fake in the form that the schema declares."""
@@ -200,15 +193,11 @@ class Operation:
         return self(*self._values_of(parts), dispatched=True)
 
     def _faked(self, *parts: Any) -> Any:
-        values = self._inputs_of(parts)
+        values = self._values_of(parts)[: -1 if self._takes_backend else None]
         if self.check is not None:
             self.check(*values)
         return None if self.fake is None else self._flat(self.fake(*values))
 
     def _count(self, *parts: Any, out_val: Any) -> int:
         assert self.flops is not None
-        return self.flops(*self._inputs_of(parts))
-
-    def ranked(self, *values: Any) -> Sequence[Implementation]:
-        """Return the rows of the table in the order in which AUTO considers them for these values."""
-        return ranked(self.table, None if self.preferred_backend is None else self.preferred_backend(*values))
+        return self.flops(*self._values_of(parts)[: -1 if self._takes_backend else None])
