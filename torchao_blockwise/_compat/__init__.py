@@ -265,17 +265,6 @@ def max_over_ranks(x: torch.Tensor, group: str) -> torch.Tensor:
     return collectives.wait_tensor(collectives.all_reduce(x, "max", group))
 
 
-def take_saved(ctx: Any) -> tuple[torch.Tensor | None, ...]:
-    """Return the saved tensors of an autograd function and release the context's references, unless `retain_graph`.
-
-    By default the context keeps all saved tensors alive until backward has returned.
-    """
-    saved = ctx.saved_tensors
-    if not torch.compiler.is_compiling():
-        ctx.maybe_clear_saved_tensors()
-    return saved
-
-
 def in_backward() -> bool:
     """Whether a backward pass, including recomputation, runs in this thread."""
     return torch._C._current_graph_task_id() != -1

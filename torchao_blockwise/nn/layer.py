@@ -97,7 +97,11 @@ class Layer(torch.autograd.Function):
                 out = weight_gemm(copies.rowwise, b, spec, spec.transposed, spec.out_dtype, bias)
                 observers.append(observe_gemm(weight, kind, prepared, spec, saves))
                 if saves:
-                    written.append(written_in_backward(weight, rounding_key))
+                    # Backward writes to these. They are not only saved, because hooks on saved tensors may copy them
+                    # (checkpointing, offloading). A compiled graph writes to the saved key.
+                    compiles = torch.compiler.is_compiling()
+                    with_main_grad = weight if not compiles and hasattr(weight, "main_grad") else None
+                    written.append((with_main_grad, None if compiles else rounding_key))
                     saves_prepared = (needs[at] and not saves_copy) or (kind.reads_prepared and any(needs[:at]))
                     # For a cast, save the values themselves, because autograd counts their changes.
                     saved.append([weight if spec.rounded_to is None else weight.hp, rounding_key, *weight_copy])
@@ -346,20 +350,12 @@ def save_for_backward(ctx: Any, parts: list[list[Any]]) -> None:
     ctx.save_for_backward(*itertools.chain(*parts), *held)
 
 
-def written_in_backward(weight: Any, rounding_key: torch.Tensor | None) -> tuple[Any, torch.Tensor | None]:
-    """Return (weight with `main_grad`, rounding key), to which backward writes, each None if there is none.
-
-    They are not only saved tensors, because hooks on these may copy them (checkpointing, offloading). A compiled graph
-    writes to the saved key.
-    """
-    if torch.compiler.is_compiling():
-        return None, None
-    return weight if hasattr(weight, "main_grad") else None, rounding_key
-
-
 def take_saved(ctx: Any) -> list[list[Any]]:
-    """Return the lists of `save_for_backward`. Only the caller keeps them alive; see `_compat.take_saved`."""
-    saved = iter(_compat.take_saved(ctx))
+    """Return the lists of `save_for_backward`. Unless `retain_graph` is set, only the caller keeps them alive."""
+    saved = iter(ctx.saved_tensors)
+    if not torch.compiler.is_compiling():
+        # By default, the context would keep all saved tensors alive until backward has returned.
+        ctx.maybe_clear_saved_tensors()
     return [[*itertools.islice(saved, size)] for size in ctx.sizes]
 
 
