@@ -72,15 +72,9 @@ def driver_version() -> str | None:
 
 def findings(device: torch.device) -> list[Finding]:
     """Return findings about this environment, problems first."""
-    found = [*_of_versions(), *_of_triton(device), *_of_gpu(device)]
-    return sorted(found, key=lambda finding: finding.kind != PROBLEM)
-
-
-def _of_versions() -> Iterator[Finding]:
-    if reason := _versions.why_too_old():
-        yield Finding(PROBLEM, reason)
-    if reason := torch_fsdp.install():
-        yield Finding(NOTE, reason)
+    of_versions = ((PROBLEM, _versions.why_too_old()), (NOTE, torch_fsdp.install()))
+    found = [Finding(kind, reason) for kind, reason in of_versions if reason]
+    return sorted([*found, *_of_triton(device), *_of_gpu(device)], key=lambda finding: finding.kind != PROBLEM)
 
 
 def _of_triton(device: torch.device) -> Iterator[Finding]:

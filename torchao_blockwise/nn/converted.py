@@ -24,7 +24,7 @@ from torchao_blockwise._compat import hugging_face, torch_fsdp
 from torchao_blockwise.nn.layer import linear, local_linear
 from torchao_blockwise.nn.weights import WEIGHTS, config_of, is_low_precision
 from torchao_blockwise.tensors import MasterWeightTensor, QuantizedTensor
-from torchao_blockwise.tensors.weight_uses import recorded_uses, traced_gemms
+from torchao_blockwise.tensors.weight_uses import key_of, recorded_uses, traced_gemms
 
 
 class DerivedModule(nn.Module):
@@ -224,13 +224,14 @@ def _checked_forward(base: Any) -> Callable[..., Any]:
             weight.layer = weight.layer or f"{self.fqn}.{name}".lstrip(".")
         with recorded_uses() as uses:
             out = base.forward(self, *args, **kwargs)
-        missing = [name for name, weight in weights.items() if not uses.has_gemm_with(weight)]
+        keys = {name: key_of(weight) for name, weight in weights.items()}
+        missing = [name for name, key in keys.items() if uses.multiplied.isdisjoint((key, None))]
         if not missing and weights:
             self.checked |= {self.training}
         elif missing:
             # A call without tokens may skip its GEMMs, and the experts of a rank may have no tokens.
             if not isinstance(self, nn.Linear) or _has_empty(args, kwargs):
-                missing = [name for name in missing if uses.has_read_of(weights[name])]
+                missing = [name for name in missing if keys[name] in uses.read]
             if missing:
                 _refuse(self.fqn, base.__name__, ", ".join(missing), self.training)
         return out

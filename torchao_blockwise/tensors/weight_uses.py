@@ -14,18 +14,14 @@ import torch
 
 
 class WeightUses:
-    """The keys of the weights that a forward pass used in a GEMM, and of those whose values it read in another way."""
+    """The keys of the weights that a forward pass multiplied in a GEMM, and of those whose values it read otherwise.
+
+    The key None stands for any weight, in a compiled graph.
+    """
 
     def __init__(self) -> None:
         self.multiplied: set[int | None] = set()
         self.read: set[int] = set()
-
-    def has_gemm_with(self, weight: Any) -> bool:
-        """Whether a GEMM ran with `weight` (or its cast, view or multiple), or with any weight in a compiled graph."""
-        return not self.multiplied.isdisjoint((_key(weight), None))
-
-    def has_read_of(self, weight: Any) -> bool:
-        return _key(weight) in self.read
 
 
 class _Records(threading.local):
@@ -54,13 +50,13 @@ def note_gemm(weight: Any) -> None:
     """Record a low-precision GEMM with `weight`; None in a compiled graph, which does not know its weights."""
     _records.gemms += 1
     for uses in _records.stack:
-        uses.multiplied.add(None if weight is None else _key(weight))
+        uses.multiplied.add(None if weight is None else key_of(weight))
 
 
 def note_read(weight: Any) -> None:
     """Record that the values of `weight` are read, other than for quantization."""
     for uses in _records.stack:
-        uses.read.add(_key(weight))
+        uses.read.add(key_of(weight))
 
 
 @torch.compiler.assume_constant_result
@@ -74,7 +70,7 @@ def note_traced_gemm() -> None:
     note_gemm(None)
 
 
-def _key(weight: Any) -> int:
+def key_of(weight: Any) -> int:
     """Return a number that a weight shares with its views and casts, and with no other weight that is alive.
 
     It is the id of the layer's name, because they share the same string object. (Two layers may have equal names.)
