@@ -79,10 +79,11 @@ class BlockFormat:
 
     def new_empty(self, x: torch.Tensor, *shape: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return uninitialized (payload, scales) for a tensor [.., rows, columns], on the device of `x`."""
-        return (
-            x.new_empty(self.qdata_shape(*shape), dtype=self.element.storage_dtype),
-            x.new_empty(self.scale_shape(*shape), dtype=self.scale_dtype),
-        )
+        *batch, rows, columns = shape
+        grid = self.grid(rows, columns)
+        grid = grid[::-1] if self.transposed_scales else grid
+        qdata = x.new_empty((*batch, rows, self.element.packed(columns)), dtype=self.element.storage_dtype)
+        return qdata, x.new_empty((*batch, *grid), dtype=self.scale_dtype)
 
     def nbytes(self, *shape: int, scale_per_matrix: bool = False) -> int:
         """Return the bytes of a quantized tensor [.., rows, columns]: payload, scales, and the global scale if any.

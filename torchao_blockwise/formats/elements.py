@@ -38,7 +38,8 @@ class Element:
 
     def packed(self, columns: int) -> int:
         """Return the number of payload entries for `columns` elements: ⌈columns / per_byte⌉."""
-        per_byte = self.per_byte
+        # Not the property, which would be a second Python call.
+        per_byte = 8 // self.bits
         return (columns + per_byte - 1) // per_byte
 
     def unpack(self, qdata: torch.Tensor, columns: int) -> torch.Tensor:

@@ -230,7 +230,7 @@ def _master_matmul(
     b = weight_operand(hp, options, amax_groups=amax_groups, rounded_to=rounded_to, backend=casts_by)
     if groups is None:
         return matmul_op(a, b, out_dtype, bias, backend)
-    return ops.grouped_matmul(a, b, groups, out_dtype=out_dtype, backend=backend)
+    return grouped_matmul_op(a, b, groups, "m", out_dtype, backend)
 
 
 # One operation from the master's values to the output. The quantized copy is never a value of a compiled graph, which
@@ -261,7 +261,7 @@ def _quantized_matmul(
     b = ops.transpose(weight, columns=columns, backend=ops.casting_backend(backend)) if columnwise else weight
     if groups is None:
         return matmul_op(a, b, out_dtype, bias, backend)
-    return ops.grouped_matmul(a, b, groups, out_dtype=out_dtype, backend=backend)
+    return grouped_matmul_op(a, b, groups, "m", out_dtype, backend)
 
 
 # One operation in graphs for the same reason: otherwise PyTorch's partitioner could save the transposed copy instead of
@@ -283,7 +283,7 @@ def _grad_weight(
 ) -> torch.Tensor:
     if groups is None:
         return matmul_op(a, b, out_dtype, None, products_by)
-    return ops.grouped_matmul(a, b, groups, along="k", out_dtype=out_dtype, backend=products_by)
+    return grouped_matmul_op(a, b, groups, "k", out_dtype, products_by)
 
 
 # The operations of GEMMs do not know how many tokens are padding, so they could not count FLOPs.

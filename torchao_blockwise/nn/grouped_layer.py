@@ -58,7 +58,7 @@ def _grouped_linear(
     """contracts_columns: whether K, which `output` contracts, is the last dim of the stored weight."""
     with _compat.no_torch_function():
         x, stored = cast_for_compute(x), _stored(weight)
-        _check(x, weight, contracts_columns and stored is weight)
+        _check(x, weight, stored, contracts_columns and stored is weight)
         config = config_of(stored)
         out_dtype = out_dtype or config.out_dtype or x.dtype
         rounded_to = stored.source[1] if isinstance(stored, MasterWeightTensor) else None
@@ -68,9 +68,8 @@ def _grouped_linear(
         return Layer.apply("grouped_linear", steps, group_ends, None, saves, x, weight, None, key)
 
 
-def _check(x: torch.Tensor, weight: torch.Tensor, contracts_columns: bool) -> None:
+def _check(x: torch.Tensor, weight: torch.Tensor, stored: torch.Tensor, contracts_columns: bool) -> None:
     """contracts_columns: whether K is the last dim of the shape that `weight` reports."""
-    stored = _stored(weight)
     if x.dtype not in HIGH_PRECISION_DTYPES:
         check_dtype("grouped_linear", x, f"x{in_layer(stored)}")
     if weight.dim() != 3:

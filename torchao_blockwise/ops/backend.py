@@ -205,7 +205,7 @@ def choose(
     on_cpu = isinstance(x, torch.Tensor) and not may_have_kernels(x.device)
     preferred = None if on_cpu or preferred_backend is None else preferred_backend(*args)
     passed: dict[Backend, str] = {}
-    for row in ranked(table, preferred):
+    for row in table if preferred is None else ranked(table, preferred):
         if on_cpu and not row.on_cpu:
             continue
         reason = None if row.why_not is None else row.why_not(*args)

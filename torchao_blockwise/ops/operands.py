@@ -46,7 +46,7 @@ def check_dtype(op: str, x: torch.Tensor, name: str = "x") -> None:
 
 def check_options(op: str, options: CastOptions) -> None:
     """Raise ValueError unless the format supports these options."""
-    fmt, of_columns = options.fmt, options.columnwise_format
+    fmt, of_columns = options.fmt, options.columnwise_format_name
     if not (options.rowwise or options.columnwise):
         raise ValueError(f"{op}: nothing to compute; set rowwise, columnwise or both")
     if options.power_of_2_scales and not fmt.has_power_of_2_scales:
@@ -57,10 +57,10 @@ def check_options(op: str, options: CastOptions) -> None:
         raise ValueError(f"{op}: scale_per_group is for formats with tensor scales, got {fmt.name}; leave it out")
     if options.hadamard and not options.columnwise:
         raise ValueError(f"{op}: hadamard transforms the columnwise copy, which is not requested; leave it out")
-    if of_columns is not fmt and (fmt, of_columns) != (FP8_1X128, FP8_128X128):
+    if of_columns not in ("", fmt.name) and (fmt.name, of_columns) != (FP8_1X128.name, FP8_128X128.name):
         raise ValueError(
             f"{op}: only {FP8_1X128.name} supports another format, {FP8_128X128.name}, for the columnwise copy, got "
-            f"{fmt.name} and {of_columns.name}; call it once for each format"
+            f"{fmt.name} and {of_columns}; call it once for each format"
         )
 
 

@@ -74,7 +74,8 @@ def _launch(
     accumulate: bool = False,
     build: Build | None = None,
 ) -> None:
-    (M, N), fmt, decoded = out.shape[-2:], a.format, a.format.element is E2M1
+    (M, N), fmt = out.shape[-2:], a.format
+    decoded = fmt.element is E2M1
     a_scale, b_scale = a.scale, b.scale
     if decoded:
         assert a.global_scale is not None and b.global_scale is not None
