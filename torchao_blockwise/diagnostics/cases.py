@@ -10,18 +10,8 @@ import torch
 from torch import nn
 from torchao.quantization import quantize_
 
-from torchao_blockwise import _compat, ops
+from torchao_blockwise import _compat, formats, ops
 from torchao_blockwise.conversion import linears_and_experts
-from torchao_blockwise.formats import (
-    FP8_1X128,
-    FP8_128X128,
-    NVFP4_1X16,
-    NVFP4_16X16,
-    BlockFormat,
-    CastOptions,
-    Groups,
-    Operand,
-)
 from torchao_blockwise.nn import NormLinear, SwiGLUExperts, SwiGLUMLP
 from torchao_blockwise.nn.permutation import permute, unpermute
 from torchao_blockwise.ops import shards
@@ -83,7 +73,7 @@ def cases(device: torch.device) -> list[Case]:
         _permute(values)
         x, w = values(TOKENS, FEATURES_IN), values(FEATURES_OUT, FEATURES_IN)
         ops.normalize(ops.Norm(x, None, None, *ops.norm_statistics(x, "rms", 1e-5), x.dtype))
-        for fmt in (FP8_128X128, NVFP4_16X16):
+        for fmt in (formats.FP8_128X128, formats.NVFP4_16X16):
             quantized = ops.quantize(w, fmt).rowwise
             ops.dequantize(quantized, dtype=torch.bfloat16)
             ops.transpose(quantized)
@@ -121,15 +111,15 @@ def _described(args: Sequence[Any]) -> str:
     words: list[str] = []
     for arg in args:
         arg = arg[0] if isinstance(arg, list) and arg else arg
-        fmt = arg if isinstance(arg, BlockFormat) else getattr(arg, "fmt", getattr(arg, "format", None))
-        words += [fmt.name] if isinstance(fmt, BlockFormat) else []
-        if isinstance(arg, CastOptions):
+        fmt = arg if isinstance(arg, formats.BlockFormat) else getattr(arg, "fmt", getattr(arg, "format", None))
+        words += [fmt.name] if isinstance(fmt, formats.BlockFormat) else []
+        if isinstance(arg, formats.CastOptions):
             of_both = arg.rowwise and arg.columnwise
             words += [] if of_both else ["rowwise" if arg.rowwise else "columnwise"]
             words += [name for name in ("hadamard", "scale_per_group") if getattr(arg, name)]
             words += [arg.columnwise_format.name] if arg.columnwise_format is not arg.fmt else []
-        if isinstance(arg, Groups) or arg is True:
-            words.append("groups" if isinstance(arg, Groups) else "each")
+        if isinstance(arg, formats.Groups) or arg is True:
+            words.append("groups" if isinstance(arg, formats.Groups) else "each")
     first = first_tensor(args)
     return " ".join(words) or str(None if first is None else first.dtype).removeprefix("torch.")
 
@@ -155,11 +145,11 @@ def _permute(values: Callable[..., torch.Tensor]) -> None:
     first = torch.arange(TOKENS, device=x.device)
     tokens, source, _ = permute(x, torch.stack([(first + k) % len(ENDS) for k in range(TOP_K)], 1), len(ENDS))
     unpermute(tokens, source, TOP_K, weights).sum().backward()
-    for fmt in (FP8_1X128, NVFP4_1X16):
+    for fmt in (formats.FP8_1X128, formats.NVFP4_1X16):
         ops.make_groups(torch.tensor(ENDS, dtype=torch.int32, device=x.device), TOKENS, fmt)
 
 
-def _cast_shards(w: torch.Tensor, whole: Operand) -> None:
+def _cast_shards(w: torch.Tensor, whole: formats.Operand) -> None:
     """Cast a weight that two ranks split in the middle of a row."""
     fmt, cut = whole.format, w.numel() // 2 + 1
     part = Shards.of([w.flatten()[cut:]], [cut], [w.shape], w.dtype, fmt)

@@ -17,16 +17,7 @@ import torch
 
 from torchao_blockwise.formats import E2M1, FP8_1X128, FP8_128X128, Groups, Operand
 from torchao_blockwise.ops.backend import Backend, Implementation, compute_capability, kernels
-from torchao_blockwise.ops.gemm import FP8_PAIRS, NVFP4_PAIRS, cutlass
-from torchao_blockwise.ops.gemm.plain import (
-    adding_rows,
-    check_operands,
-    check_sum,
-    count_change,
-    count_flops,
-    why_no_gluon_gemm,
-    why_no_triton_gemm,
-)
+from torchao_blockwise.ops.gemm import FP8_PAIRS, NVFP4_PAIRS, cutlass, plain
 from torchao_blockwise.ops.groups.ends import as_groups
 from torchao_blockwise.ops.groups.tables.layout import check_groups
 from torchao_blockwise.ops.operands import new_output
@@ -88,14 +79,14 @@ def add_grouped_matmul_(
     _check("add_grouped_matmul_", a, b, "k", torch.float32)
     groups = as_groups(groups)
     wanted = [groups.ends.numel(), a.qdata.shape[0], b.qdata.shape[0]]
-    check_sum("add_grouped_matmul_", out, wanted, a.qdata.device)
+    plain.check_sum("add_grouped_matmul_", out, wanted, a.qdata.device)
     add_grouped_matmul_op(out, a, b, groups, backend)
-    count_change(out)
+    plain.count_change(out)
     return out
 
 
 def _check(op: str, a: Operand, b: Operand, along: str, out_dtype: torch.dtype) -> None:
-    check_operands(op, a, b, out_dtype)
+    plain.check_operands(op, a, b, out_dtype)
     if along not in _GLUON_PAIRS:
         raise ValueError(f'{op}: along must be "m" (groups of rows) or "k" (groups of the contraction), got {along!r}')
     if along == "m" and a.format.block[0] > 1:
@@ -155,10 +146,10 @@ _TABLE = [
     kernels(
         Backend.GLUON,
         f"{__package__}.kernels_gluon:grouped_matmul",
-        lambda a, b, groups, along, *_: why_no_gluon_gemm(a, b, _GLUON_PAIRS[along]),
+        lambda a, b, groups, along, *_: plain.why_no_gluon_gemm(a, b, _GLUON_PAIRS[along]),
     ),
     kernels(Backend.CUTLASS, cutlass.grouped_matmul, cutlass.why_not),
-    kernels(Backend.TRITON, f"{__package__}.kernels_triton:grouped_matmul", why_no_triton_gemm),
+    kernels(Backend.TRITON, f"{__package__}.kernels_triton:grouped_matmul", plain.why_no_triton_gemm),
     Implementation(Backend.REFERENCE, f"{__package__}.reference:grouped_matmul"),
 ]
 
@@ -172,13 +163,13 @@ grouped_matmul_op = Operation(
     fake=lambda a, b, groups, along, out_dtype: new_output(a, b, out_dtype, groups, along),
     check=lambda a, b, groups, along, out_dtype: _check_groups("grouped_matmul", a, b, groups, along),
     preferred_backend=_preferred,
-    flops=count_flops,
+    flops=plain.count_flops,
 )
 add_grouped_matmul_op = Operation(
     f"add_grouped_matmul_(Tensor(a!) out, {operand('a')}, {operand('b')}, {groups()}, str backend) -> ()",
     takes=(None, Operand, Operand, Groups),
-    table=adding_rows(_TABLE, "k", torch.float32),
+    table=plain.adding_rows(_TABLE, "k", torch.float32),
     check=lambda out, a, b, groups: _check_groups("add_grouped_matmul_", a, b, groups, "k"),
     preferred_backend=lambda out, *ab: _preferred(*ab),
-    flops=lambda out, *ab: count_flops(*ab),
+    flops=lambda out, *ab: plain.count_flops(*ab),
 )
