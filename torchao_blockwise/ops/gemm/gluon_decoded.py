@@ -29,18 +29,9 @@ def _previous_stage(stage, STAGES: gl.constexpr):
 
 @gluon.jit
 def _multiply(
-    LIVE: gl.constexpr,
-    WAVE: gl.constexpr,
-    FIRST: gl.constexpr,
-    COUNT: gl.constexpr,
-    OUTSTANDING: gl.constexpr,
-    a_ring,
-    b_ring,
-    stage,
-    acc0,
-    acc1,
-    B: gl.constexpr,
-):
+    LIVE: gl.constexpr, WAVE: gl.constexpr, FIRST: gl.constexpr, COUNT: gl.constexpr, OUTSTANDING: gl.constexpr,
+    a_ring, b_ring, stage, acc0, acc1, B: gl.constexpr,
+):  # fmt: skip
     """Add COUNT columns of a stage, from FIRST on, and wait for all wgmmas except the last OUTSTANDING ones."""
     b = b_ring.index(stage).slice(FIRST, COUNT, 1).permute((1, 0))
     a = wave_of(a_ring, stage, WAVE, B).slice(FIRST, COUNT, 1)

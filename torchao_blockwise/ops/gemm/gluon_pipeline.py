@@ -213,16 +213,7 @@ def _multiply_first(
 
 @gluon.jit
 def _accumulate_blocks(
-    LIVE: gl.constexpr,
-    CONSUMER: gl.constexpr,
-    b_scale_ptrs,
-    rings,
-    stage,
-    phase,
-    first,
-    last,
-    M,
-    B: gl.constexpr,
+    LIVE: gl.constexpr, CONSUMER: gl.constexpr, b_scale_ptrs, rings, stage, phase, first, last, M, B: gl.constexpr
 ):
     """Accumulate blocks first .. last of K, each promoted, for the first LIVE waves of a consumer."""
     a_ring, a_scale_ring, b_ring, b_scale_ring, full = rings

@@ -142,14 +142,6 @@ def zero_tail_(out: torch.Tensor, ends: torch.Tensor) -> None:
     """
     (M, N), groups = out.shape, ends.shape[0]
     launch(
-        _zero_tail_kernel,
-        ceil_div(M, _ZERO_ROWS),
-        out,
-        ends,
-        M,
-        N,
-        groups,
-        ROWS=_ZERO_ROWS,
-        COLUMNS=_ZERO_COLUMNS,
-        num_warps=_WARPS,
-    )
+        _zero_tail_kernel, ceil_div(M, _ZERO_ROWS), out, ends, M, N, groups,
+        ROWS=_ZERO_ROWS, COLUMNS=_ZERO_COLUMNS, num_warps=_WARPS,
+    )  # fmt: skip

@@ -42,14 +42,9 @@ _HIGH = tl.constexpr(0xF0)
 
 @triton.jit
 def _load_shard_tile(
-    table_ptr,
-    count,
-    DTYPE: tl.constexpr,
-    ALIGN: tl.constexpr,
-    TILE_M: tl.constexpr,
-    TILE_K: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    table_ptr, count,
+    DTYPE: tl.constexpr, ALIGN: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """(row of the table, values, which are the shard's, number of each element, tile's first row and column in its
     matrix, the matrix' first row, blocks' places in the list's buffer, which of those exist).
 
