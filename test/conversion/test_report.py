@@ -139,7 +139,7 @@ def test_a_dry_run_changes_nothing_and_predicts_the_report(config, master_weight
     for row in real.layers:
         weight = weights.get(row.fqn, weights.get(f"{row.fqn}.weight".lstrip(".")))
         if row.status == "converted" and weight is not None:
-            kept = weight.nbytes if config.quantized_activations in row.reason and "no master" in row.reason else 0
+            kept = weight.nbytes if config.weight_format.name in row.reason and "no master" in row.reason else 0
             assert row.quantized_bytes == kept and row.bytes_after == (kept or row.bytes_before)
             assert row.shape == tuple(weight.shape)
 

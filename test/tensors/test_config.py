@@ -91,7 +91,7 @@ def loaded(cls, **changes):
 @both_classes
 def test_states_of_files_are_checked_and_take_fields_alone(cls):
     """Saved configs have the name that a format had for the copies that it saves."""
-    name = cls.quantized_activations
+    name = cls.weight_format.name.partition("_")[0]
     assert cls(save_activations=name) == cls() == loaded(cls, save_activations=name)
     config = loaded(cls, weight_format=3, of_an_older_version="cached")
     assert config == cls() and vars(config).keys() == vars(cls()).keys()

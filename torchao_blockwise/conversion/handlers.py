@@ -44,7 +44,7 @@ from torchao_blockwise.tensors import (
     QuantizedTensor,
     TrainingConfig,
 )
-from torchao_blockwise.tensors.config import ConfigClass, check_config
+from torchao_blockwise.tensors.config import ConfigClass, check_config, name_in_transformers
 from torchao_blockwise.tensors.pending_master import PendingMaster
 from torchao_blockwise.tensors.rounding import STREAMS_A_WEIGHT, start_key
 from torchao_blockwise.tensors.state_values import plain_values
@@ -172,7 +172,7 @@ def convert_module(module: nn.Module, config: TrainingConfig, *, parameter_name:
     if caller == "transformers.integrations.torchao":
         raise ValueError(
             f"from_pretrained: a TorchAoConfig with a {type(config).__name__} would freeze the loaded weights and save "
-            f"them unconverted; use quantization_config={config.in_transformers}(...) from "
+            f"them unconverted; use quantization_config={name_in_transformers(type(config))}(...) from "
             "torchao_blockwise.integrations.transformers, or call quantize_ on the loaded model"
         )
     _take_plain_tensor(module)

@@ -11,6 +11,7 @@ that an earlier pass left gathered are released and gathered again.
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -233,7 +234,8 @@ def _check_same(parameters: Sequence[FsdpParameter], entries: Sequence[str]) -> 
 def _described(p: FsdpParameter) -> str:
     """Describe what must be equal on all ranks, for a quantized Parameter also scales that were not made by a cast."""
     local: Any = p.local
-    gathered = f"{local.config.of_all_ranks}"
+    # Ranks may have different seeds.
+    gathered = f"{dataclasses.replace(local.config, seed=0) if local.config.seed else local.config}"
     if isinstance(local, QuantizedShard) and not local.awaits_cast:
         scales = [x.reshape(-1).view(torch.uint8).cpu() for x in (local.scale, local.global_scale) if x is not None]
         gathered += f", scales {digest(b''.join(x.numpy().tobytes() for x in scales))}"

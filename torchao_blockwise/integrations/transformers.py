@@ -105,7 +105,6 @@ class BlockwiseFP8Config(BlockwiseConfig):
     """`quantization_config=` for blockwise FP8; options are those of `BlockwiseFP8TrainingConfig`."""
 
     method = "blockwise_fp8"
-    in_transformers = "BlockwiseFP8Config"
     recipe = BlockwiseFP8TrainingConfig
 
 
@@ -114,7 +113,6 @@ class NVFP4Config(BlockwiseConfig):
     """`quantization_config=` for NVFP4; options are those of `NVFP4TrainingConfig`."""
 
     method = "blockwise_nvfp4"
-    in_transformers = "NVFP4Config"
     recipe = _NVFP4
 
 

@@ -50,18 +50,22 @@ def without_removed(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
 
 def _refuse_quantization_config(config: Any) -> NoReturn:
     """Raise: `from_pretrained` reads the attribute `quant_method` of its `quantization_config`."""
-    got = f"the class {config.__name__}" if isinstance(config, type) else f"a {type(config).__name__}"
+    cls = config if isinstance(config, type) else type(config)
+    got = f"{'the class' if config is cls else 'a'} {cls.__name__}"
     raise AttributeError(
-        f"from_pretrained: quantization_config must be {config.in_transformers}() from "
+        f"from_pretrained: quantization_config must be {name_in_transformers(cls)}() from "
         f"torchao_blockwise.integrations.transformers (with the same options), got {got}; use it, or load the model "
         "without quantization_config and call quantize_"
     )
 
 
+def name_in_transformers(cls: type) -> str:
+    """Return the name of the config in `integrations.transformers` with the same options."""
+    return cls.__name__.replace("Training", "")
+
+
 class ConfigClass(ABCMeta):
     """Metaclass of configs: drops removed options, and raises where a class is passed instead of a config."""
-
-    in_transformers: str
 
     def __call__(cls, *args: Any, **options: Any) -> Any:
         return super().__call__(*args, **without_removed(cls.__name__, options))
@@ -85,9 +89,6 @@ class TrainingConfig(AOBaseConfig, metaclass=ConfigClass):
 
     weight_format: ClassVar[BlockFormat]
     activation_format: ClassVar[BlockFormat]
-    quantized_activations: ClassVar[str]
-    # The name of the config in integrations.transformers with the same options.
-    in_transformers: ClassVar[str]
     power_of_2_scales: ClassVar[bool] = False
     stochastic_rounding: ClassVar[bool] = False
     seed: ClassVar[int] = 0
@@ -110,8 +111,8 @@ class TrainingConfig(AOBaseConfig, metaclass=ConfigClass):
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        if self.save_activations == self.quantized_activations:
-            # The earlier, format-specific name; saved configs contain it.
+        if self.save_activations == self.weight_format.name.partition("_")[0]:
+            # The earlier name, "fp8" or "nvfp4"; saved configs contain it.
             object.__setattr__(self, "save_activations", QUANTIZED)
         object.__setattr__(self, "backend", get_backend(self.backend))
         name = type(self).__name__
@@ -137,11 +138,6 @@ class TrainingConfig(AOBaseConfig, metaclass=ConfigClass):
         self.__post_init__()
 
     quant_method = property(_refuse_quantization_config)
-
-    @property
-    def of_all_ranks(self) -> TrainingConfig:
-        """The config without the option that may differ between ranks (seed)."""
-        return replace(self, seed=0) if self.seed else self  # type: ignore[call-arg]  # a field where it is not 0
 
     # The Hadamard transform of both operands of `grad_weight`, as `CastOptions` stores it; 0 for none.
     hadamard_number: ClassVar[int] = 0
@@ -184,8 +180,6 @@ class BlockwiseFP8TrainingConfig(TrainingConfig):
 
     weight_format: ClassVar[BlockFormat] = FP8_128X128
     activation_format: ClassVar[BlockFormat] = FP8_1X128
-    quantized_activations: ClassVar[str] = "fp8"
-    in_transformers: ClassVar[str] = "BlockwiseFP8Config"
 
     power_of_2_scales: bool = False  # type: ignore[misc]  # a constant in the base class
     grad_weight_blocks: Literal["1x128", "128x128"] = "1x128"
@@ -238,8 +232,6 @@ class NVFP4TrainingConfig(TrainingConfig):
 
     weight_format: ClassVar[BlockFormat] = NVFP4_16X16
     activation_format: ClassVar[BlockFormat] = NVFP4_1X16
-    quantized_activations: ClassVar[str] = "nvfp4"
-    in_transformers: ClassVar[str] = "NVFP4Config"
 
     hadamard: bool | tuple[int, ...] = True
     stochastic_rounding: bool = True  # type: ignore[misc]  # a constant in the base class
