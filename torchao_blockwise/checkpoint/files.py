@@ -11,7 +11,7 @@ import secrets
 import shutil
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -54,7 +54,7 @@ def inside(folder: Path, name: str) -> Path:
     return path
 
 
-class Folder:
+class Folder(AbstractContextManager["Folder"]):
     """A folder that is written atomically: files go to a temporary folder next to it, which is renamed at the end.
 
     resume: JSON-able data that determines everything that is written. With it, an interrupted run keeps its finished
@@ -119,9 +119,6 @@ class Folder:
                 self.done |= dict.fromkeys(opened.keys(), self._count)
                 self.nbytes += sum(opened.get_tensor(name).nbytes for name in opened.keys())  # noqa: SIM118
             self._count += 1
-
-    def __enter__(self) -> Folder:
-        return self
 
     def __exit__(self, kind: object, raised: BaseException | None, trace: object) -> None:
         try:

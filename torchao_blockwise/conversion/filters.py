@@ -10,6 +10,7 @@ import math
 import re
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
@@ -38,6 +39,7 @@ WhyNot = Callable[[nn.Module, str], str | None]
 FilterFn = Callable[[nn.Module, str], bool]
 
 
+@dataclass(eq=False, repr=False)
 class Filter:
     """A predicate `(module, fqn) -> bool` for `quantize_(..., filter_fn=)`.
 
@@ -49,17 +51,10 @@ class Filter:
     patterns: `fnmatch` patterns of names; `quantize_` warns about patterns that match no layer.
     """
 
-    def __init__(
-        self,
-        why_not: WhyNot,
-        description: str,
-        kind: Callable[[nn.Module], bool] | None = None,
-        patterns: Sequence[str] = (),
-    ):
-        self.why_not = why_not
-        self.description = description
-        self.kind = kind
-        self.patterns = tuple(patterns)
+    why_not: WhyNot
+    description: str
+    kind: Callable[[nn.Module], bool] | None = None
+    patterns: tuple[str, ...] = ()
 
     def __call__(self, module: nn.Module, fqn: str) -> bool:
         # `quantize_` passes the model itself first.

@@ -52,7 +52,7 @@ _REASONS = {
 }
 
 
-class NumericsMonitor:
+class NumericsMonitor(contextlib.AbstractContextManager["NumericsMonitor"]):
     """Report the error of quantization, for each tensor, on every `every`-th step.
 
     model: the model to observe. Make the monitor last, after `quantize_`, `fuse`, sharding and loading checkpoints.
@@ -170,9 +170,6 @@ class NumericsMonitor:
         self._is_closed = True
         self._call_writers(close_writer)
         self._writers.clear()
-
-    def __enter__(self) -> NumericsMonitor:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.close()

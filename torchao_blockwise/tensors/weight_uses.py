@@ -8,20 +8,19 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 
-class WeightUses:
+class WeightUses(NamedTuple):
     """The keys of the weights that a forward pass multiplied in a GEMM, and of those whose values it read otherwise.
 
     The key None stands for any weight, in a compiled graph.
     """
 
-    def __init__(self) -> None:
-        self.multiplied: set[int | None] = set()
-        self.read: set[int] = set()
+    multiplied: set[int | None]
+    read: set[int]
 
 
 class _Records(threading.local):
@@ -38,7 +37,7 @@ _records = _Records()
 @contextlib.contextmanager
 def recorded_uses() -> Iterator[WeightUses]:
     """Record the uses of weights inside the context."""
-    uses = WeightUses()
+    uses = WeightUses(set(), set())
     _records.stack.append(uses)
     try:
         yield uses
