@@ -265,7 +265,7 @@ class NumericsMonitor(contextlib.AbstractContextManager["NumericsMonitor"]):
             return
         with torch.no_grad():
             rows = as_rows(_compat.local_of(x).detach())
-            # No config is needed: `_count` uses the config of each recipe.
+            # No config is needed: `_measure` uses the config of each recipe.
             spec = GemmSpec(None if ends is None else Groups(ends), None)  # type: ignore[arg-type]
             see_gradient = self._see_input(layer, cast_for_compute(rows), spec)
         if out.requires_grad:

@@ -100,10 +100,10 @@ def width_of(tokens: int, options: CastOptions) -> int:
 
 def as_asked(copies: Copies, tokens: int, options: CastOptions, groups: Groups | None) -> Copies:
     """Return the copies of a kernel, which always pads the columnwise one, unpadded if the options require it."""
-    width = width_of(tokens, options)
-    if options.padded or groups is not None or copies.columnwise is None or width == padded_size(tokens):
+    if options.padded or groups is not None or copies.columnwise is None:
         return copies
-    return Copies(copies.rowwise, without_padding(copies.columnwise, width))
+    width = width_of(tokens, options)
+    return copies if width == padded_size(tokens) else Copies(copies.rowwise, without_padding(copies.columnwise, width))
 
 
 def why_no_tiles(options: CastOptions, *inputs: torch.Tensor) -> str | None:

@@ -280,8 +280,8 @@ def make_copies(
         behind = (*pointers(copies), blocks) if vectors is None else (*vectors, *pointers(copies))
         launch(
             kernel, tiles_m * ceil_div(shape[1], build.columns),
-            *((x, torch.int32) for x in inputs), *behind,
-            M, columns, copies.columnwise.qdata.shape[1], *(x.stride(0) for x in inputs),
+            *[(x, torch.int32) for x in inputs], *behind,
+            M, columns, copies.columnwise.qdata.shape[1], *[x.stride(0) for x in inputs],
             B=build, num_warps=build.warps, **flags,
         )  # fmt: skip
     return as_asked(copies, M, options, groups)

@@ -119,7 +119,7 @@ def _launch(
     matrices = zip((qa, a_scale, qb, b_scale), tiles)
     launch(
         matmul_kernel, min(rows * ceil_div(N, build.tile_n) * build.splits, available),
-        *(x.contiguous() if tile is None else (aligned_rows(x), tile) for x, tile in matrices), *behind,
+        *[x.contiguous() if tile is None else (aligned_rows(x), tile) for x, tile in matrices], *behind,
         target if out_tile is None else (target, out_tile), None if groups is None else target, M, N, K,
         B=build, num_warps=WARPGROUP,
     )  # fmt: skip
