@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 from unittest import mock
 
 import torch
@@ -15,7 +17,7 @@ from torchao_blockwise.distributed import (
     cast_master_weights,
     cast_master_weights_to_fp8,
     cast_master_weights_to_nvfp4,
-    rank_consistency,
+    master_weights,
 )
 from torchao_blockwise.testing import assert_bitwise_equal, random_tensor
 
@@ -162,13 +164,16 @@ def check_collectives(group, rank, ranks) -> None:
     bounds = drawn_bounds(weights, ranks, seed=1)
     with (
         mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as reduce,
-        mock.patch.object(rank_consistency, "check_same", wraps=rank_consistency.check_same) as compare,
+        mock.patch.object(master_weights, "check_same", wraps=master_weights.check_same) as compare,
     ):
         for _ in range(3):
             cast_master_weights(weights.model, *weights.shards(bounds, rank), group)
     assert (reduce.call_count, compare.call_count) == ((3, 1) if ranks > 1 else (0, 0))
     assert all(call.args[0].dtype == torch.int32 for call in reduce.call_args_list)
     assert all(call.kwargs["op"] == dist.ReduceOp.MAX for call in reduce.call_args_list)
+    # What ranks have compared belongs to this weight and not to copies of it.
+    torch.save(weights.model[0], io.BytesIO())
+    assert not hasattr(copy.deepcopy(weights.model[0]), "agreed")
 
 
 # What differs → (the format of rank 1, its shape and dtype, how it is named); rank 0 has [8, 16] of FP8 in float32.

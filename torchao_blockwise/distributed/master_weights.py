@@ -8,6 +8,7 @@ quantizing it.
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Sequence
 
 import torch
@@ -15,7 +16,7 @@ import torch.distributed as dist
 
 from torchao_blockwise import _compat, ops
 from torchao_blockwise.distributed.cast import CastOptions, PartialCast, run_partial_casts
-from torchao_blockwise.distributed.rank_consistency import check_same_once
+from torchao_blockwise.distributed.rank_consistency import check_same
 from torchao_blockwise.formats import HIGH_PRECISION_DTYPES
 from torchao_blockwise.tensors import BlockwiseFP8Tensor, NVFP4Tensor, QuantizedTensor
 
@@ -104,7 +105,21 @@ def _cast(
                 error, reason = refusal
                 raise error(f"{name}: weight {i} ({type(w).__name__}, shape {list(w.shape)}) {reason}")
     if weights:
-        write_masters(name, weights, masters, starts, own_group(name, group), targets)
+        group = own_group(name, group)
+        if group is not None:
+            _check_same_once(name, weights, group)
+        write_masters(name, weights, masters, starts, group, targets)
+
+
+def _check_same_once(name: str, weights: Sequence[QuantizedTensor], group: dist.ProcessGroup) -> None:
+    """Raise in the first call with this list and group if ranks differ: amaxes are reduced by position."""
+    layout = tuple((_options(w), tuple(w.shape)) for w in weights)
+    # A weak reference: a weight does not keep a group alive.
+    agreed, what = vars(weights[0]).setdefault("agreed", set()), (name, weakref.ref(group), layout)
+    if what not in agreed:
+        entries = (f"weight {i} ({options}, shape {list(shape)})" for i, (options, shape) in enumerate(layout))
+        check_same(name, sorted(dist.get_process_group_ranks(group)), entries)
+        agreed.add(what)
 
 
 def write_masters(
@@ -115,7 +130,7 @@ def write_masters(
     group: dist.ProcessGroup | None,
     targets: Sequence[torch.Tensor | None] | None = None,
 ) -> None:
-    """`cast_master_weights` without its checks. name: the caller's name, for errors.
+    """`cast_master_weights` without its checks, for ranks with the same weights. name: the caller's name, for errors.
 
     group: ranks that share the masters, or None if this process has whole ones.
     targets: buffers for the payloads, None for the weights themselves.
@@ -127,11 +142,6 @@ def write_masters(
             PartialCast(_options(w), tuple(w.shape), master, start or 0, target, w.scale, w.global_scale)
             for w, master, start, target in zip(weights, masters, starts, targets)
         ]
-        if group is not None:
-            # The buffer of amaxes means the same on all ranks only if their weights are the same.
-            layout = [(cast.options, cast.shape) for cast in casts]
-            entries = (f"weight {i} ({options}, shape {list(shape)})" for i, (options, shape) in enumerate(layout))
-            check_same_once(name, group, tuple(layout), entries)
         run_partial_casts(casts, group, name, f"reduce the amaxes of {len(weights)} weights")
         torch.autograd.graph.increment_version([w for w in weights if not w.is_inference()])
 
