@@ -242,6 +242,23 @@ def refuses_parts_of_experts(mesh, config):
         sync_weight_scales(module)
 
 
+def multiplies_local_experts(mesh, config):
+    """A GEMM of DTensors names the one of local tensors, whose results are those of one device, bit for bit."""
+    weight = layer(config, 4).gate_up
+    x = torch.randn(4, 32, WIDTH, generator=torch.Generator().manual_seed(0)).to(device())
+    spread = nn.Parameter(distribute_tensor(weight.detach(), mesh, [Shard(0)]))
+    own = distribute_tensor(x, mesh, [Shard(0)])
+    for multiply in (torch.bmm, torch.matmul):
+        with raises(NotImplementedError, "; for a DTensor, nn.Linear or one of these with x.to_local() and"):
+            multiply(own, spread.mT)
+    whole = torch.bmm(x, weight.mT)
+    out = torch.bmm(own.to_local(), spread.to_local().mT)
+    for result in (whole, out):
+        result.square().sum().backward()
+    for got, one in ((out, whole), (spread.grad.to_local(), weight.grad)):
+        assert_bitwise_equal(got, one.chunk(mesh.size())[mesh.get_local_rank()])
+
+
 def saves_whole_experts(mesh, config):
     one = layer(config)
     spread = parallelize_module(layer(config), mesh, ExpertParallel())

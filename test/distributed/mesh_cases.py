@@ -91,6 +91,7 @@ EXPERT_CHECKS = (
     (experts.trains_sharded_experts, (2, 3, 4), PER_EXPERT_NEAREST, (*BOTH, FULL, PER_EXPERT_NEAREST)),
     (experts.spreads_and_shards, ((2, 2),), "nvfp4", (*BOTH, PER_EXPERT_NEAREST)),
     (experts.refuses_parts_of_experts, ((2, 2),), PER_EXPERT, ()),
+    (experts.multiplies_local_experts, (2,), "fp8", (PER_EXPERT_NEAREST, "fp8_quantized")),
     (experts.saves_whole_experts, (3,), "nvfp4", BOTH),
     (experts.refuses_other_modules, (2,), "fp8", ()),
 )

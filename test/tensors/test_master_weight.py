@@ -121,5 +121,5 @@ def test_prints():
         torch.zeros(1, 24) @ parameter.T
     assert_expected_inline(
         str(gemm.value),
-        """aten.mm.default: a converted weight would silently be used in high precision; for low precision, call torch.nn.functional.linear (or nn.Linear; grouped_mm for experts, in transformers model.set_experts_implementation("grouped_mm")); for high precision, use weight.hp, or exclude the layer (filter_fn=skip_fqns(...)); for an optimizer that does this, convert with master_weights=False and use torchao_blockwise.distributed.MasterWeightOptimizer""",  # noqa: E501
+        """aten.mm.default: a converted weight would silently be used in high precision; for low precision, call torch.nn.functional.linear (or nn.Linear; grouped_mm or bmm for experts, in transformers model.set_experts_implementation("grouped_mm"); for a DTensor, nn.Linear or one of these with x.to_local() and weight.to_local()); for high precision, use weight.hp, or exclude the layer (filter_fn=skip_fqns(...)); for an optimizer that does this, convert with master_weights=False and use torchao_blockwise.distributed.MasterWeightOptimizer""",  # noqa: E501
     )

@@ -64,7 +64,7 @@ def test_prints():
         BlockwiseFP8Tensor.from_hp(weight(128, 128)).add(1)
     assert_expected_inline(
         str(inexact.value),
-        """aten.add.Tensor: not exact on quantized data (BlockwiseFP8Tensor), so it is not supported; for a GEMM, call torch.nn.functional.linear (or nn.Linear; grouped_mm for experts, in transformers model.set_experts_implementation("grouped_mm")), otherwise call .dequantize() first; to train the weight, use torchao_blockwise.distributed.MasterWeightOptimizer(torch.optim.AdamW, model, lr=...), or keep high-precision weights (master_weights=True)""",  # noqa: E501
+        """aten.add.Tensor: not exact on quantized data (BlockwiseFP8Tensor), so it is not supported; for a GEMM, call torch.nn.functional.linear (or nn.Linear; grouped_mm or bmm for experts, in transformers model.set_experts_implementation("grouped_mm"); for a DTensor, nn.Linear or one of these with x.to_local() and weight.to_local()), otherwise call .dequantize() first; to train the weight, use torchao_blockwise.distributed.MasterWeightOptimizer(torch.optim.AdamW, model, lr=...), or keep high-precision weights (master_weights=True)""",  # noqa: E501
     )
 
 

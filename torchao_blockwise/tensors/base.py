@@ -20,6 +20,13 @@ from torchao_blockwise.tensors.rounding import Keys, carry_key
 # lists of weights that begin with this one, on which ranks have agreed.
 _OF_ONE_OBJECT = ("cast_of", "shard", "shard_version", "ready", "saved_values", "agreed")
 
+# How to multiply in low precision, for errors.
+GEMM_CALLS = (
+    "call torch.nn.functional.linear (or nn.Linear; grouped_mm or bmm for experts, in transformers "
+    'model.set_experts_implementation("grouped_mm"); for a DTensor, nn.Linear or one of these with x.to_local() and '
+    "weight.to_local())"
+)
+
 
 class WeightTensor(TorchAOBaseTensor):
     """A tensor subclass that is hashed, copied and saved by its inner tensors.

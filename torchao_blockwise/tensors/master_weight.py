@@ -17,7 +17,7 @@ from torchao_blockwise._compat.modes import FakeTensor
 from torchao_blockwise._compat.torch_types import Args, Function, Kwargs, Operation, Types
 from torchao_blockwise.formats import HIGH_PRECISION_DTYPES, BlockFormat, Operand
 from torchao_blockwise.tensors import fsdp
-from torchao_blockwise.tensors.base import WeightTensor, layers_of
+from torchao_blockwise.tensors.base import GEMM_CALLS, WeightTensor, layers_of
 from torchao_blockwise.tensors.config import TrainingConfig, config_of_groups
 from torchao_blockwise.tensors.operations import Result, is_sum, is_update, result_of
 from torchao_blockwise.tensors.transposed_weight import TransposedWeight, swaps_last_dims
@@ -258,11 +258,9 @@ def _refusal_of_dtype(func: Operation, masters: list[MasterWeightTensor], dtype:
 
 def _refusal(func: Operation, masters: list[MasterWeightTensor]) -> str:
     return (
-        f"{func}: {layers_of(masters)} would silently be used in high precision; for low precision, call "
-        "torch.nn.functional.linear (or nn.Linear; grouped_mm for experts, in transformers "
-        'model.set_experts_implementation("grouped_mm")); for high precision, use weight.hp, or exclude the layer '
-        "(filter_fn=skip_fqns(...)); for an optimizer that does this, convert with master_weights=False and use "
-        "torchao_blockwise.distributed.MasterWeightOptimizer"
+        f"{func}: {layers_of(masters)} would silently be used in high precision; for low precision, {GEMM_CALLS}; "
+        "for high precision, use weight.hp, or exclude the layer (filter_fn=skip_fqns(...)); for an optimizer that "
+        "does this, convert with master_weights=False and use torchao_blockwise.distributed.MasterWeightOptimizer"
     )
 
 

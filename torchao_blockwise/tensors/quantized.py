@@ -18,7 +18,7 @@ from typing_extensions import Self
 from torchao_blockwise import _compat, ops
 from torchao_blockwise._compat.torch_types import Args, Function, Kwargs, Operation, Types
 from torchao_blockwise.formats import HIGH_PRECISION_DTYPES, BlockFormat, Operand
-from torchao_blockwise.tensors.base import WeightTensor, layers_of
+from torchao_blockwise.tensors.base import GEMM_CALLS, WeightTensor, layers_of
 from torchao_blockwise.tensors.config import TrainingConfig
 from torchao_blockwise.tensors.pending_master import PendingMaster
 from torchao_blockwise.tensors.state_values import plain_values, same_bits
@@ -226,11 +226,10 @@ class QuantizedTensor(WeightTensor):
             return result
         layers = layers_of(_compat.pytree.tree_leaves((args, kwargs)), ", ".join(t.__name__ for t in types))
         raise NotImplementedError(
-            f"{func}: not exact on quantized data ({layers}), so it is not supported; for a GEMM, call "
-            "torch.nn.functional.linear (or nn.Linear; grouped_mm for experts, in transformers "
-            'model.set_experts_implementation("grouped_mm")), otherwise call .dequantize() first; to train the '
-            "weight, use torchao_blockwise.distributed.MasterWeightOptimizer(torch.optim.AdamW, model, lr=...), or "
-            "keep high-precision weights (master_weights=True)"
+            f"{func}: not exact on quantized data ({layers}), so it is not supported; for a GEMM, {GEMM_CALLS}, "
+            "otherwise call .dequantize() first; to train the weight, use torchao_blockwise.distributed."
+            "MasterWeightOptimizer(torch.optim.AdamW, model, lr=...), or keep high-precision weights "
+            "(master_weights=True)"
         )
 
 
