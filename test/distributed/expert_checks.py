@@ -278,6 +278,10 @@ def refuses_other_modules(mesh, config):
     with pytest.raises(ValueError, match="1 experts over 2 ranks leave ranks with none"):
         parallelize_module(layer(None, 1), mesh, ExpertParallel())
     spread = parallelize_module(layer(config), mesh, ExpertParallel())
+    x, ends = torch.zeros(4, WIDTH, device=device()), torch.zeros(EXPERTS, dtype=torch.int32, device=device())
+    for args, got in (((x,), "1 positional argument"), ((x, ends, ends), "3 positional arguments")):
+        with raises(TypeError, f"tokens [M, H], sorted by expert, and group_ends [E], got {got} (down, gate_up)"):
+            spread(*args)
     wrong = ((4, WIDTH), torch.float32), (EXPERTS, torch.int64)
     with pytest.raises(TypeError, match="group_ends must be int32"):
         spread(*(torch.zeros(shape, dtype=dtype, device=device()) for shape, dtype in wrong))

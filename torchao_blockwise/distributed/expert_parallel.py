@@ -23,6 +23,7 @@ from torchao_blockwise import _compat
 from torchao_blockwise.nn import permute, unpermute
 from torchao_blockwise.ops.groups.ends import check_group_ends, clamped_ends
 from torchao_blockwise.tensors import MasterWeightTensor
+from torchao_blockwise.tensors.base import layers_of
 from torchao_blockwise.tensors.rounding import keys_of, start_key, state_of
 from torchao_blockwise.tensors.weight_operands import group_names
 
@@ -125,8 +126,16 @@ class ExpertParallel(ParallelStyle):
         group = device_mesh.get_group()
         exchange: Any = None
 
-        def before(module: nn.Module, args: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        def before(module: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor]:
             nonlocal exchange
+            if len(args) != 2:
+                layers = layers_of(map(_compat.local_of, module.parameters(recurse=False)), type(module).__name__)
+                got = f"{len(args)} positional argument{'s' * (len(args) != 1)} ({layers})"
+                raise TypeError(
+                    "ExpertParallel: a module must be called with tokens [M, H], sorted by expert, and group_ends [E], "
+                    f"got {got}; sort tokens with permute, or for a model of transformers use its "
+                    "DistributedConfig(ep_size=...)"
+                )
             for parameter in module.parameters(recurse=False):
                 local: Any = _compat.local_of(parameter)
                 is_master = isinstance(local, MasterWeightTensor)
@@ -134,7 +143,8 @@ class ExpertParallel(ParallelStyle):
                     # The experts of all ranks have one tensor scale. It is noted on the values, which compiled graphs
                     # read without the weight around them.
                     local.hp.amax_groups = group_names([group])
-            tokens, own_ends, exchange = dispatch_tokens(*args, group)
+            x, group_ends = args
+            tokens, own_ends, exchange = dispatch_tokens(x, group_ends, group)
             return tokens, own_ends
 
         def after(module: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
