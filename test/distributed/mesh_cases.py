@@ -73,6 +73,7 @@ QUANTIZED_CHECKS = (
     (quantized.follows_loads, (2, 3), "fp8_quantized", QUANTIZED),
     (life.refuses_stale_values, (2,), "nvfp4_quantized", QUANTIZED),
     (quantized.refuses, (2,), "fp8_quantized", QUANTIZED),
+    (quantized.refuses_parts_of_tensor_parallelism, ((2, 2),), "nvfp4_quantized", QUANTIZED),
     (quantized.gives_full_state_dicts, (2,), "nvfp4_quantized", QUANTIZED),
     (checks.compiles_blocks, (2,), "fp8_quantized", QUANTIZED),
     (checks.reshards_to_fewer_ranks, (4,), "nvfp4_quantized", QUANTIZED),

@@ -24,6 +24,7 @@ from torch import nn
 from torch.distributed.checkpoint import state_dict as dsd
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torchao.quantization import quantize_
 
 from torchao_blockwise.testing import assert_bitwise_equal
@@ -164,6 +165,14 @@ def refuses(mesh, config):
     with raises(ValueError, "MasterWeightOptimizer: ranks differ; rank 0 has AdamW, "):
         adamw(shard(blocks(config), mesh), weight_decay=0.1 * mesh.get_rank())
     del optimizer
+
+
+def refuses_parts_of_tensor_parallelism(mesh, config):
+    model = nn.Sequential(nn.Linear(64, 512, bias=False)).to(device())
+    quantize_(model, config)
+    parallelize_module(model, mesh["inner"], {"0": ColwiseParallel()})
+    with raises(NotImplementedError, "from source.dequantize() (fully_shard: convert with master_weights=True"):
+        fully_shard(model, mesh=mesh["outer"])
 
 
 def gives_full_state_dicts(mesh, config):

@@ -202,8 +202,9 @@ def _copy_(func: Operation, x: torch.Tensor, src: torch.Tensor, non_blocking: bo
     quantized to high precision."""
     if not isinstance(x, QuantizedTensor):
         raise NotImplementedError(
-            f"copy_: the source is a {type(src).__name__}, but the target a plain tensor; copy from "
-            "source.dequantize() (torch.autograd.graph.save_on_cpu: pin_memory=False)"
+            f"copy_: the source is a {type(src).__name__} ({layers_of([src])}), but the target a plain tensor; copy "
+            "from source.dequantize() (fully_shard: convert with master_weights=True; torch.autograd.graph.save_on_cpu:"
+            " pin_memory=False)"
         )
     src = source_for("copy_", x, src)
     # Count the change, because layers save the payload for backward, which must then raise.
