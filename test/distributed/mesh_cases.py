@@ -1,4 +1,4 @@
-"""Checks that run on meshes of ranks, as data: FSDP2, checkpoints, quantized Parameters, experts and TP."""
+"""Checks that run on meshes of ranks, as data: FSDP2, checkpoints, quantized Parameters, experts, TP and pipelines."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import checkpoint_checks as checkpoints
 import expert_checks as experts
 import fsdp_checks as checks
 import fsdp_life_checks as life
+import pipeline_checks as pipeline
 import quantized_shard_checks as quantized
 import tensor_parallel_checks as tensor_parallel
 import tensor_parallel_life_checks as tensor_parallel_life
@@ -121,7 +122,8 @@ TENSOR_PARALLEL_CHECKS = (
     (tensor_parallel_life.checks_forward_passes, (2,), "nvfp4", BOTH),
     (tensor_parallel_life.shards_in_two_dims, ((2, 2),), PER_EXPERT_NEAREST, tuple(CONFIGS)),
 )
-ALL = FSDP_CHECKS + CHECKPOINT_CHECKS + QUANTIZED_CHECKS + EXPERT_CHECKS + TENSOR_PARALLEL_CHECKS
+PIPELINE_CHECKS = ((pipeline.trains_as_one_device, (2,), "fp8", (*BOTH, *QUANTIZED)),)
+ALL = FSDP_CHECKS + CHECKPOINT_CHECKS + QUANTIZED_CHECKS + EXPERT_CHECKS + TENSOR_PARALLEL_CHECKS + PIPELINE_CHECKS
 BY_NAME = {f"{check.__module__}.{check.__name__}": check for check, *_ in ALL}
 # What resharding to a part of the ranks means shows on four of them.
 FOUR_ALONE = (checks.reshards_to_fewer_ranks,)
