@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 import pytest
@@ -10,14 +11,16 @@ import torch.distributed as dist
 import transformers
 from exported_models import FORMATS, export, losses, tensors_in
 from helpers import assert_same_tensors
-from pretrained_models import write
+from pretrained_models import model_of, write
 from ranks import device, folder_of_all
 from torch.distributed.checkpoint import state_dict as dsd
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torchao.quantization import quantize_
 
+from torchao_blockwise import recommended_layers
 from torchao_blockwise.integrations.transformers import from_pretrained
-from torchao_blockwise.testing import assert_bitwise_equal
+from torchao_blockwise.testing import assert_bitwise_equal, relative_error
 
 RECIPE_OF = {format: "fp8" if format.startswith("fp8") else "nvfp4" for format in FORMATS}
 
@@ -57,20 +60,47 @@ def every_rank_reads(rank: int, family: str, format: str, trainable: str) -> Non
         assert_same_tensors(tensors_in(folder / "again"), tensors_in(folder / "x"))
 
 
+def distribute_by_transformers(model, **sizes: int) -> None:
+    config = transformers.distributed.DistributedConfig(**sizes)
+    config, _, mesh = model.prepare_distribute_model(config)
+    model.maybe_distribute_model(model, config, mesh)
+
+
 def a_plan_of_transformers(rank: int, family: str, format: str) -> None:
     """FSDP2 by transformers' config: the losses of the model on one device, bit for bit."""
     if not hasattr(transformers.PreTrainedModel, "maybe_distribute_model"):
         return
-
-    def distribute(model) -> None:
-        config = transformers.distributed.DistributedConfig(fsdp_size=2)
-        config, _, mesh = model.prepare_distribute_model(config)
-        model.maybe_distribute_model(model, config, mesh)
-
     folder, options = written(family, format) / "x", {"dtype": torch.float32, "device": device()}
+    distribute = functools.partial(distribute_by_transformers, fsdp_size=2)
     model = from_pretrained(folder, RECIPE_OF[format], parallelize=distribute, **options)
     assert all(hasattr(p, "placements") for p in model.parameters())
     assert losses(model) == losses(from_pretrained(folder, RECIPE_OF[format], **options))
+
+
+def experts_of_a_plan(rank: int, ep_size: int) -> None:
+    """Experts that transformers splits at blocks, or sends tokens to: those of one device, in another order of sums."""
+    if not hasattr(transformers.PreTrainedModel, "maybe_distribute_model"):
+        return
+    results = []
+    for is_distributed in (False, True):
+        model = model_of("Qwen3Moe", num_experts=4, moe_intermediate_size=256, num_key_value_heads=4).to(device())
+        quantize_(model, FORMATS["fp8_block"], filter_fn=recommended_layers(model))
+        if is_distributed:
+            distribute_by_transformers(model, tp_size=2, ep_size=ep_size)
+        module, generator = model.model.layers[0].mlp.experts, torch.Generator().manual_seed(0)
+        x, dy = torch.randn(2, 64, 256, generator=generator).to(device())
+        scores, ids = torch.rand(64, 4, generator=generator).to(device()).topk(2)
+        x.requires_grad_()
+        out = module(x, ids, scores)
+        out.backward(dy)
+        results.append([out.detach(), x.grad, *values_of_gradients(module)])
+    for got, expected in zip(*results, strict=True):
+        assert relative_error(got, expected) < 1e-6
+
+
+def values_of_gradients(module) -> list[torch.Tensor]:
+    grads = [p.grad for p in module.parameters()]
+    return [grad.full_tensor() if hasattr(grad, "full_tensor") else grad for grad in grads]
 
 
 def the_first_rank_sends(rank: int, family: str, format: str) -> None:
@@ -131,6 +161,8 @@ CASES = {
             ("the_first_rank_sends", "Qwen3", "fp8_block"),
             ("all_ranks_raise", "Qwen3", "fp8_block"),
             ("a_plan_of_transformers", "Llama", "fp8_block"),
+            ("experts_of_a_plan", 1),
+            ("experts_of_a_plan", 2),
         ],
         [
             ("every_rank_reads", "Qwen3", _CT, "full"),
