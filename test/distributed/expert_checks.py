@@ -270,6 +270,18 @@ def saves_whole_experts(mesh, config):
         one.load_state_dict(state)
 
 
+def refuses_splits_inside_experts(mesh, config):
+    """Gate and up are halves of gate_up, and a part of its rows has other halves."""
+    for conversion, layer_name in ((config, " (gate_up)"), (None, "")):
+        module = layer(conversion)
+        part = tokens(mesh.get_local_rank())
+        for name, dim in (("down", 2), ("gate_up", 1)):
+            whole = getattr(module, name).detach()
+            setattr(module, name, nn.Parameter(distribute_tensor(whole, mesh, [Shard(dim)])))
+        with raises(ValueError, f"must be split by expert, got [7, 96, 144] as (Shard(dim=1),){layer_name}; use"):
+            module(part.x, part.group_ends)
+
+
 def refuses_other_modules(mesh, config):
     with pytest.raises(ValueError, match="of the same E experts and no others, got"):
         parallelize_module(nn.Linear(32, 32, bias=False), mesh, ExpertParallel())

@@ -95,6 +95,7 @@ EXPERT_CHECKS = (
     (experts.refuses_parts_of_experts, ((2, 2),), PER_EXPERT, ()),
     (experts.multiplies_local_experts, (2,), "fp8", (PER_EXPERT_NEAREST, "fp8_quantized")),
     (experts.saves_whole_experts, (3,), "nvfp4", BOTH),
+    (experts.refuses_splits_inside_experts, (2,), "fp8", BOTH),
     (experts.refuses_other_modules, (2,), "fp8", ()),
 )
 TENSOR_PARALLEL_CHECKS = (

@@ -15,7 +15,7 @@ from torch import nn
 
 from torchao_blockwise import _compat
 from torchao_blockwise.nn.layer import cast_for_compute
-from torchao_blockwise.nn.sharded_linear import own_part
+from torchao_blockwise.nn.sharded_linear import own_experts
 from torchao_blockwise.nn.swiglu_layer import run_mlp
 from torchao_blockwise.nn.weights import WEIGHTS, are_plain, check_square_blocks, config_of, rounding_key_of
 from torchao_blockwise.ops.groups.ends import check_group_ends, clamped_ends
@@ -34,7 +34,7 @@ def swiglu_experts(
     If both weights train in low precision, this is one autograd function, bitwise identical to `grouped_linear`,
     `ops.swiglu` and `grouped_linear`. It saves the columnwise copies of x and h, and (gate | up). Other weights run
     F.grouped_mm and F.silu, for which PyTorch supports only bf16 when compiled or without host synchronization.
-    Raises TypeError for dtypes, ValueError for shapes, devices or group ends.
+    Raises TypeError for dtypes, ValueError for shapes, devices, group ends, or DTensors that split experts themselves.
     Source: DeepSeek-V3 report (arXiv 2412.19437), §2.1.2 and §3.3.
     """
     # Read the configs first: compilers do not know the config of a weight that a function returns.
@@ -44,7 +44,8 @@ def swiglu_experts(
         if isinstance(weight, WEIGHTS):
             configs.append(config_of(weight))
             keys.append(rounding_key_of(weight))
-    (gate_up, inner_groups), (down, outer_groups) = own_part(gate_up), own_part(down)
+    gate_up, inner_groups = own_experts("gate_up", gate_up)
+    down, outer_groups = own_experts("down", down)
     # Otherwise each access to a weight's shape, dtype or device runs Python code.
     with _compat.no_torch_function():
         _check(x, gate_up, down, group_ends)

@@ -20,7 +20,7 @@ import torch
 from torchao_blockwise import _compat
 from torchao_blockwise.formats import NVFP4_1X16, Place
 from torchao_blockwise.nn.gemms import WHOLE, AmaxGroups
-from torchao_blockwise.nn.weights import config_of
+from torchao_blockwise.nn.weights import config_of, in_layer
 from torchao_blockwise.tensors import MasterWeightTensor, QuantizedTensor
 from torchao_blockwise.tensors.weight_operands import group_names
 
@@ -173,18 +173,24 @@ class _LocalWeight(torch.autograd.Function):
         return contiguous_dtensor(grad, weight.device_mesh, ctx.grad_placements, weight.shape), None
 
 
-def own_part(weight: Any) -> tuple[torch.Tensor, str]:
-    """Return (the local part of a weight, whose gradient has its placements; the groups over which it is split).
+def own_experts(name: str, weight: Any) -> tuple[torch.Tensor, str]:
+    """Return (the local experts of a weight [E, .., ..], whose gradient has its placements; the groups that split it).
 
-    Process groups whose ranks hold different experts do not count if each expert has its own tensor scale.
+    There are no groups if each expert has its own tensor scale.
+    Raises ValueError if experts themselves are split.
     """
     local = _compat.local_of(weight)
     if local is weight:
         return weight, ""
+    placements = weight.placements
+    if any(p.is_shard() and not p.is_shard(0) for p in placements):
+        raise ValueError(
+            f"swiglu_experts: {name} must be split by expert, got {list(weight.shape)} as {placements}"
+            f"{in_layer(local)}; use distributed.ExpertParallel"
+        )
     config = getattr(local, "config", None)
-    apart = weight.dim() - 2 if config is not None and config.scale_per_expert else 0
-    placements = [None if any(p.is_shard(dim) for dim in range(apart)) else p for p in weight.placements]
-    return _LocalWeight.apply(weight, weight.placements), _groups(weight.device_mesh, placements)
+    per_expert = config is not None and config.scale_per_expert
+    return _LocalWeight.apply(weight, placements), "" if per_expert else _groups(weight.device_mesh, placements)
 
 
 # --- random bits of shards --------------------------------------------------------------------------------------------
