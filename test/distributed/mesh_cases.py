@@ -104,6 +104,7 @@ TENSOR_PARALLEL_CHECKS = (
     (tensor_parallel.sequence_parallel, (2, 4), "nvfp4", (*BOTH, "fp8_128x128", FULL)),
     (tensor_parallel.splits_tokens_alone, (2, 4), FULL, (*BOTH, "fp8_128x128", FULL)),
     (tensor_parallel.redistributes_what_lies_otherwise, (2,), "fp8", BOTH),
+    (tensor_parallel.runs_a_swiglu_mlp, (2,), "fp8", BOTH),
     (tensor_parallel.takes_any_tokens, (1, 2), "nvfp4", BOTH),
     (tensor_parallel.leaves_frozen_parts, (2,), "fp8", BOTH),
     (tensor_parallel_life.trains, (2, 4), "nvfp4", BOTH),

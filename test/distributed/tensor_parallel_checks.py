@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torchao.quantization import quantize_
 
 from torchao_blockwise import _compat
-from torchao_blockwise.nn import gemms
+from torchao_blockwise.nn import SwiGLUMLP, gemms
 from torchao_blockwise.testing import assert_bitwise_equal, random_tensor, relative_error
 
 # Ragged in every dim that is not split; the split one has a block a rank.
@@ -285,6 +285,22 @@ def redistributes_what_lies_otherwise(mesh, config):
             out.redistribute(placements=[Replicate()]).to_local().sum().backward()
             assert sharded.grad.placements == (placement,) or placement == Replicate()
             assert_close(model.weight.grad, alone.weight.grad, f"grad_weight from {placement}")
+
+
+def runs_a_swiglu_mlp(mesh, config):
+    """With outputs as DTensors, because ranks with a part of gate_up do not have both halves of the same columns."""
+    torch.manual_seed(0)
+    expected, model = (SwiGLUMLP(WIDTH, HIDDEN // 2, device=device()) for _ in range(2))
+    model.load_state_dict(expected.state_dict())
+    for m in (expected, model):
+        quantize_(m, config)
+    plan = {"gate_up": ColwiseParallel(use_local_output=False), "down": RowwiseParallel()}
+    parallelize_module(model, mesh, plan)
+    outs = [whole(m(tokens())) for m in (model, expected)]
+    assert_close(outs[0].detach(), outs[1].detach(), "output")
+    for out in outs:
+        out.backward(random_values(*TOKENS, WIDTH))
+    assert_grads_close(model, expected)
 
 
 def takes_any_tokens(mesh, config):

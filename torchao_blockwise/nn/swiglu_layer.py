@@ -8,6 +8,7 @@ SwiGLUMLP       x → gate_up → h → down; backward computes and quantizes th
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,8 +17,8 @@ from torch import nn
 from torchao_blockwise import _compat
 from torchao_blockwise.nn.activations import Input, SwiGLUInput
 from torchao_blockwise.nn.gemms import AmaxGroups, GemmSpec
-from torchao_blockwise.nn.layer import Layer, cast_for_compute
-from torchao_blockwise.nn.weights import are_plain, check_linear, config_of, is_fp8_weight
+from torchao_blockwise.nn.layer import Layer, cast_for_compute, linear
+from torchao_blockwise.nn.weights import are_plain, check_linear, config_of, is_fp8_weight, is_low_precision
 from torchao_blockwise.tensors import TrainingConfig
 
 
@@ -36,7 +37,9 @@ def swiglu_linear(
     Source: GLU Variants Improve Transformer (arXiv 2002.05202); DeepSeek-V3 report (arXiv 2412.19437), §3.2.3.
     """
     if not (is_fp8_weight(weight) and are_plain(gate, up, bias)):
-        return F.linear(F.silu(gate) * up, weight, bias)
+        # For a DTensor, `F.linear` would decompose the layer.
+        run: Any = linear if is_low_precision(weight) else F.linear
+        return run(F.silu(gate) * up, weight, bias)
     if gate.shape != up.shape or gate.dtype != up.dtype:
         got = f"{gate.dtype} {list(gate.shape)} and {up.dtype} {list(up.shape)}"
         raise ValueError(f"swiglu_linear: gate and up must agree in shape and dtype, got {got}")
