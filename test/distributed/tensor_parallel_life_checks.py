@@ -146,11 +146,14 @@ def refuses_cut_blocks(mesh, config):
     block_size, ranks = config.weight_format.block[0], mesh.size()
     size, per_rank = 5 * block_size, -(-5 * block_size // ranks)
 
-    def linear(what, config=config):
+    def linear(what, config=config, size=size):
         model = nn.Sequential(nn.Linear(*((64, size) if what == "rows" else (size, 64)), bias=False)).to(device())
         quantize_(model, config)
         return model
 
+    model = parallelize_module(linear("rows", size=block_size), mesh, {"0": ColwiseParallel()})
+    with raises(ValueError, "; use 1 rank, or exclude the layer"):
+        model(torch.ones(4, 64, device=device()))
     for style, what, placement in ((RowwiseParallel, "columns", Shard(1)), (ColwiseParallel, "rows", Shard(0))):
         message = (
             f"{size} {what} over {ranks} ranks give {per_rank}, which cuts a block of {block_size}; "

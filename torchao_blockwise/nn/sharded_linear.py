@@ -79,7 +79,7 @@ def _why_shards_cut_blocks(weight: Any) -> str | None:
             fitting = [str(n) for n in range(2, size // block[dim] + 1) if -(-size // n) % block[dim] == 0]
             return (
                 f"{size} {what} over {ranks} ranks give {-(-size // ranks)}, which cuts a block of {block[dim]}; "
-                f"use {' or '.join(['1', *fitting])} ranks, or exclude the layer (filter_fn)"
+                f"use {' or '.join(['1', *fitting])} rank{'s' * bool(fitting)}, or exclude the layer (filter_fn)"
             )
     return None
 
