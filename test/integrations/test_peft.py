@@ -149,6 +149,28 @@ def test_several_adapters_merge(config, masters):
     assert not any(layer.merged for layer in layers.values())
 
 
+@both_formats
+@pytest.mark.parametrize("safe", (False, True), ids=("in_place", "safe"))
+def test_dora_merges_as_on_a_plain_base(config, safe):
+    """By itself, and after plain LoRA."""
+    lora = {"init_lora_weights": False, **LINEAR}
+    weights = {}
+    for name, model in (("plain", plain()), ("converted", base(config, True))):
+        torch.manual_seed(0)
+        adapted = peft.get_peft_model(model, peft.LoraConfig(use_dora=True, **lora))
+        adapted.add_adapter("other", peft.LoraConfig(**lora))
+        layer, steps = q_proj(adapted), []
+        for adapters in (["default"], ["other", "default"]):
+            adapted.merge_adapter(adapters, safe_merge=safe)
+            steps.append(layer.get_base_layer().weight.detach().clone())
+            adapted.unmerge_adapter()
+            steps.append(layer.get_base_layer().weight.detach().clone())
+        weights[name] = steps
+    assert not torch.allclose(weights["plain"][0], weights["plain"][1], rtol=0.1)
+    for got, expected in zip(weights["converted"], weights["plain"], strict=True):
+        assert_bitwise_equal(got.dequantize(), expected)
+
+
 @pytest.mark.parametrize("order", ORDERS)
 def test_adapters_are_left_out_and_the_report_says_so(order):
     adapted = adapted_model(order, FP8, True)

@@ -38,10 +38,14 @@ def tell_peft_how_to_merge(kind: type) -> None:
     conversion calls this; it does nothing if PEFT is not imported.
     """
 
-    def add_config(base_layer: Any, options: dict[str, Any]) -> None:
+    def config_of(base_layer: Any) -> Any:
         inner = base_layer.get_base_layer() if hasattr(base_layer, "get_base_layer") else base_layer
         config = getattr(getattr(inner, "weight", None), "config", None)
-        if isinstance(config, kind) and options.get("get_apply_tensor_subclass") is None:
+        return config if isinstance(config, kind) else None
+
+    def add_config(base_layer: Any, options: dict[str, Any]) -> None:
+        config = config_of(base_layer)
+        if config is not None and options.get("get_apply_tensor_subclass") is None:
             # A partial and not a lambda, because it is pickled with the layer.
             options["get_apply_tensor_subclass"] = functools.partial(copy.copy, config)
 
@@ -55,17 +59,27 @@ def tell_peft_how_to_merge(kind: type) -> None:
             own(self, base_layer, *args, **options)
 
         lora.__init__ = init
-        merge = lora.merge
+        merge, unmerge = lora.merge, lora.unmerge
+
+        # PEFT (0.21) can merge only one adapter of such a layer, which the layer must have. It merges variants, such as
+        # DoRA, as plain LoRA, which gives wrong weights; its class for plain layers merges them correctly.
+        def has_variants(layer: Any) -> bool:
+            return config_of(layer) is not None and bool(getattr(layer, "lora_variant", None))
 
         @functools.wraps(merge)
         def merge_each(self: Any, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
-            # PEFT (0.21) can merge only one adapter of such a layer, which the layer must have.
+            if has_variants(self):
+                return super(lora, self).merge(safe_merge, adapter_names)
             for name in peft_utils.check_adapters_to_merge(self, adapter_names):
                 if name in self.lora_A:
                     merge(self, safe_merge, [name])
 
+        @functools.wraps(unmerge)
+        def unmerge_all(self: Any) -> None:
+            return super(lora, self).unmerge() if has_variants(self) else unmerge(self)
+
         peft_utils: Any = sys.modules["peft.tuners.tuners_utils"]
-        lora.merge = merge_each
+        lora.merge, lora.unmerge = merge_each, unmerge_all
 
     # PEFT ≥ 0.20
     resolve = getattr(sys.modules.get("peft.utils"), "resolve_quantization_backend", None)
