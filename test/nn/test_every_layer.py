@@ -333,6 +333,9 @@ TRANSFORMS = {
     "vmap": lambda layer, x: torch.vmap(layer)(torch.stack([x, x])),
     "grad": lambda layer, x: torch.func.grad(lambda x: layer(x).sum())(x),
     "jvp": lambda layer, x: torch.func.jvp(layer, (x,), (x,)),
+    "grad_of_weights": lambda layer, x: torch.func.grad(lambda p: torch.func.functional_call(layer, p, x).sum())(
+        {name: p.detach() for name, p in layer.named_parameters()}
+    ),
 }
 
 

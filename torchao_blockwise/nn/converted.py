@@ -21,7 +21,7 @@ from torch import nn
 
 from torchao_blockwise import _compat
 from torchao_blockwise._compat import hugging_face, torch_fsdp
-from torchao_blockwise.nn.layer import linear, local_linear
+from torchao_blockwise.nn.layer import linear, local_linear, refuse_transforms
 from torchao_blockwise.nn.weights import WEIGHTS, config_of, is_low_precision
 from torchao_blockwise.tensors import MasterWeightTensor, QuantizedTensor
 from torchao_blockwise.tensors.weight_uses import key_of, recorded_uses, traced_gemms
@@ -136,7 +136,11 @@ class ConvertedLinear(ConvertedModule, nn.Linear):
 
 
 def _check_replaced(module: ConvertedModule) -> None:
-    """Warn that `module` computes with a plain weight; raise NotImplementedError if accelerate offloads it."""
+    """Warn that `module` computes with a plain weight.
+
+    Raises NotImplementedError if accelerate offloads it, or if a transform of `torch.func` wraps it.
+    """
+    refuse_transforms()
     if hugging_face.is_offloaded_by_accelerate(module):
         raise NotImplementedError(
             f"{module.fqn or 'a converted layer'}: accelerate replaced its offloaded weight with a plain one; to "
@@ -154,8 +158,8 @@ def _warn_replaced(fqn: str) -> None:
     """
     warnings.warn(
         f"{fqn or 'a converted layer'} was converted to low precision, but computes in high precision, because its "
-        "weight was replaced with a plain tensor (for example by functional_call, pruning, a dispatcher or an "
-        "assignment); convert the model last, or assign a converted Parameter",
+        "weight was replaced with a plain tensor (for example by functional_call, a parametrization, a dispatcher "
+        "or an assignment); convert the model last, or assign a converted Parameter",
         stacklevel=2,
     )
 

@@ -309,11 +309,7 @@ def compute_dtype(x: torch.Tensor) -> torch.dtype:
 
     Raises NotImplementedError inside transforms of `torch.func`.
     """
-    if not torch.compiler.is_compiling() and modes.has_transforms():
-        raise NotImplementedError(
-            "layers in low precision do not support transforms of torch.func, such as vmap and grad; apply them to a "
-            "plain copy, unconvert(copy.deepcopy(model))"
-        )
+    refuse_transforms()
     device = x.device.type
     # Meta tensors have no autocast, and asking for its state raises.
     if device != "meta" and torch.is_autocast_enabled(device) and x.is_floating_point():
@@ -383,6 +379,15 @@ def groups_of(group_ends: torch.Tensor, tokens: int, configs: Sequence[TrainingC
     if needs_none or any(other != wanted for other in others):
         return Groups(group_ends)
     return ops.make_groups(group_ends, tokens, fmt, backend=backend)
+
+
+def refuse_transforms() -> None:
+    """Raise NotImplementedError inside a transform of `torch.func`."""
+    if not torch.compiler.is_compiling() and modes.has_transforms():
+        raise NotImplementedError(
+            "layers in low precision do not support transforms of torch.func, such as vmap and grad; apply them to a "
+            "plain copy, unconvert(copy.deepcopy(model))"
+        )
 
 
 def refuse_second_order(layer: str) -> None:
