@@ -100,7 +100,7 @@ ITSELF = r"{} of {}\..* quantizes its weight itself"
 FAILURES = {
     "complex": (lambda: nn.Linear(64, 64, dtype=torch.complex64), "its weight is torch.complex64; cast it to bfloat16"),
     "lazy": (lambda: nn.LazyLinear(64), "its weight is not initialized yet; run one forward pass first"),
-    "parametrized": (lambda: nn.utils.parametrizations.weight_norm(nn.Linear(64, 64)), r"not a Parameter \(.*; remove"),
+    "parametrized": (lambda: nn.utils.parametrizations.weight_norm(nn.Linear(64, 64)), r"a Parameter \(.*; convert"),
     "pruned": (lambda: prune.random_unstructured(nn.Linear(64, 64), "weight", amount=0.5), r"not a Parameter \("),
     "own parameter": (lambda: changed(nn.Linear(64, 64), own_parameter), "a OwnParameter; convert before sharding"),
     "no linear": (lambda: nn.Conv1d(4, 4, 1), "a Conv1d is not an nn.Linear and has no expert weights"),

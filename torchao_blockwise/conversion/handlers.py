@@ -112,7 +112,7 @@ def _why_no_weight(
     if isinstance(weight, nn.UninitializedParameter):
         return "its weight is not initialized yet; run one forward pass first"
     if weight is None:
-        return "its weight is not a Parameter (parametrized or pruned?); remove the parametrization first"
+        return "its weight is not a Parameter (parametrized or pruned?); convert it before that, or exclude it"
     if hasattr(weight, "ds_shape"):
         return (
             "DeepSpeed shards its weight; convert before deepspeed.initialize, and make the model outside of "
