@@ -250,9 +250,8 @@ def _warn_of_high_precision_gather() -> None:
 
 def _refusal_of_dtype(func: Operation, masters: list[MasterWeightTensor], dtype: torch.dtype) -> str:
     return (
-        f"{func}: {layers_of(masters)} can be bfloat16, float16 or float32, got {dtype}; use only one recipe for it: "
-        "call unconvert(model) before another one (torchao's float8, accelerate's mixed_precision='fp8'); weight.hp "
-        "has its values"
+        f"{func}: {layers_of(masters)} can be bfloat16, float16 or float32, got {dtype}; weight.hp has its values; "
+        "before another recipe (torchao's float8, accelerate's mixed_precision='fp8'), call unconvert(model)"
     )
 
 
