@@ -62,9 +62,10 @@ def tell_peft_how_to_merge(kind: type) -> None:
         merge, unmerge = lora.merge, lora.unmerge
 
         # PEFT (0.21) can merge only one adapter of such a layer, which the layer must have. It merges variants, such as
-        # DoRA, as plain LoRA, which gives wrong weights; its class for plain layers merges them correctly.
+        # DoRA, as plain LoRA, which gives wrong weights; its class for plain layers also merges into master weights.
         def has_variants(layer: Any) -> bool:
-            return config_of(layer) is not None and bool(getattr(layer, "lora_variant", None))
+            config = config_of(layer)
+            return config is not None and config.master_weights and bool(getattr(layer, "lora_variant", None))
 
         @functools.wraps(merge)
         def merge_each(self: Any, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
