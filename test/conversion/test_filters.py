@@ -85,8 +85,10 @@ def test_other_modules_are_not_asked_about():
 
 
 HEADS = ("lm_head", "model.lm_head", "output", "head", "embed_out", "unembed", "decoder.output", "score", "classifier",
-         "cls.predictions.decoder", "lm_head.proj", "heads.0", "mtp_head.proj", "classifier.2")  # fmt: skip
-NO_HEADS = ("layers.3.attention.output", "layers.0.head", "decoder", "layers.1.classifier", "multihead_attn", "")
+         "cls.predictions.decoder", "lm_head.proj", "heads.0", "mtp_head.proj", "classifier.2",
+         "qa_outputs", "class_labels_classifier", "decoder.class_embed")  # fmt: skip
+NO_HEADS = ("layers.3.attention.output", "layers.0.head", "decoder", "layers.1.classifier", "multihead_attn",
+            "pre_classifier", "")  # fmt: skip
 ROUTERS = ("layers.0.router", "layers.0.mlp.gate", "moe.router.gate", "router.proj", "mlp.shared_expert_gate")
 NO_ROUTERS = ("mlp.gate_proj", "router.attention.out", "lm_head")
 

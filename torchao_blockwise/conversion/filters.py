@@ -24,7 +24,8 @@ from torchao_blockwise.tensors.config import check_config
 
 # Names of output heads, outside of numbered blocks: "lm_head", "heads", "score", "predictions".
 _HEAD = re.compile(
-    r"(?!multi)(.+_)?heads?|output|embed_out|unembed|score|classifier|(.+_)?predictions|pred_layer|fc_out"
+    r"(?!multi)(.+_)?heads?|output|embed_out|unembed|score|(?!pre_)(.+_)?classifier|class_embed|qa_outputs|"
+    r"(.+_)?predictions|pred_layer|fc_out"
 )
 _ROUTER_NAMES = ("gate", "router")
 # The fraction of the blocks, at the end, that NVFP4 pretraining (arXiv 2509.25149) keeps in high precision.
