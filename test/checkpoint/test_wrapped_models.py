@@ -7,11 +7,14 @@ import json
 import pytest
 import torch
 from exported_models import export, language_model
-from helpers import FP8, NVFP4, assert_same_tensors
+from helpers import FP8, NVFP4, assert_same_tensors, mlp
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.nn.utils import parametrizations, parametrize, prune
 
-from torchao_blockwise import checkpoint
+from torchao_blockwise import checkpoint, ops
+from torchao_blockwise.formats import FP8_128X128
+from torchao_blockwise.testing import assert_bitwise_equal
 
 pytestmark = pytest.mark.usefixtures("no_interpreter")
 CONFIGS = {"fp8_block": FP8, "nvfp4_compressed_tensors": NVFP4}
@@ -99,3 +102,25 @@ def test_adapters_that_are_not_merged():
         for given in (model, model.get_base_model(), torch.compile(model)):
             with pytest.raises(ValueError, match=r"PEFT adapters that are not merged.*merge_and_unload"):
                 call(given)
+
+
+DERIVED = {
+    "parametrized": (parametrizations.weight_norm, lambda layer: parametrize.remove_parametrizations(layer, "weight")),
+    "pruned": (
+        lambda layer: prune.l1_unstructured(layer, "weight", 0.5),
+        lambda layer: prune.remove(layer, "weight"),
+    ),
+}
+
+
+@pytest.mark.parametrize(("derive", "remove"), DERIVED.values(), ids=DERIVED)
+def test_weights_that_are_computed_from_parameters(derive, remove):
+    """Files hold what a GEMM reads, which is not the Parameter."""
+    model = mlp(FP8)
+    derive(model[0])
+    for call in (checkpoint.quantized_weights, lambda m: checkpoint.export(m, "out")):
+        with pytest.raises(ValueError, match=r": 0 is parametrized or pruned.*remove"):
+            call(model)
+    read = ops.quantize(model[0].weight.hp, FP8_128X128).rowwise.qdata
+    remove(model[0])
+    assert_bitwise_equal(dict(checkpoint.quantized_weights(model))["0.weight"], read)

@@ -44,6 +44,17 @@ def unwrapped(op: str, model: nn.Module) -> nn.Module:
     return inner if len(tensors_of(inner)) == len(tensors_of(model)) else model
 
 
+def check_read_as_stored(op: str, model: nn.Module) -> None:
+    """Raise ValueError if a layer computes its weight from a converted Parameter, whose bytes no GEMM reads."""
+    for fqn, module in model.named_modules():
+        is_derived = isinstance(module, nn.Linear) and "weight" not in _compat.parameters_of(module)
+        if is_derived and any(map(is_converted, module.parameters())):
+            raise ValueError(
+                f"{op}: {fqn} is parametrized or pruned, so files would not hold the weight that it reads; first call "
+                "torch.nn.utils.parametrize.remove_parametrizations or torch.nn.utils.prune.remove"
+            )
+
+
 def _wrapped_in(model: nn.Module) -> nn.Module:
     """Return the model inside of torch.compile, checkpoint_wrapper and DistributedDataParallel, or `model` itself."""
     if isinstance(model, nn.parallel.DistributedDataParallel):

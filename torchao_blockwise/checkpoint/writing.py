@@ -25,6 +25,7 @@ from torchao_blockwise.checkpoint.layouts import FP8, FP8_UE8M0, LAYOUTS, MODELO
 from torchao_blockwise.checkpoint.model_tensors import (
     DIMS_OF_EXPERTS,
     Part,
+    check_read_as_stored,
     format_of,
     has_power_of_2_scales,
     is_converted,
@@ -128,6 +129,7 @@ class QuantizedWeights:
 
     def __init__(self, op: str, given: nn.Module, format: str) -> None:
         self._given, self.model = given, unwrapped(op, given)
+        check_read_as_stored(op, self.model)
         converted = {name: x for name, x in tensors_of(self.model).items() if is_converted(x)}
         self.layout = _layout_for(op, self.model, format, converted)
         self._parts = parts_on_disk(self.model)
