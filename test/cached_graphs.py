@@ -16,13 +16,12 @@ import sys
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from helpers import FP8, FP8_POW2, NVFP4, replace
+from helpers import FP8, FP8_POW2, NVFP4, converted, replace
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
-from torchao.quantization import quantize_
 
 from torchao_blockwise import experts
 
@@ -78,12 +77,6 @@ def transposed_experts(config, mesh):
 
 
 CASES = {make.__name__: make for make in (linear, tensor_parallel, fsdp, local_experts, transposed_experts)}
-
-
-def converted(module, config, filter_fn=None):
-    if config is not None:
-        quantize_(module, config, filter_fn=filter_fn)
-    return module
 
 
 def results(run, module) -> list[torch.Tensor]:

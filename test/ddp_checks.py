@@ -9,11 +9,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from every_layer import CONFIGS, make
-from helpers import mlp
+from helpers import assert_same_tensors, converted, mlp
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.parallel import DistributedDataParallel
-from torchao.quantization import quantize_
 
 from torchao_blockwise import weights_unchanged
 from torchao_blockwise.nn import SwiGLUMLP
@@ -45,8 +44,7 @@ def small(config: str, layers: tuple[str, ...] = LAYERS) -> Residual:
 def large(config: str) -> Residual:
     """More parameters than the 25 MB of PyTorch's own buckets."""
     model = Residual([nn.Linear(1024, 1024), SwiGLUMLP(1024, 2048), nn.Linear(1024, 1024)], width=1024)
-    quantize_(model, CONFIGS[config])
-    return model
+    return converted(model, CONFIGS[config])
 
 
 MODELS = {
@@ -143,8 +141,7 @@ def averages(rank: int, config: str) -> None:
             optimizer.step()
             optimizer.zero_grad()
         states.append(model.state_dict())
-    for name, value in states[0].items():
-        assert_bitwise_equal(states[1][name], value, name)
+    assert_same_tensors(*states)
 
 
 # ("averages", config) and ("compiles", model, config, which wraps which, backend, option).

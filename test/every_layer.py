@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import FP8, FP8_SQUARES, NVFP4, mlp, replace
+from helpers import FP8, FP8_SQUARES, NVFP4, converted, mlp, replace
 from shared_inputs import attention
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
-from torchao.quantization import quantize_
 
 from torchao_blockwise import linears_and_experts
 from torchao_blockwise.nn import NormLinear, SwiGLUExperts, SwiGLUMLP, swiglu_linear
@@ -47,6 +46,13 @@ class Grouped(nn.Module):
     def forward(self, x):
         ends = torch.tensor([3, 3, 33], dtype=torch.int32, device=x.device)
         return F.grouped_mm(x, self.weight.transpose(-2, -1), offs=ends)
+
+
+class Doubling(nn.Linear):
+    """A layer with its own forward pass, in a class that pickle finds."""
+
+    def forward(self, input: torch.Tensor, *, factor: float = 2.0):
+        return factor * super().forward(input)
 
 
 class Halves(nn.Module):
@@ -95,22 +101,10 @@ CONFIGS = {
 def make(name: str, config=None, dtype=torch.float32) -> nn.Module:
     make, then = MODELS[name]
     torch.manual_seed(0)
-    model = make().to(dtype)
-    if config is not None:
-        quantize_(model, config, filter_fn=linears_and_experts())
-        if then is not None:
-            then(model)
+    model = converted(make().to(dtype), config, linears_and_experts())
+    if config is not None and then is not None:
+        then(model)
     return model
-
-
-class Run:
-    """A model as it is called, with the parameters of the model itself."""
-
-    def __init__(self, model: nn.Module, call):
-        self.call, self.parameters = call, model.parameters
-
-    def __call__(self, x):
-        return self.call(x)
 
 
 def tokens(name: str, count: int = 33) -> torch.Tensor:

@@ -1,12 +1,12 @@
-"""What tests on a GPU share: steps that must not wait for it, graphs of them, and a captured training step's bits."""
+"""Steps on a GPU that must not wait for it, CUDA graphs of them, and comparison of a captured step with eager ones."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 
 import torch
+from helpers import assert_same_tensors
 
 from torchao_blockwise import load_recipe_state, recipe_state
 from torchao_blockwise.testing import assert_bitwise_equal
@@ -23,7 +23,7 @@ def no_syncs():
 
 
 def capture(run):
-    """(CUDA graph of `run()`, what it returned), captured after two runs on a stream of their own, as graphs ask for.
+    """(CUDA graph of `run()`, what it returned), captured after two runs on a separate stream, as graphs need.
 
     Two, because the second gradient is added to the first.
     """
@@ -56,10 +56,6 @@ def check_training_without_syncs(model, xs) -> None:
             train_step(model, optimizer, x)
 
 
-def sgd(lr: float):
-    return functools.partial(torch.optim.SGD, lr=lr)
-
-
 def check_captured_training(make, xs, make_optimizer) -> None:
     """Replays of one captured step have the losses and leave the weights of eager steps on the same batches.
 
@@ -84,8 +80,6 @@ def check_captured_training(make, xs, make_optimizer) -> None:
         x.copy_(batch)
         graph.replay()
         assert_bitwise_equal(loss.detach(), want, "loss")
-    wanted = eager.state_dict()
-    for name, value in captured.state_dict().items():
-        assert_bitwise_equal(value, wanted[name], name)
+    assert_same_tensors(captured.state_dict(), eager.state_dict())
     # Replays changed the weights without counting; eager use must see it all the same.
     assert_bitwise_equal(captured(xs[0]).detach(), eager(xs[0]).detach(), "eager after replays")

@@ -34,9 +34,8 @@ HADAMARD, STOCHASTIC, FULL = NVFP4Config(stochastic_rounding=False), NVFP4Config
 PER_EXPERT = NVFP4Config(seed=7, scale_per_expert=True)
 RECIPES = {"fp8": FP8, "fp8_pow2": FP8_POW2, "fp8_128x128": FP8_SQUARES, "nvfp4": NVFP4}
 every_recipe = pytest.mark.parametrize("config", RECIPES.values(), ids=RECIPES)
-
-
 both_formats = pytest.mark.parametrize("config", (FP8, NVFP4), ids=("fp8", "nvfp4"))
+both_masters = pytest.mark.parametrize("masters", (True, False), ids=("masters", "quantized"))
 
 QUANTIZERS = {
     "fp8": BlockwiseFP8Tensor.from_hp,
@@ -55,12 +54,13 @@ def weight(*shape: int, dtype=torch.float32, seed: int = 0) -> torch.Tensor:
     return random_tensor(*shape, dtype=dtype, seed=seed)
 
 
-def assert_same(got, expected) -> None:
+def assert_same(got, expected, names=None) -> None:
     """The tensors of one list, of which some may be None, are those of the other, bit for bit."""
-    for index, (a, b) in enumerate(zip(got, expected, strict=True)):
-        assert (a is None) == (b is None)
+    got, expected = list(got), list(expected)
+    for name, a, b in zip(names or range(len(got)), got, expected, strict=True):
+        assert (a is None) == (b is None), name
         if a is not None:
-            assert_bitwise_equal(a, b, str(index))
+            assert_bitwise_equal(a, b, str(name))
 
 
 def assert_same_tensors(got: dict, expected: dict) -> None:
@@ -70,13 +70,23 @@ def assert_same_tensors(got: dict, expected: dict) -> None:
         assert_bitwise_equal(got[name].detach(), x.detach(), name)
 
 
+def assert_same_gradients(got: nn.Module, expected: nn.Module) -> None:
+    names = [name for name, _ in expected.named_parameters()]
+    assert_same(*([p.grad for p in model.parameters()] for model in (got, expected)), names)
+
+
 def mlp(config=None, features=(64, 160, 32), bias: bool = True, dtype=torch.float32, seed: int = 0) -> nn.Sequential:
     """Linear, GELU, Linear; converted if there is a config."""
     torch.manual_seed(seed)
     inner, hidden, outer = features
-    model = nn.Sequential(nn.Linear(inner, hidden, bias=bias), nn.GELU(), nn.Linear(hidden, outer, bias=bias)).to(dtype)
+    model = nn.Sequential(nn.Linear(inner, hidden, bias=bias), nn.GELU(), nn.Linear(hidden, outer, bias=bias))
+    return converted(model.to(dtype), config)
+
+
+def converted(model: nn.Module, config, filter_fn=None) -> nn.Module:
+    """The model, converted in place if there is a config."""
     if config is not None:
-        quantize_(model, config)
+        quantize_(model, config, filter_fn=filter_fn)
     return model
 
 
@@ -127,16 +137,6 @@ def linear_by_hand(x, hp, bias, dy, config, rounding=None):
     return output.view(dy.shape), grad_input.view(x.shape), grad_weight, grad_bias
 
 
-def forward_backward(layer, x, dy=None):
-    """(output, grad_input, grad of each parameter) of one pass from fresh gradients."""
-    for p in layer.parameters():
-        p.grad = None
-    x = x.detach().requires_grad_()
-    out = layer(x)
-    out.backward(torch.ones_like(out) if dy is None else dy)
-    return out.detach(), x.grad, *(p.grad for p in layer.parameters())
-
-
 def tokens(*shape: int, dtype=torch.float32, seed: int = 3, device="cpu") -> torch.Tensor:
     return random_tensor(1, *shape, dtype=dtype, seed=seed, device=device)[0] / 64
 
@@ -148,6 +148,11 @@ def named_results(layer, x, dy=None, run=None) -> dict[str, torch.Tensor]:
     out = (layer if run is None else run)(x)
     out.backward(torch.ones_like(out) if dy is None else dy)
     return {"out": out.detach(), "x": x.grad, **{name: p.grad for name, p in layer.named_parameters()}}
+
+
+def forward_backward(layer, x, run=None) -> tuple[torch.Tensor, ...]:
+    """`named_results` without the names: (output, grad_input, grad of each parameter)."""
+    return tuple(named_results(layer, x, run=run).values())
 
 
 @contextlib.contextmanager

@@ -181,10 +181,18 @@ def folder_of_all() -> Path:
     return Path(name[0])
 
 
+def whole(x: torch.Tensor) -> torch.Tensor:
+    """`x`, gathered where ranks share it."""
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def whole_state(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Copies of a state's tensors, gathered where ranks share them."""
+    return {name: whole(x).detach().clone() for name, x in state.items()}
+
+
 def values_of(model) -> dict[str, torch.Tensor]:
-    """Copies of a model's state, gathered where ranks share it."""
-    states = model.state_dict().items()
-    return {name: (x.full_tensor() if isinstance(x, DTensor) else x).detach().clone() for name, x in states}
+    return whole_state(model.state_dict())
 
 
 def patient_group() -> dist.ProcessGroup:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import collections
 
 import torch
+from helpers import converted
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torchao.quantization import quantize_
 
 from torchao_blockwise.nn.fused_modules import fuse_class
 
@@ -74,9 +74,7 @@ class Attention(nn.Module):
 
 
 def attention(config, dtype=torch.float32, fused: bool = True, cls=Attention) -> Attention:
-    model = cls(dtype)
-    if config is not None:
-        quantize_(model, config)
+    model = converted(cls(dtype), config)
     if fused:
         fuse_class(model, ("q", "k", "v"))
     return model

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from every_layer import CONFIGS, MODELS, every_model, tokens
-from helpers import FP8, NVFP4, mlp, replace
+from helpers import FP8, NVFP4, converted, mlp, replace
 from torchao.quantization import quantize_
 
 import torchao_blockwise
@@ -81,17 +81,17 @@ def test_layers_train_bit_for_bit(model, config, mode):
     assert_same_results(run, mode)
 
 
-def converted(config):
+def model_of(config):
+    """Made on the CPU, and converted in the mode."""
     with torch.device("cpu"):
         model = mlp()
-    quantize_(model, config)
-    return model
+    return converted(model, config)
 
 
 def saved(config, kind: str, folder: Path) -> list:
     """The file that is exported, and what it and a plain file give in models that load them."""
     safetensors = pytest.importorskip("safetensors.torch")
-    model, masters, quantized = (converted(replace(config, master_weights=masters)) for masters in (True, True, False))
+    model, masters, quantized = (model_of(replace(config, master_weights=masters)) for masters in (True, True, False))
     checkpoint.export(model, folder / "exported", format=kind)
     checkpoint.load(masters, folder / "exported")
     (folder / "plain").mkdir()
@@ -115,7 +115,7 @@ def names_of_experts(folder: Path) -> list:
 
 
 def observed(config) -> list:
-    model = converted(config)
+    model = model_of(config)
     with diagnostics.NumericsMonitor(model, every=1) as monitor:
         model(random_tensor(24, 64)).square().mean().backward()
         return [repr(monitor.step()), repr(diagnostics.memory_report(model))]

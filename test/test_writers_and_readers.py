@@ -13,9 +13,8 @@ import pytest
 import torch
 import torchao.optim
 from every_layer import Mixture
-from helpers import FP8, NVFP4, replace
+from helpers import FP8, NVFP4, assert_same, both_formats, converted, replace
 from torch import nn
-from torchao.quantization import quantize_
 
 from torchao_blockwise import MasterWeightTensor, linears_and_experts, weights_unchanged
 
@@ -43,8 +42,7 @@ def made(kind, config, state=None):
     model = kind()
     if state is not None:
         model.load_state_dict(state)
-    quantize_(model, config, filter_fn=linears_and_experts())
-    return model
+    return converted(model, config, linears_and_experts())
 
 
 def read(run, model):
@@ -186,9 +184,7 @@ def reader(request, how):
 def assert_reads_what_is_there(reader):
     model, run, kind, config = reader
     fresh = made(kind, config, values_of(model))
-    actual, expected = read(run, model), read(fresh, fresh)
-    for a, b in zip(actual, expected, strict=True):
-        assert torch.equal(a, b)
+    assert_same(read(run, model), read(fresh, fresh))
 
 
 @pytest.mark.parametrize(("reader", "writer"), PAIRS, indirect=["reader"])
@@ -224,12 +220,11 @@ QUANTIZED_WRITERS = {
 
 @pytest.mark.parametrize("writer", QUANTIZED_WRITERS.values(), ids=QUANTIZED_WRITERS)
 @pytest.mark.parametrize("compiled", (False, True), ids=("eager", "compiled"))
-@pytest.mark.parametrize("config", (FP8, NVFP4), ids=("fp8", "nvfp4"))
+@both_formats
 def test_quantized_parameters_are_read_as_they_are(config, compiled, writer):
     model = made(Mlp, replace(config, master_weights=False))
     run = torch.compile(model) if compiled else model
     read(run, model)
     writer(model)
     fresh = copy.deepcopy(model)
-    for a, b in zip(read(run, model), read(fresh, fresh), strict=True):
-        assert torch.equal(a, b)
+    assert_same(read(run, model), read(fresh, fresh))

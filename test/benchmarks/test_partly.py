@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from helpers import named_results
 from llm_cases import CPU, TINY
 from llm_training.partly import PARTS, PartlyQuantizedLinear
 from llm_training.recipes import convert
@@ -14,7 +15,7 @@ from torch import nn
 from torchao.quantization import quantize_
 
 from torchao_blockwise import BlockwiseFP8TrainingConfig, NVFP4TrainingConfig
-from torchao_blockwise.testing import random_tensor
+from torchao_blockwise.testing import random_tensor, relative_error
 
 CONFIGS = {"fp8": BlockwiseFP8TrainingConfig(), "nvfp4": NVFP4TrainingConfig(hadamard=False, stochastic_rounding=False)}
 # Part -> the results that read it.
@@ -27,14 +28,7 @@ CHANGES = {
 
 
 def results(layer: nn.Module, x: torch.Tensor, dy: torch.Tensor) -> dict[str, torch.Tensor]:
-    x = x.clone().requires_grad_()
-    out = layer(x)
-    dx, dw = torch.autograd.grad(out, (x, layer.weight), dy)
-    return {"output": out.detach(), "grad_input": dx, "grad_weight": dw}
-
-
-def off(a: torch.Tensor, b: torch.Tensor) -> float:
-    return ((a.double() - b.double()).norm() / b.double().norm()).item()
+    return dict(zip(("output", "grad_input", "grad_weight"), named_results(layer, x, dy).values(), strict=True))
 
 
 @pytest.mark.parametrize("fmt", CONFIGS)
@@ -50,9 +44,9 @@ def test_a_part_changes_the_results_that_read_it(fmt, part):
     found = results(PartlyQuantizedLinear(layer.weight, fmt, part), x, dy)
     assert {gemm for gemm in found if not torch.equal(found[gemm], plain[gemm])} == CHANGES[part]
     for gemm in CHANGES[part]:
-        assert off(found[gemm], plain[gemm]) < 1.1 * off(whole[gemm], plain[gemm])
+        assert relative_error(found[gemm], plain[gemm]) < 1.1 * relative_error(whole[gemm], plain[gemm])
     if part in CHANGES[part]:
-        assert off(found[part], whole[part]) < 0.006 < off(plain[part], whole[part])
+        assert relative_error(found[part], whole[part]) < 0.006 < relative_error(plain[part], whole[part])
 
 
 @pytest.mark.parametrize("recipe", ("fp8_only_x", "nvfp4_only_grad_weight"))

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from exported_models import FORMATS, OperandsRead, alike_layers, assert_files_hold, export, tensors_in
-from helpers import FP8, NVFP4, assert_same_tensors, mlp, replace
+from helpers import FP8, NVFP4, assert_same_tensors, converted, mlp, replace
 from live_memory import peak_of
 from ranks import device, folder_of_all
 from torch import nn
@@ -22,7 +22,6 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
-from torchao.quantization import quantize_
 
 from torchao_blockwise import checkpoint, linears_and_experts
 from torchao_blockwise.distributed import ExpertParallel, MasterWeightOptimizer
@@ -58,11 +57,9 @@ def model_of(format: str, masters: bool = True, **options: Any) -> nn.Sequential
     return mlp(replace(FORMATS[format], master_weights=masters), **{"features": FEATURES[format]} | options)
 
 
-def converted(make: Callable[[], nn.Module], config: Any, seed: int = 0) -> nn.Module:
+def built(make: Callable[[], nn.Module], config: Any, seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)
-    model = make()
-    quantize_(model, config, filter_fn=linears_and_experts())
-    return model
+    return converted(make(), config, linears_and_experts())
 
 
 def compare(model: nn.Module, reference: nn.Module, format: str = "fp8_block") -> None:
@@ -106,7 +103,7 @@ class Attention(nn.Module):
 
 def joins_sharded_nvfp4(rank: int, size: int) -> None:
     """q, k and v whose largest amaxes lie on different ranks."""
-    model, reference = converted(Attention, NVFP4), converted(Attention, NVFP4).bfloat16()
+    model, reference = built(Attention, NVFP4), built(Attention, NVFP4).bfloat16()
     fully_shard(model, mesh=mesh_of(size), mp_policy=IN_BF16)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
@@ -119,7 +116,7 @@ def loads(rank: int, size: int, kind: str, format: str) -> None:
 
     def made(seed: int) -> Any:
         if kind == "experts":
-            return converted(lambda: nn.Sequential(SwiGLUExperts(3, 192, 96)), FORMATS[format], seed)
+            return built(lambda: nn.Sequential(SwiGLUExperts(3, 192, 96)), FORMATS[format], seed)
         return mlp(FORMATS[format], features=sizes[kind], seed=seed)
 
     folder, reference, model = folder_of_all(), made(0), made(1)
@@ -208,7 +205,7 @@ def spreads_and_shards_experts(rank: int, size: int, dim: int, format: str) -> N
 
     def made(seed: int) -> nn.Module:
         # The first rank of each pair holds three experts, the other two.
-        return converted(lambda: nn.Sequential(Routed(5)), FORMATS[format], seed)
+        return built(lambda: nn.Sequential(Routed(5)), FORMATS[format], seed)
 
     def spread(model: Any) -> nn.Module:
         parallelize_module(model, mesh["experts"], {"0.experts": ExpertParallel()})

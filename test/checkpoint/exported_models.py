@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import FP8, FP8_POW2, NVFP4
+from helpers import FP8, FP8_POW2, NVFP4, converted
 from torch import nn
-from torchao.quantization import quantize_
 
 from torchao_blockwise import MasterWeightTensor, _compat, checkpoint, linears_and_experts, skip_lm_head
 from torchao_blockwise.diagnostics import live_memory
@@ -40,9 +39,7 @@ def language_model(name: str, config=FP8, **more):
         del options["head_dim"]
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, f"{name}Config")(**options))
-    if config is not None:
-        quantize_(model, config, filter_fn=linears_and_experts() & skip_lm_head())
-    return model
+    return converted(model, config, linears_and_experts() & skip_lm_head())
 
 
 # The config that each format of files is of.
@@ -53,7 +50,6 @@ FORMATS = {
     "nvfp4_modelopt": NVFP4,
 }
 every_format = pytest.mark.parametrize("format", FORMATS)
-masters_or_not = pytest.mark.parametrize("masters", (True, False), ids=("masters", "quantized"))
 
 
 def export(model: nn.Module, folder: Path, format: str = "fp8_block") -> dict[str, torch.Tensor]:
@@ -88,9 +84,7 @@ def alike_layers(config, width: int, count: int) -> nn.Sequential:
     """All alike: the memory that reading takes depends on values, a little."""
     torch.manual_seed(0)
     layer = nn.Linear(width, width, bias=False)
-    model = nn.Sequential(*(copy.deepcopy(layer) for _ in range(count)))
-    quantize_(model, config)
-    return model
+    return converted(nn.Sequential(*(copy.deepcopy(layer) for _ in range(count))), config)
 
 
 def tensors_in(folder) -> dict[str, torch.Tensor]:

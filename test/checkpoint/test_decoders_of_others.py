@@ -9,7 +9,7 @@ import warnings
 import pytest
 import torch
 from exported_models import SMALL, decoded, export, language_model, tensors_in
-from helpers import FP8, NVFP4, mlp
+from helpers import FP8, NVFP4, assert_same_tensors, mlp
 from torchao.quantization import quantize_
 
 from torchao_blockwise import (
@@ -20,7 +20,6 @@ from torchao_blockwise import (
     skip_lm_head,
 )
 from torchao_blockwise.checkpoint import layouts
-from torchao_blockwise.testing import assert_bitwise_equal
 
 pytestmark = pytest.mark.usefixtures("no_interpreter")
 FEATURES = (208, 304, 144)
@@ -96,8 +95,7 @@ def test_torch_distributed_checkpoint(tmp_path):
     found = tensors_in(tmp_path / "out")
     state = {name: torch.zeros(found[name].shape) for name in ("0.weight", "2.weight")}
     dcp.load(state, storage_reader=reader.QuantizedHuggingFaceStorageReader(str(tmp_path / "out")), no_dist=True)
-    for name, theirs in state.items():
-        assert_bitwise_equal(theirs, decoded(found, name), name)
+    assert_same_tensors(state, {name: decoded(found, name) for name in state})
 
 
 def test_settings_are_those_of_a_preset_of_compressed_tensors():

@@ -13,7 +13,7 @@ import torch
 from expecttest import assert_expected_inline
 from expert_modules import ROUTERS
 from exported_models import FORMATS, MODELS, language_model, save, tensors_in, tiny_mixture
-from helpers import FP8, NVFP4, assert_same_tensors
+from helpers import FP8, NVFP4, assert_same_tensors, converted
 from readers import check_folder, check_names, ignored_in, transformers_skips
 from torch import nn
 from torchao.quantization import quantize_
@@ -47,8 +47,7 @@ def partly(name: str, config, *more):
     """All but the last block is converted."""
     model = language_model(name, None)
     chosen = linears_and_experts() & skip_lm_head() & keep_last_blocks(model, 1)
-    quantize_(model, config, filter_fn=chosen if not more else chosen & more[0])
-    return model
+    return converted(model, config, chosen & more[0] if more else chosen)
 
 
 def settings(model, folder, format="fp8_block") -> dict:
@@ -186,8 +185,7 @@ def test_a_model_that_transformers_has_dequantized_is_exported(name, tmp_path):
 
 
 def test_whole_models_warn_of_nothing(tmp_path):
-    model = language_model("Qwen3Moe", None, hidden_size=256, head_dim=64)
-    quantize_(model, FP8, filter_fn=is_linear() & skip_lm_head())
+    model = converted(language_model("Qwen3Moe", None, hidden_size=256, head_dim=64), FP8, is_linear() & skip_lm_head())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         names = settings(model, tmp_path / "out")["modules_to_not_convert"]

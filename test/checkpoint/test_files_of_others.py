@@ -13,13 +13,12 @@ from exported_models import (
     filled,
     language_model,
     logits,
-    masters_or_not,
     operand_of,
     save,
     tensors_in,
     values_of,
 )
-from helpers import FP8, NVFP4, assert_same_tensors, mlp, replace
+from helpers import FP8, NVFP4, assert_same_tensors, both_masters, mlp, replace
 
 from torchao_blockwise import checkpoint
 from torchao_blockwise.checkpoint import layouts
@@ -110,7 +109,7 @@ def test_codes_that_are_nan_stay_so(code, masters, tmp_path):
         assert not (tmp_path / "again").exists()
 
 
-@masters_or_not
+@both_masters
 @pytest.mark.parametrize("name", ("Qwen3Moe", "Mixtral"))
 def test_experts_in_one_tensor_are_read(name, masters, tmp_path):
     """`gate_up_proj` and `gate_up_proj_scale_inv`, as a model has them, and not one by one as transformers writes."""

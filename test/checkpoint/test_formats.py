@@ -21,12 +21,11 @@ from exported_models import (
     filled,
     language_model,
     logits,
-    masters_or_not,
     operand_of,
     tensors_in,
     tiny_mixture,
 )
-from helpers import FP8, FP8_POW2, NVFP4, assert_same_tensors, mlp, replace
+from helpers import FP8, FP8_POW2, NVFP4, assert_same_tensors, both_masters, converted, mlp, replace
 from torch import nn
 from torchao.quantization import quantize_
 
@@ -73,7 +72,7 @@ HELD = {
 }  # fmt: skip
 
 
-@masters_or_not
+@both_masters
 @pytest.mark.parametrize(("format", "config"), (*FORMATS.items(), ("fp8_block", FP8_POW2)))
 def test_files_have_the_bytes_of_the_weights(format, config, masters, tmp_path):
     model = mlp(replace(config, master_weights=masters), features=FEATURES)
@@ -128,7 +127,7 @@ def test_models_of_transformers(name, tmp_path):
     assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".")] == []
 
 
-@masters_or_not
+@both_masters
 @pytest.mark.parametrize("kind", ("all", "some", "none"))
 def test_files_in_fp32_say_that_scales_are_powers_of_two(kind, masters, tmp_path):
     """Where all are. They are loaded and exported to the same bytes."""
@@ -139,8 +138,7 @@ def test_files_in_fp32_say_that_scales_are_powers_of_two(kind, masters, tmp_path
         if kind == "some":
             quantize_(model, replace(FP8_POW2, master_weights=masters), filter_fn=skip_fqns("*.mlp.*") & skip_lm_head())
         others = is_linear() & (lambda m, fqn: ".mlp." in fqn) if kind == "some" else skip_lm_head()
-        quantize_(model, of_others, filter_fn=others)
-        return model
+        return converted(model, of_others, others)
 
     export(made(), tmp_path / "out")
     settings = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
@@ -163,7 +161,7 @@ def test_a_cut_block_is_quantized_again(tmp_path):
     assert (decoded(found, up) - expected).norm() < 0.04 * expected.norm()
 
 
-@masters_or_not
+@both_masters
 @pytest.mark.parametrize("name", ("Llama", "Qwen3Moe", "DeepseekV3"))
 def test_layers_that_engines_join_have_one_tensor_scale(name, masters, tmp_path):
     """That of the largest amax; the payload is what quantizing with it gives: masters, or what Parameters decode to."""
@@ -235,8 +233,7 @@ def test_an_embedding_is_written_in_high_precision(tmp_path):
 
     def made():
         model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL, tie_word_embeddings=True))
-        quantize_(model, FP8, filter_fn=linears_and_experts())
-        return model
+        return converted(model, FP8, linears_and_experts())
 
     model, name = made(), "model.embed_tokens.weight"
     with pytest.warns(UserWarning, match=r"embed_tokens\.weight is also the weight of an embedding"):
@@ -262,7 +259,7 @@ def check_products(model: nn.Module, format: str, folder, *inputs) -> None:
     assert_files_hold(products.operands, export(model, folder, format))
 
 
-@masters_or_not
+@both_masters
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=("fp32", "bf16"))
 @pytest.mark.parametrize("format", ("fp8_block", "nvfp4_compressed_tensors"))
 def test_products_read_what_files_hold(format, masters, dtype, device, tmp_path):
@@ -286,12 +283,11 @@ def test_autocast_does_not_change_what_products_read(tmp_path):
         check_products(mlp(FP8, features=FEATURES), "fp8_block", tmp_path / "out", torch.randn(4, FEATURES[0]))
 
 
-@masters_or_not
+@both_masters
 @pytest.mark.parametrize("config", (FP8, FP8_POW2), ids=("fp32_scales", "powers_of_2"))
 def test_products_of_experts_read_what_files_hold(config, masters, device, tmp_path):
     torch.manual_seed(0)
-    model = SwiGLUExperts(3, 192, 128)
-    quantize_(model, replace(config, master_weights=masters), filter_fn=experts())
+    model = converted(SwiGLUExperts(3, 192, 128), replace(config, master_weights=masters), experts())
     ends = torch.tensor([2, 4, 6], dtype=torch.int32, device=device)
     check_products(model.to(device), "fp8_block", tmp_path / "out", torch.randn(6, 192, device=device), ends)
 
@@ -339,5 +335,4 @@ def test_a_convolution_that_files_have_in_parts(tmp_path):
     assert {name.rpartition(".attention.")[2] for name in plain} == {f"{x}_conv1d.weight" for x in "qkv"}
     quantize_(model, FP8, filter_fn=linears_and_experts() & skip_lm_head())
     found = dict(checkpoint.quantized_weights(model))
-    for name, x in plain.items():
-        assert_bitwise_equal(found[name], x, name)
+    assert_same_tensors({name: found[name] for name in plain}, plain)

@@ -16,13 +16,12 @@ from exported_models import (
     filled,
     language_model,
     logits,
-    masters_or_not,
     save,
     tensors_in,
     tiny_mixture,
     values_of,
 )
-from helpers import FP8, FP8_POW2, NVFP4, assert_same_tensors, mlp, replace
+from helpers import FP8, FP8_POW2, NVFP4, assert_same_tensors, both_masters, mlp, replace
 from live_memory import peak_of
 from torch import nn
 from torchao.quantization import quantize_
@@ -86,7 +85,7 @@ def test_every_model_gets_the_values_of_files(name, format, tmp_path):
         assert held
 
 
-@masters_or_not
+@both_masters
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=("f32", "bf16"))
 @pytest.mark.parametrize("seed", range(2))
 def test_nvfp4_comes_back_byte_for_byte(masters, dtype, seed, tmp_path):
@@ -265,7 +264,7 @@ def test_load_and_export_repeat_every_byte(config, dtype, loaded, tmp_path, recw
     assert not [w for w in recwarn if "power_of_2_scales" in str(w.message)]
 
 
-@masters_or_not
+@both_masters
 @pytest.mark.parametrize(("of_files", "of_model"), ((FP8_POW2, FP8), (FP8, FP8_POW2)), ids=("to_fp32", "to_powers"))
 @pytest.mark.parametrize("has_config", (True, False), ids=("config", "no_config"))
 def test_other_scales_than_the_models_are_named(of_files, of_model, masters, has_config, tmp_path):
@@ -292,7 +291,7 @@ WIDTH = 512
 LAYER = WIDTH * WIDTH
 
 
-@masters_or_not
+@both_masters
 @pytest.mark.parametrize("format", ("fp8_block", "nvfp4_compressed_tensors"))
 def test_export_and_load_hold_a_layer(format, masters, tmp_path):
     """Its payload and what it takes to quantize it, and the file that fills."""

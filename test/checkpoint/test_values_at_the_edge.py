@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from exported_models import FORMATS, decoded, every_format, export, filled, language_model, tensors_in
-from helpers import FP8, FP8_POW2, assert_same_tensors, mlp
+from helpers import FP8, FP8_POW2, assert_same_tensors, converted, mlp
 from torch import nn
-from torchao.quantization import quantize_
 
 from torchao_blockwise import checkpoint
 from torchao_blockwise.cli import main
@@ -21,8 +20,7 @@ BOTH_NVFP4 = tuple(FORMATS)[2:]
 def layer(values: torch.Tensor, format: str) -> nn.Module:
     model = nn.Sequential(nn.Linear(*reversed(values.shape), bias=False))
     model[0].weight = nn.Parameter(values.clone())
-    quantize_(model, FORMATS[format])
-    return model
+    return converted(model, FORMATS[format])
 
 
 def values(factor: float) -> torch.Tensor:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from exported_models import FORMATS, compressed_tensors, export, safetensors, save
-from helpers import FP8, mlp, replace
+from helpers import FP8, assert_same_tensors, mlp, replace
 
 from torchao_blockwise import checkpoint
 from torchao_blockwise.testing import assert_bitwise_equal
@@ -26,8 +26,7 @@ def assert_refused(format: str, folder: Path, message: str, error=(ValueError, K
         before = {n: x.clone() for n, x in model.state_dict().items()}
         with pytest.raises(error, match=message):
             checkpoint.load(model, folder)
-        for n, x in model.state_dict().items():
-            assert_bitwise_equal(x, before[n], n)
+        assert_same_tensors(model.state_dict(), before)
 
 
 def gone(name: str):

@@ -7,7 +7,7 @@ import types
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from helpers import FP8, assert_same, both_formats, forward_backward, saved_and_loaded
+from helpers import FP8, assert_same, both_formats, converted, forward_backward, saved_and_loaded
 from shared_inputs import Counter
 from torch import nn
 from torchao.quantization import quantize_
@@ -44,8 +44,7 @@ def language_model(name: str = "Llama", dtype=torch.bfloat16, **options) -> nn.M
 
 
 def convert(model, config=FP8) -> nn.Module:
-    quantize_(model, config, filter_fn=skip_lm_head())
-    return model
+    return converted(model, config, skip_lm_head())
 
 
 def step(model, autocast: bool = False) -> list[torch.Tensor]:
@@ -267,11 +266,11 @@ def test_lora(targets):
 @both_formats
 def test_names_and_state_dicts_stay_and_unconvert_ends_it(config):
     model, plain, other = convert(language_model(), config), language_model(), convert(language_model(), config)
-    names, converted = [name for name, _ in model.named_modules()], conversion_report(model)
+    names, report = [name for name, _ in model.named_modules()], conversion_report(model)
     state = {name: x.clone() for name, x in model.state_dict().items()}
     expected = step(model)
     fuse(model)
-    assert [name for name, _ in model.named_modules()] == names and conversion_report(model) == converted
+    assert [name for name, _ in model.named_modules()] == names and conversion_report(model) == report
     after = saved_and_loaded(model.state_dict())
     assert [*after] == [*state]
     assert_same([*after.values()], [*state.values()])

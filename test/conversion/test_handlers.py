@@ -16,7 +16,10 @@ from helpers import (
     FULL,
     NVFP4,
     Tied,
+    assert_same,
     both_formats,
+    both_masters,
+    converted,
     every_recipe,
     forward_backward,
     linear_by_hand,
@@ -46,9 +49,6 @@ from torchao_blockwise.testing import assert_bitwise_equal
 pytestmark = pytest.mark.usefixtures("no_interpreter")
 
 
-both_masters = pytest.mark.parametrize("master_weights", (True, False), ids=("masters", "quantized"))
-
-
 def class_of(config) -> type:
     if config.master_weights:
         return MasterWeightTensor
@@ -57,8 +57,8 @@ def class_of(config) -> type:
 
 @every_recipe
 @both_masters
-def test_what_the_filter_accepts_is_converted_and_nothing_else(config, master_weights):
-    config, model = replace(config, master_weights=master_weights), ExpertModel()
+def test_what_the_filter_accepts_is_converted_and_nothing_else(config, masters):
+    config, model = replace(config, master_weights=masters), ExpertModel()
     values = {name: p.detach().clone() for name, p in model.named_parameters()}
     classes = [type(m) for m in model.modules()]
     quantize_(model, config, linears_and_experts() & skip_fqns("lm_head"))
@@ -71,7 +71,7 @@ def test_what_the_filter_accepts_is_converted_and_nothing_else(config, master_we
             assert p.shape == values[name].shape
         hp = p.hp if isinstance(p, MasterWeightTensor) else p.dequantize() if name in kinds(model) else p
         close = (hp - values[name]).norm() < 0.2 * values[name].norm()
-        assert torch.equal(hp, values[name]) or (not master_weights and close)
+        assert torch.equal(hp, values[name]) or (not masters and close)
     model(X, ENDS).sum().backward()
     assert all(p.grad is not None for name, p in model.named_parameters() if name in kinds(model))
 
@@ -97,13 +97,13 @@ def test_identity_gradient_attributes_and_hooks_stay():
 
 
 @pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="this PyTorch knows one dtype of gradients")
-@pytest.mark.parametrize("master_weights", (True, False), ids=("masters", "quantized"))
-def test_the_dtype_of_gradients_stays(master_weights):
+@both_masters
+def test_the_dtype_of_gradients_stays(masters):
     """There and back, and with a gradient of that dtype."""
     layer = nn.Linear(64, 48, dtype=torch.bfloat16)
     layer.weight.grad_dtype = torch.float32
     layer.weight.grad = torch.ones(48, 64)
-    quantize_(layer, replace(FP8, master_weights=master_weights))
+    quantize_(layer, replace(FP8, master_weights=masters))
     assert layer.weight.grad_dtype == layer.weight.grad.dtype == torch.float32
     layer.weight.grad = None
     layer(torch.randn(3, 64, dtype=torch.bfloat16)).sum().backward()
@@ -122,8 +122,7 @@ def test_by_name():
     }  # fmt: skip
     assert model.layers[1].experts.up.layer == "layers.1.experts.up"
     assert all(type(v) is torch.Tensor for v in model.state_dict().values())
-    model = ExpertModel()
-    quantize_(model, FqnToConfig({"layers.0.experts": FP8}), filter_fn=None)
+    model = converted(ExpertModel(), FqnToConfig({"layers.0.experts": FP8}))
     assert kinds(model) == named("up", "down", blocks=1)
     assert convert_module(model.layers[1].experts, NVFP4, parameter_name="down") is model.layers[1].experts
     assert kinds(model.layers[1]) == {"experts.down": MasterWeightTensor}
@@ -149,14 +148,12 @@ def test_a_call_looks_at_the_model_once(config, monkeypatch):
     """Once for each layer took 43 s for 2000 of them."""
     looks, look = [], handlers.held_parameters
     monkeypatch.setattr(handlers, "held_parameters", lambda model: looks.append(model) or look(model))
-    model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(12)))
-    quantize_(model, config)
+    model = converted(nn.Sequential(*(nn.Linear(32, 32) for _ in range(12))), config)
     assert len(looks) == 1 and all(layer.status == "converted" for layer in conversion_report(model).layers)
 
 
 def test_each_call_sees_the_model_as_it_is():
-    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
-    quantize_(model, FP8)
+    model = converted(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)), FP8)
     model.append(nn.Linear(32, 32))
     model.insert(0, nn.Linear(32, 32))
     model.append(nn.Linear(32, 32))
@@ -170,8 +167,7 @@ def test_each_call_sees_the_model_as_it_is():
 
 def test_layers_that_the_filter_leaves_out_count_where_the_model_is_needed():
     """Random bits are those of a layer's place in the model; the other holder of a tied weight is converted too."""
-    model = nn.Sequential(*(nn.Linear(32, 32, bias=False) for _ in range(3)))
-    quantize_(model, FULL, filter_fn=skip_fqns("1"))
+    model = converted(nn.Sequential(*(nn.Linear(32, 32, bias=False) for _ in range(3))), FULL, skip_fqns("1"))
     assert [state["stream"] for state in recipe_state(model).values()] == [0, 8]
     tied = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
     tied[1].weight = tied[0].weight
@@ -211,10 +207,10 @@ COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda m: pickle.loads(pickle.dum
 @both_formats
 @pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
 @both_masters
-def test_copies_of_converted_models(config, copied, master_weights):
-    config = replace(config, master_weights=master_weights)
+def test_copies_of_converted_models(config, copied, masters):
+    config = replace(config, master_weights=masters)
     model, moe, ids = Tied(), ExpertModel(), torch.tensor([[1, 2, 3]])
-    quantize_(model, config, is_linear() if master_weights else skip_fqns("lm_head"))
+    quantize_(model, config, is_linear() if masters else skip_fqns("lm_head"))
     quantize_(moe, config, linears_and_experts())
     other, other_moe = copied(model), copied(moe)
     assert other.embed.weight is other.lm_head.weight
@@ -261,7 +257,4 @@ def test_converted_on_meta_then_materialised(config):
     for layer in (model[0], model[2]):
         layer.reset_parameters()
     model.load_state_dict(mlp(seed=2).state_dict())
-    for a, b in zip(
-        forward_backward(model, torch.ones(3, 64)), forward_backward(mlp(config, seed=2), torch.ones(3, 64))
-    ):
-        assert_bitwise_equal(a, b)
+    assert_same(*(forward_backward(m, torch.ones(3, 64)) for m in (model, mlp(config, seed=2))))

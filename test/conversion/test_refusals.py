@@ -12,7 +12,7 @@ import pytest
 import torch
 from expert_modules import Model as ExpertModel
 from expert_modules import kinds
-from helpers import FP8, NVFP4, Tied, mlp, replace
+from helpers import FP8, NVFP4, Tied, both_masters, converted, mlp, replace
 from torch import nn
 from torch.ao.nn import qat
 from torch.ao.quantization import get_default_qat_qconfig
@@ -66,9 +66,7 @@ def fake_quantized():
 def int8():
     from torchao.quantization import Int8WeightOnlyConfig
 
-    layer = nn.Linear(64, 64)
-    quantize_(layer, Int8WeightOnlyConfig())
-    return layer
+    return converted(nn.Linear(64, 64), Int8WeightOnlyConfig())
 
 
 def derived():
@@ -302,7 +300,7 @@ def language_model(family: str, **options) -> nn.Module:
     return exported_models.language_model(family, None, **options)
 
 
-@pytest.mark.parametrize("masters", (True, False), ids=("masters", "quantized"))
+@both_masters
 def test_gpt_oss_is_refused_with_eager_experts_and_trains_with_the_remedy(masters):
     model = language_model("GptOss", num_local_experts=4, num_experts_per_tok=2)
     model.set_experts_implementation("eager")

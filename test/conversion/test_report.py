@@ -8,7 +8,7 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 from expert_modules import Model as ExpertModel
-from helpers import FP8, NVFP4, PER_EXPERT, Tied, every_recipe, mlp, replace
+from helpers import FP8, NVFP4, PER_EXPERT, Tied, both_masters, converted, every_recipe, mlp, replace
 from torch import nn
 from torchao.quantization import FqnToConfig, quantize_
 
@@ -70,12 +70,10 @@ total  1 of 4          converted                                                
 
 
 def test_text_of_one_layer():
-    layer = nn.Linear(256, 256, dtype=torch.bfloat16)
-    quantize_(layer, replace(NVFP4, master_weights=False))
+    layer = converted(nn.Linear(256, 256, dtype=torch.bfloat16), replace(NVFP4, master_weights=False))
     row = "(the model itself) converted nvfp4_16x16, no master 256×256 bfloat16 128.0 KiB 32.3 KiB 32.3 KiB"
     assert str(conversion_report(layer)).splitlines()[2].split() == row.split()
-    module = SwiGLUExperts(2, 16, 16)
-    quantize_(module, FP8, experts())
+    module = converted(SwiGLUExperts(2, 16, 16), FP8, experts())
     assert [row.fqn for row in conversion_report(module).layers] == ["gate_up", "down"]
 
 
@@ -114,11 +112,11 @@ def holds_a_layer(module):
 
 
 @every_recipe
-@pytest.mark.parametrize("master_weights", (True, False), ids=("masters", "quantized"))
+@both_masters
 @pytest.mark.parametrize(("make", "filter_of"), MODELS.values(), ids=MODELS)
-def test_a_dry_run_changes_nothing_and_predicts_the_report(config, master_weights, make, filter_of):
+def test_a_dry_run_changes_nothing_and_predicts_the_report(config, masters, make, filter_of):
     """And the bytes are those that training keeps."""
-    model, config = make(), replace(config, master_weights=master_weights)
+    model, config = make(), replace(config, master_weights=masters)
     filter_fn = {} if filter_of is None else {"filter_fn": filter_of(model)}
 
     def state():
@@ -202,8 +200,7 @@ def test_a_report_of_nothing_names_the_filter():
     """`quantize_` itself cannot say so: where its default filter selects nothing, nothing of this package is called."""
     report = conversion_report(nn.Sequential(nn.ReLU()))
     assert report.layers == () and report.totals["layers"] == 0 and "0 of 0" in str(report)
-    model = nn.ModuleDict({"experts": SwiGLUExperts(2, 16, 16)})
-    quantize_(model, FP8)
+    model = converted(nn.ModuleDict({"experts": SwiGLUExperts(2, 16, 16)}), FP8)
     hint = "\nno layer is converted; filter_fn=recommended_layers(model) includes experts"
     assert str(conversion_report(model)).endswith(hint)
     quantize_(model, FP8, filter_fn=recommended_layers(model))

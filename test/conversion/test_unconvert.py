@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 from expert_modules import Model
-from helpers import FP8, RECIPES, Tied, assert_same_tensors, both_formats, mlp, replace
+from helpers import FP8, Tied, assert_same_tensors, both_formats, both_masters, every_recipe, mlp, replace
 from torch import nn
 from torchao.quantization import quantize_
 
@@ -27,7 +27,7 @@ def train(model, optimizer, steps: int = 2) -> torch.Tensor:
     return model(x).detach()
 
 
-@pytest.mark.parametrize("config", RECIPES.values(), ids=RECIPES)
+@every_recipe
 def test_a_model_that_was_converted_trains_as_one_that_was_not(config):
     """With the optimizer from before, whose states and groups hold the same objects."""
     plain, model = mlp(), mlp()
@@ -63,15 +63,15 @@ def test_values_and_gradients_of_training_stay(config):
 
 
 @both_formats
-@pytest.mark.parametrize("master_weights", (True, False), ids=("masters", "quantized"))
-def test_converted_again(config, master_weights):
-    config = replace(config, master_weights=master_weights)
+@both_masters
+def test_converted_again(config, masters):
+    config = replace(config, master_weights=masters)
     model = mlp(config)
     x = torch.randn(4, 64)
     expected = model(x).detach()
     weight = model[0].weight
     quantize_(unconvert(model), config)
-    assert model[0].weight is weight and isinstance(weight, MasterWeightTensor) == master_weights
+    assert model[0].weight is weight and isinstance(weight, MasterWeightTensor) == masters
     assert_bitwise_equal(model(x).detach(), expected)
 
 

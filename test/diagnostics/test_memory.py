@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import FP8, FULL, NVFP4, both_formats, mlp, replace
+from helpers import FP8, FULL, NVFP4, both_formats, both_masters, converted, mlp, replace
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
@@ -52,46 +52,48 @@ def tokens() -> torch.Tensor:
     return torch.randn(T, D, dtype=torch.bfloat16)
 
 
-@pytest.mark.parametrize("master_weights", (True, False), ids=("master", "quantized"))
+def assert_predicted(report, names=STEP) -> None:
+    for name in names:
+        assert getattr(report.predicted, name) == getattr(report.measured, name), name
+
+
+@both_masters
 @both_formats
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
-def test_a_step_takes_what_was_predicted(make, config, master_weights):
+def test_a_step_takes_what_was_predicted(make, config, masters):
     model = make().bfloat16()
     plain = memory_report(model, tokens())
     assert plain.predicted == plain.unconverted
-    quantize_(model, replace(config, master_weights=master_weights), filter_fn=linears_and_experts())
+    quantize_(model, replace(config, master_weights=masters), filter_fn=linears_and_experts())
     report = memory_report(model, tokens())
     assert report.notes == () and report.unconverted == plain.unconverted
-    for name in STEP:
-        assert getattr(report.predicted, name) == getattr(report.measured, name), name
+    assert_predicted(report)
     with torch.device("meta"):
         unreal = make().bfloat16()
     quantize_(unreal, replace(config, master_weights=True), filter_fn=linears_and_experts())
-    if master_weights:
+    if masters:
         found = memory_report(unreal, tokens().to("meta"))
         assert (found.predicted, found.measured) == (report.predicted, None)
 
 
-@pytest.mark.parametrize("master_weights", (True, False), ids=("master", "quantized"))
-def test_tensor_scales_of_experts_count_each(master_weights):
+@both_masters
+def test_tensor_scales_of_experts_count_each(masters):
     def report(per_expert: bool):
-        model, config = Experts().bfloat16(), replace(NVFP4, master_weights=master_weights, scale_per_expert=per_expert)
+        model, config = Experts().bfloat16(), replace(NVFP4, master_weights=masters, scale_per_expert=per_expert)
         quantize_(model, config, filter_fn=linears_and_experts())
         return memory_report(model, tokens())
 
     one, each = report(False), report(True)
-    for name in ("weights", "copies", "peak"):
-        assert getattr(each.predicted, name) == getattr(each.measured, name), name
+    assert_predicted(each, ("weights", "copies", "peak"))
     # Two more of the largest master's copy; a quantized weight has them itself, two for each of both weights.
     more = 2 * torch.float32.itemsize
-    assert each.predicted.weights - one.predicted.weights == 2 * more * (not master_weights)
-    assert not master_weights or each.measured.copies - one.measured.copies == more
+    assert each.predicted.weights - one.predicted.weights == 2 * more * (not masters)
+    assert not masters or each.measured.copies - one.measured.copies == more
 
 
 @both_formats
 def test_a_linear_layer_by_hand(config):
-    layer = nn.Linear(D, H, bias=False, dtype=torch.bfloat16)
-    quantize_(layer, config)
+    layer = converted(nn.Linear(D, H, bias=False, dtype=torch.bfloat16), config)
     report, element = memory_report(layer, tokens()), torch.bfloat16.itemsize
     weight, x = H * D * element, config.activation_format.nbytes(D, T)
     assert report.measured.weights == report.measured.gradients == weight
@@ -103,8 +105,7 @@ def test_a_linear_layer_by_hand(config):
 
 def test_nothing_changes(recwarn):
     """Values, gradients and what they are added to, modes, random states and bits."""
-    model = MODELS["random"]()
-    quantize_(model, FULL)
+    model = converted(MODELS["random"](), FULL)
     model(torch.randn(T, D)).sum().backward()
     model[1].eval()
     main_grad = model[0].weight.main_grad = torch.ones(D, D)
@@ -164,12 +165,10 @@ def test_text_and_data(config, dtype, batch):
 @both_formats
 def test_accumulated_gradients_are_held_by_the_next_microbatch(config):
     """The peak is then that of a loop, as counted from the outside; nothing of the model changes."""
-    model = MODELS["norm"]().bfloat16()
-    quantize_(model, config, filter_fn=linears_and_experts())
+    model = converted(MODELS["norm"]().bfloat16(), config, linears_and_experts())
     report, one = (memory_report(model, tokens(), accumulate=several) for several in (True, False))
     assert all(p.grad is None for p in model.parameters())
-    for name in STEP:
-        assert getattr(report.predicted, name) == getattr(report.measured, name), name
+    assert_predicted(report)
     x = tokens()
     with LiveMemory() as memory:
         for _ in range(3):
@@ -189,14 +188,14 @@ def four_ranks():
 
 
 @pytest.mark.skipif(not dist.is_available(), reason="needs torch.distributed")
-@pytest.mark.parametrize("master_weights", (True, False), ids=("master", "quantized"))
-def test_shards_of_fsdp2_count_as_shards(master_weights, four_ranks):
+@both_masters
+def test_shards_of_fsdp2_count_as_shards(masters, four_ranks):
     """A rank holds its rows, their gradients and their states, and gathers the whole weights."""
     from torch.distributed.fsdp import fully_shard
 
     model = nn.Sequential(nn.Linear(256, 512, bias=False), nn.Linear(512, 256, bias=False)).bfloat16()
     plain = memory_report(model).predicted
-    quantize_(model, replace(FP8, master_weights=master_weights))
+    quantize_(model, replace(FP8, master_weights=masters))
     whole = memory_report(model)
     fully_shard(model, mesh=four_ranks)
     report = memory_report(model)
@@ -207,11 +206,11 @@ def test_shards_of_fsdp2_count_as_shards(master_weights, four_ranks):
     assert report.predicted.states - 8 == (whole.predicted.states - 8) // 4
     payload = 512 * 256 * 2 // 4
     scales = 2 * FP8.weight_format.nbytes(512, 256) - 4 * payload
-    of_weights = plain.weights // 4 if master_weights else payload + scales
+    of_weights = plain.weights // 4 if masters else payload + scales
     assert report.predicted.weights == of_weights
     with pytest.raises(ValueError, match="this model is sharded; call it before fully_shard, or without a batch"):
         memory_report(model, torch.randn(8, 256))
-    if master_weights:
+    if masters:
         # From the first pass on, a rank keeps the quantized rows that it sends.
         sync_weight_scales(model)
         assert memory_report(model).predicted.weights == of_weights + payload + scales
@@ -254,8 +253,7 @@ def test_predictions_for_fused_models(kind, shared, config):
     """They are what a step takes, on the meta device too. shared: copies of a layer that fusion does not save."""
     report, unreal = (report_of(kind, config, device) for device in ("cpu", "meta"))
     assert report.notes == () and unreal.predicted == report.predicted and unreal.unconverted == report.unconverted
-    for name in STEP:
-        assert getattr(report.predicted, name) == getattr(report.measured, name), name
+    assert_predicted(report)
     apart = report_of(kind, config, "meta", fused=False).predicted
     copies = 2 * shared * config.activation_format.nbytes(64, 32)
     assert report.predicted.saved == apart.saved - copies and report.predicted.weights == apart.weights

@@ -8,7 +8,7 @@ import warnings
 
 import pytest
 import torch
-from helpers import FP8, NVFP4, mlp, replace
+from helpers import FP8, NVFP4, assert_same, mlp, replace
 from shared_inputs import Counter
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -16,7 +16,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from torchao_blockwise import ops
 from torchao_blockwise.diagnostics import NumericsMonitor
 from torchao_blockwise.nn import activations as layer_activations
-from torchao_blockwise.testing import assert_bitwise_equal, sqnr
+from torchao_blockwise.testing import sqnr
 
 pytestmark = pytest.mark.usefixtures("no_interpreter")
 
@@ -89,8 +89,7 @@ def test_training_is_not_changed():
         train(model, monitor, 3)
         monitor.close()
         results.append([p.detach().hp if hasattr(p, "hp") else p.detach() for p in model.parameters()])
-    for a, b in zip(*results):
-        assert_bitwise_equal(a, b)
+    assert_same(*results)
 
 
 def policy(ctx, op, *args, **kwargs):

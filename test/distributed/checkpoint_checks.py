@@ -9,7 +9,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from fsdp_checks import TiedSequence
 from fsdp_models import adamw, assert_gathers_exactly, batch, blocks, masters_of, shard, train
-from ranks import device, shared_folder
+from ranks import device, shared_folder, whole_state
 from tensor_parallel_checks import PLANS, block
 from torch.distributed.checkpoint import state_dict as dsd
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
@@ -36,11 +36,7 @@ def load(model, optimizer, folder, **options) -> None:
 
 def values_of(model, optimizer) -> dict[str, torch.Tensor]:
     """The whole values that train: masters, where the optimizer has them."""
-    return whole(getattr(optimizer, "model_state_dict", model.state_dict)())
-
-
-def whole(state: dict) -> dict[str, torch.Tensor]:
-    return {name: (x.full_tensor() if isinstance(x, DTensor) else x).clone() for name, x in state.items()}
+    return whole_state(getattr(optimizer, "model_state_dict", model.state_dict)())
 
 
 def assert_plain_and_equal(actual: dict, expected: dict) -> None:
@@ -101,24 +97,24 @@ def reshards(mesh, config):
             saved = {"checkpoint_id": folder / str(step + 1), "process_group": group}
             dcp.async_save(state_of(model, optimizer), **saved).result()
         assert_plain_and_equal(values_of(model, optimizer), values_of(reference, reference_optimizer))
-        wholes = whole(model.state_dict())
+        last = whole_state(model.state_dict())
         if mesh.get_rank() == 0:
             # The last checkpoint as a file of plain tensors.
             dcp_to_torch_save(folder / "4", folder / "whole.pt")
-            assert_plain_and_equal(torch.load(folder / "whole.pt", weights_only=True)["model"], wholes)
+            assert_plain_and_equal(torch.load(folder / "whole.pt", weights_only=True)["model"], last)
 
 
 def exchanges_with_unconverted(mesh, config):
     """A checkpoint of either kind loads into the other one, sharded or not."""
     for source, target in ((config, None), (None, config)):
         saved = shard(blocks(source, times=-0.5), mesh)
-        expected = whole(saved.state_dict())
+        expected = whole_state(saved.state_dict())
         with shared_folder() as folder:
             dcp.save(saved.state_dict(), checkpoint_id=folder)
             for model, options in ((shard(blocks(target), mesh), {}), (blocks(target), {"no_dist": True})):
                 dcp.load(state := model.state_dict(), checkpoint_id=folder, **options)
                 model.load_state_dict(state)
-                assert_plain_and_equal(whole(model.state_dict()), expected)
+                assert_plain_and_equal(whole_state(model.state_dict()), expected)
 
 
 def gives_full_state_dicts(mesh, config):
@@ -130,7 +126,7 @@ def gives_full_state_dicts(mesh, config):
     state = dsd.get_model_state_dict(model, options=offloaded)
     # Copied: the step counts are those of the optimizer, which goes on counting.
     optimizer_state = copy.deepcopy(dsd.get_optimizer_state_dict(model, optimizer, options=offloaded))
-    expected = whole(model.state_dict())
+    expected = whole_state(model.state_dict())
     if mesh.get_rank() == 0:
         assert_plain_and_equal(state, expected)
         moments = optimizer_state["state"]["0.up.weight"]
@@ -151,7 +147,7 @@ def gives_full_state_dicts(mesh, config):
         sent = dsd.StateDictOptions(full_state_dict=True, broadcast_from_rank0=way != "everywhere")
         dsd.set_model_state_dict(fresh, dict(expected if way == "everywhere" else state), options=sent)
         assert_gathers_exactly(fresh, config)
-        assert_plain_and_equal(whole(fresh.state_dict()), expected)
+        assert_plain_and_equal(whole_state(fresh.state_dict()), expected)
         fresh_optimizer = adamw(fresh)
         sent = dsd.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
         dsd.set_optimizer_state_dict(fresh, fresh_optimizer, copy.deepcopy(optimizer_state), options=sent)
@@ -177,7 +173,7 @@ def assigns(mesh, config):
         assert all(p.to_local().config == config and p.requires_grad for p in masters_of(model).values())
         assert_gathers_exactly(model, config)
         assert recipe_state(model) == bits
-        assert_plain_and_equal(whole(model.state_dict()), whole(expected))
+        assert_plain_and_equal(whole_state(model.state_dict()), whole_state(expected))
 
 
 def saves_two_dims(mesh, config):
@@ -194,7 +190,7 @@ def saves_two_dims(mesh, config):
                 for p in target.parameters():
                     p.zero_()
             dcp.load(target.state_dict(), checkpoint_id=folder, **options)
-            assert_plain_and_equal(whole(target.state_dict()), block(config).state_dict())
+            assert_plain_and_equal(whole_state(target.state_dict()), block(config).state_dict())
 
 
 def saves_shared_weights(mesh, config):
@@ -203,7 +199,7 @@ def saves_shared_weights(mesh, config):
     for m in (model, target):
         quantize_(m, config)
         fully_shard(m, mesh=mesh)
-    expected = whole(model.state_dict())
+    expected = whole_state(model.state_dict())
     assert list(expected) == list(TiedSequence().state_dict())
     with shared_folder() as folder:
         dcp.save(dsd.get_model_state_dict(model), checkpoint_id=folder)
@@ -211,4 +207,4 @@ def saves_shared_weights(mesh, config):
         dcp.load(state, checkpoint_id=folder)
         dsd.set_model_state_dict(target, state)
     assert target.embed.weight is target.lm_head.weight
-    assert_plain_and_equal(whole(target.state_dict()), expected)
+    assert_plain_and_equal(whole_state(target.state_dict()), expected)

@@ -24,7 +24,7 @@ from fsdp_models import (
     shard,
     train,
 )
-from helpers import Tied, replace
+from helpers import Tied, converted, replace
 from ranks import device
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -165,8 +165,7 @@ class TiedSequence(Tied):
 def ties_embeddings(mesh, config):
     """The head's weight is gathered in high precision, because the embedding looks rows up in it."""
     torch.manual_seed(0)
-    model = TiedSequence().to(device())
-    quantize_(model, config)
+    model = converted(TiedSequence().to(device()), config)
     reference = copy.deepcopy(model)
     for block in model.blocks:
         fully_shard(block, mesh=mesh)

@@ -24,7 +24,7 @@ from fsdp_models import (
     shards_of,
     train,
 )
-from helpers import assert_same, replace
+from helpers import assert_same, converted, replace
 from ranks import device
 from torch import nn
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
@@ -41,8 +41,7 @@ from torchao_blockwise.ops.device import tables
 
 def starts_on_meta(mesh, config):
     with torch.device("meta"):
-        model = nn.Sequential(Block(48, 150), Block(48, 150))
-        quantize_(model, config)
+        model = converted(nn.Sequential(Block(48, 150), Block(48, 150)), config)
     shard(model, mesh)
     model.to_empty(device=device())
     source = shard(blocks(replace(config, master_weights=True)), mesh)
@@ -153,8 +152,7 @@ def synchronises_by_hand(mesh, config):
 def gathers_few_bytes(mesh, config):
     """Of the payload that a rank gives FSDP2 to send."""
     for rows in (256, 250):
-        model = nn.Sequential(nn.Linear(128, rows, bias=False)).to(device())
-        quantize_(model, config)
+        model = converted(nn.Sequential(nn.Linear(128, rows, bias=False)).to(device()), config)
         weight = fully_shard(model, mesh=mesh)[0].weight
         sync_weight_scales(model)
         payload, _ = weight.to_local().fsdp_pre_all_gather(mesh, weight.shape, weight.stride(), model[0], None)
@@ -315,8 +313,7 @@ def keeps_the_scales_of_what_is_gathered(mesh, config):
             p.mul_(64)
     sync_weight_scales(model)
     out.square().sum().backward()
-    for p, grad in zip(model.parameters(), expected, strict=True):
-        assert torch.equal(p.grad.to_local(), grad)
+    assert_same((p.grad.to_local() for p in model.parameters()), expected)
 
 
 def casts_to_the_same_scales_in_a_capture(mesh, config):

@@ -9,12 +9,11 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import FULL, PER_EXPERT, RECIPES, replace
+from helpers import FULL, PER_EXPERT, RECIPES, converted, replace
 from ranks import device
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
-from torchao.quantization import quantize_
 
 from torchao_blockwise import BlockwiseFP8Tensor, MasterWeightTensor, NVFP4Tensor, _compat, ops
 from torchao_blockwise.distributed import MasterWeightOptimizer, sync_weight_scales
@@ -79,9 +78,7 @@ def blocks(
     with torch.no_grad():
         for p in model.parameters():
             p.mul_(times)
-    if config is not None:
-        quantize_(model, config)
-    return model
+    return converted(model, config)
 
 
 def shard(model: nn.Sequential, mesh, **options) -> nn.Sequential:

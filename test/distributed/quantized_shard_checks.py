@@ -6,7 +6,7 @@ import copy
 
 import torch
 import torch.distributed as dist
-from checkpoint_checks import assert_plain_and_equal, values_of, whole
+from checkpoint_checks import assert_plain_and_equal, values_of
 from fsdp_models import (
     adamw,
     assert_gathers_exactly,
@@ -18,14 +18,13 @@ from fsdp_models import (
     shards_of,
     train,
 )
-from helpers import replace
-from ranks import device
+from helpers import converted, replace
+from ranks import device, whole_state
 from torch import nn
 from torch.distributed.checkpoint import state_dict as dsd
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
-from torchao.quantization import quantize_
 
 from torchao_blockwise.testing import assert_bitwise_equal
 
@@ -67,9 +66,7 @@ def keeps_dtypes_of_gradients(mesh, config):
         model, found = blocks(None, dtype=torch.bfloat16), []
         for p in model.parameters():
             p.grad_dtype = torch.float32
-        if config is not None:
-            quantize_(model, config)
-        shard(model, mesh)
+        shard(converted(model, config), mesh)
         for _ in range(2):
             model(batch().bfloat16()).sum().backward()
             found.append({name: p.grad.dtype for name, p in model.named_parameters()})
@@ -138,17 +135,16 @@ def follows_loads(mesh, config):
             optimizer.master(model[0].up.weight)
         if next_step in ("state_dict", "master"):
             # Until ranks cast it.
-            assert_plain_and_equal(whole(model.state_dict()), whole(state))
+            assert_plain_and_equal(whole_state(model.state_dict()), whole_state(state))
         if owned:
-            assert_plain_and_equal(values_of(model, optimizer), whole(state))
+            assert_plain_and_equal(values_of(model, optimizer), whole_state(state))
         assert_gathers_exactly(model, config)
         assert torch.equal(model(batch()), expected_output)
 
 
 def refuses(mesh, config):
     def linear(**options):
-        model = nn.Sequential(nn.Linear(64, 64, bias=False)).to(device())
-        quantize_(model, config)
+        model = converted(nn.Sequential(nn.Linear(64, 64, bias=False)).to(device()), config)
         return fully_shard(model, mesh=mesh, **options)
 
     with raises(ValueError, "is a quantized Parameter, and Shard(1) would cut its rows; shard dim 0"):
@@ -168,8 +164,7 @@ def refuses(mesh, config):
 
 
 def refuses_parts_of_tensor_parallelism(mesh, config):
-    model = nn.Sequential(nn.Linear(64, 512, bias=False)).to(device())
-    quantize_(model, config)
+    model = converted(nn.Sequential(nn.Linear(64, 512, bias=False)).to(device()), config)
     parallelize_module(model, mesh["inner"], {"0": ColwiseParallel()})
     with raises(NotImplementedError, "from source.dequantize() (fully_shard: convert with master_weights=True"):
         fully_shard(model, mesh=mesh["outer"])
@@ -182,7 +177,7 @@ def gives_full_state_dicts(mesh, config):
     train(model, optimizer, steps=2)
     options = dsd.StateDictOptions(full_state_dict=True)
     state = dsd.get_model_state_dict(model, options=options)
-    assert_plain_and_equal(state, whole(model.state_dict()))
+    assert_plain_and_equal(state, whole_state(model.state_dict()))
     # Copied: the step counts are those of the optimizer, which goes on counting.
     full = copy.deepcopy(optimizer.full_state_dict())
     expected = train(model, optimizer, steps=2, offset=2)

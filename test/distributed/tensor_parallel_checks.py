@@ -9,13 +9,12 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from fsdp_models import ANOTHER_ROUNDING, Block
-from helpers import replace
-from ranks import device
+from helpers import assert_same, converted, replace
+from ranks import device, whole
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
-from torchao.quantization import quantize_
 
 from torchao_blockwise import _compat
 from torchao_blockwise.nn import SwiGLUMLP, gemms
@@ -30,9 +29,7 @@ PLANS = {"up": ColwiseParallel(), "down": RowwiseParallel()}
 
 def block(config) -> Block:
     torch.manual_seed(0)
-    model = Block(WIDTH, HIDDEN).to(device())
-    quantize_(model, config)
-    return model
+    return converted(Block(WIDTH, HIDDEN).to(device()), config)
 
 
 def random_values(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -45,17 +42,11 @@ def tokens(seed: int = 0) -> torch.Tensor:
 
 def layer(config, n: int, k: int, bias: bool = True) -> nn.Linear:
     torch.manual_seed(n)
-    model = nn.Linear(k, n, bias=bias).to(device())
-    quantize_(model, config)
-    return model
+    return converted(nn.Linear(k, n, bias=bias).to(device()), config)
 
 
 def own(x: torch.Tensor, mesh, dim: int | None) -> torch.Tensor:
     return x if dim is None else x.chunk(mesh.size(), dim)[mesh.get_local_rank()]
-
-
-def whole(x: torch.Tensor) -> torch.Tensor:
-    return x.full_tensor() if isinstance(x, DTensor) else x
 
 
 @contextlib.contextmanager
@@ -348,5 +339,4 @@ def sends_quantised_weights_without_handles(mesh, config):
             actual = distribute_tensor(weight, mesh, [placement]).to_local()
         assert mode.collectives == len(weight.parts()), mode.collectives
         expected = distribute_tensor(weight, mesh, [placement]).to_local()
-        for a, b in zip(actual.parts().values(), expected.parts().values()):
-            assert_bitwise_equal(a, b)
+        assert_same(actual.parts().values(), expected.parts().values())

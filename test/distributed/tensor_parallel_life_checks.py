@@ -8,8 +8,8 @@ import warnings
 import torch
 import torch.nn.functional as F
 from fsdp_models import Block, raises
-from helpers import assert_same, replace, weight_calls
-from ranks import device
+from helpers import assert_same, converted, replace, weight_calls
+from ranks import device, whole
 from tensor_parallel_checks import (
     HIDDEN,
     PLANS,
@@ -27,7 +27,6 @@ from tensor_parallel_checks import (
     run,
     tokens,
     train,
-    whole,
 )
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -65,8 +64,7 @@ def keeps_copies_in_a_scope(mesh, config):
         # Once, and transposed in backward.
         assert (calls.quantize, calls.transpose) == (4 + 2, 2), (calls.quantize, calls.transpose)
     gradients = [[p.grad for p in m.parameters()] for m in (model, kept)]
-    for a, b in zip((*results[0], *gradients[0]), (*results[1], *gradients[1]), strict=True):
-        assert_bitwise_equal(whole(a), whole(b))
+    assert_same(*(map(whole, (*outputs, *grads)) for outputs, grads in zip(results, gradients)))
     assert all(held)
     assert [w.to_local().quantized_bytes for m in (model, kept) for w in (m.up.weight, m.down.weight)] == [0] * 4
     assert conversion_report(model).totals["quantized_bytes"] == 0
@@ -147,9 +145,8 @@ def refuses_cut_blocks(mesh, config):
     size, per_rank = 5 * block_size, -(-5 * block_size // ranks)
 
     def linear(what, config=config, size=size):
-        model = nn.Sequential(nn.Linear(*((64, size) if what == "rows" else (size, 64)), bias=False)).to(device())
-        quantize_(model, config)
-        return model
+        sizes = (64, size) if what == "rows" else (size, 64)
+        return converted(nn.Sequential(nn.Linear(*sizes, bias=False)).to(device()), config)
 
     model = parallelize_module(linear("rows", size=block_size), mesh, {"0": ColwiseParallel()})
     with raises(ValueError, "; use 1 rank, or exclude the layer"):
@@ -219,14 +216,14 @@ def shards_in_two_dims(mesh, config):
 
 
 class Own(nn.Linear):
-    """A forward pass of its own around the one of `nn.Linear`, or, for `looks_up`, a sum of its weight."""
+    """A separate forward pass around that of `nn.Linear`, or, for `looks_up`, a sum of its weight."""
 
     def forward(self, x):
         return x * self.weight.abs().sum() if getattr(self, "looks_up", False) else 2 * super().forward(x)
 
 
 def checks_forward_passes(mesh, config):
-    """`super().forward` runs on shards as the layer without a forward pass of its own does; a sum is refused."""
+    """`super().forward` runs on shards as the layer without a separate forward pass does; a sum is refused."""
     expected = block(config)
     model = Block(WIDTH, HIDDEN).to(device())
     model.load_state_dict(expected.state_dict())

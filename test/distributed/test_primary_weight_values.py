@@ -12,7 +12,7 @@ import weakref
 import pytest
 import torch
 from fsdp_models import CONFIGS, adamw, both, every_config
-from helpers import RECIPES, Tied, both_formats, every_recipe, replace, saved_and_loaded
+from helpers import RECIPES, Tied, both_formats, converted, every_recipe, replace, saved_and_loaded
 from primary_weight_checks import assert_holds_masters, assert_masters, net, primary, quantized, train
 from torch import nn
 from torchao.quantization import quantize_
@@ -69,8 +69,7 @@ def test_values_are_freed_by_the_first_use(config):
 
 
 def test_nothing_is_kept_of_frozen_weights():
-    made = nn.Linear(64, 48).requires_grad_(False)
-    quantize_(made, replace(RECIPES["fp8"], master_weights=False))
+    made = converted(nn.Linear(64, 48).requires_grad_(False), replace(RECIPES["fp8"], master_weights=False))
     assert made.weight.pending_master is None
 
 
@@ -233,8 +232,7 @@ def test_the_state_of_a_high_precision_run_goes_on():
 
 
 def test_tied_weights():
-    model = Tied()
-    quantize_(model, replace(RECIPES["fp8"], backend="reference"), is_linear() & skip_fqns("blocks.*"))
+    model = converted(Tied(), replace(RECIPES["fp8"], backend="reference"), is_linear() & skip_fqns("blocks.*"))
     quantize_(model, CONFIGS["nvfp4"].__class__(master_weights=False, backend="reference"), skip_fqns("lm_head"))
     assert type(model.embed.weight) is MasterWeightTensor
     optimizer = adamw(model)

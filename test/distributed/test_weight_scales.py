@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from every_layer import make
 from fsdp_models import CONFIGS, adamw, assert_gathers_exactly, batch, blocks, masters_of, shard, train
-from helpers import FP8, NVFP4, mlp, replace, weight
+from helpers import FP8, NVFP4, assert_same, both_formats, mlp, replace, weight
 from ranks import spawn
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -141,13 +141,12 @@ def test_a_cuda_graph_casts_shards_in_each_replay(config):
         return [*losses, model(x), *(p.to_local().hp for p in masters_of(model).values())]
 
     try:
-        for got, wanted in zip(trained(True), trained(False), strict=True):
-            assert torch.equal(got, wanted)
+        assert_same(trained(True), trained(False))
     finally:
         dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("config", (FP8, NVFP4), ids=("fp8", "nvfp4"))
+@both_formats
 def test_a_quantised_weight_as_strided_is_itself_or_refused(config):
     """What FSDP2 asks of a gathered tensor; other strides would cut blocks."""
     x = (BlockwiseFP8Tensor if config is FP8 else NVFP4Tensor).from_hp(weight(40, 24))

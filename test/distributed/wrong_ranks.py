@@ -1,4 +1,4 @@
-"""What tests spawn: ranks of which one goes wrong."""
+"""Ranks that tests spawn, one of which goes wrong."""
 
 from __future__ import annotations
 
@@ -7,19 +7,18 @@ import time
 import torch
 import torch.distributed as dist
 from fsdp_models import CONFIGS, adamw, blocks, shard, train
-from helpers import replace
+from helpers import converted, replace
 from primary_weight_checks import Net, net
 from ranks import device, join
 from torch.distributed.device_mesh import DeviceMesh
-from torchao.quantization import quantize_
 
 # Over gloo: its collectives raise where a rank is missing, those of NCCL end the process.
 
 
 def _fewer_weights(rank, config):
-    model = blocks(None)
-    quantize_(model, config, filter_fn=lambda m, name: name.endswith((".up", ".down")) and (rank, name) != (1, "1.up"))
-    return model
+    return converted(
+        blocks(None), config, lambda m, name: name.endswith((".up", ".down")) and (rank, name) != (1, "1.up")
+    )
 
 
 def _fails(rank):

@@ -8,10 +8,9 @@ import itertools
 import torch
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from exported_models import language_model
-from helpers import FP8, NVFP4, assert_same_tensors, replace
+from helpers import FP8, NVFP4, assert_same_tensors, converted, replace
 from ranks import set_environment, values_of
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torchao.quantization import quantize_
 from trainer_checks import wrapped_by
 
 from torchao_blockwise import MasterWeightTensor, linears_and_experts, skip_lm_head
@@ -26,14 +25,13 @@ CONFIGS = {
 }
 
 
-def converted(kind: str, config):
+def model_of(kind: str, config):
     """Llama, the same with the head tied to the embedding, or Mixtral."""
     model = language_model("Mixtral" if kind == "moe" else "Llama", None, tie_word_embeddings=kind == "tied")
     if kind == "moe":
         model.set_experts_implementation("grouped_mm")
     chosen = linears_and_experts()
-    quantize_(model, config, filter_fn=chosen if kind == "tied" else chosen & skip_lm_head())
-    return model
+    return converted(model, config, chosen if kind == "tied" else chosen & skip_lm_head())
 
 
 def accelerator(loads_on_one: bool, precision: str) -> Accelerator:
@@ -79,7 +77,7 @@ def trains(rank: int, kind: str, config: str, precision: str, loads_on_one: bool
     """Every weight trains, bit for bit as in the model that is sharded by hand; quantized Parameters by masters."""
     is_quantized, precise = config.endswith("_quantized"), torch.autocast("cpu", torch.bfloat16, precision == "bf16")
     made = accelerator(loads_on_one, precision)
-    model, other = converted(kind, CONFIGS[config]), converted(kind, CONFIGS[config])
+    model, other = model_of(kind, CONFIGS[config]), model_of(kind, CONFIGS[config])
     if is_quantized and loads_on_one:
         # What the first rank's state dict has.
         other.load_state_dict(other.state_dict())

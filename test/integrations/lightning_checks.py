@@ -8,14 +8,13 @@ import lightning
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import FP8, assert_same_tensors, mlp
+from helpers import FP8, assert_same_tensors, converted, mlp
 from lightning.fabric import strategies
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import ModelParallelStrategy
 from ranks import set_environment, shared_folder, values_of
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from torchao.quantization import quantize_
 
 from torchao_blockwise import MasterWeightTensor, NVFP4TrainingConfig, load_recipe_state, recipe_state
 from torchao_blockwise.integrations.lightning import BlockwisePrecision, UnchangedWeights
@@ -71,8 +70,7 @@ def fit_on_ranks(module, rank, recipe, folder, steps, distributed=True, ckpt_pat
 
 
 def by_hand(rank: int, recipe: str, steps: int) -> dict[str, torch.Tensor]:
-    model = mlp()
-    quantize_(model, RECIPES[recipe])
+    model = converted(mlp(), RECIPES[recipe])
     shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for _ in range(steps):

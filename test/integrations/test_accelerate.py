@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import FP8, both_formats, mlp, replace, saved_and_loaded
+from helpers import FP8, both_formats, both_masters, converted, mlp, replace, saved_and_loaded
 from torch import nn
 from torchao.quantization import quantize_
 
@@ -71,7 +71,7 @@ def dispatch(model, folder):
     accelerate.dispatch_model(model, {"0": "cpu", "1": "cpu", "2": "disk"}, main_device="cpu", offload_dir=str(folder))
 
 
-@pytest.mark.parametrize("masters", (True, False), ids=("masters", "quantized"))
+@both_masters
 @pytest.mark.parametrize("offload", (offload_to_cpu, offload_to_disk, dispatch))
 def test_offloading_converted_weights_as_plain_ones_is_refused(offload, masters, tmp_path):
     model = mlp(replace(FP8, master_weights=masters))
@@ -82,7 +82,7 @@ def test_offloading_converted_weights_as_plain_ones_is_refused(offload, masters,
 
 
 @both_formats
-@pytest.mark.parametrize("masters", (True, False), ids=("masters", "quantized"))
+@both_masters
 def test_converted_weights_are_offloaded_to_the_cpu(config, masters, tmp_path):
     model, x = mlp(replace(config, master_weights=masters)), torch.randn(4, 64)
     with torch.no_grad():
@@ -111,11 +111,10 @@ def accelerator(monkeypatch):
 
 
 @both_formats
-@pytest.mark.parametrize("masters", (True, False), ids=("masters", "quantized"))
+@both_masters
 def test_it_is_refused(config, masters, accelerator):
     """prepare() takes the converted weight along in a layer of another class, and nothing of ours runs there."""
-    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
-    quantize_(model, replace(config, master_weights=masters))
+    model = converted(nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))), replace(config, master_weights=masters))
     model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
     with pytest.raises(NotImplementedError, match=REASONS[type(config).__name__, masters]):
         model(torch.randn(16, 64))

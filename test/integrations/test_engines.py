@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from helpers import FP8, NVFP4, mlp
+from helpers import FP8, NVFP4, assert_same_tensors, mlp
 
 from torchao_blockwise import checkpoint
 from torchao_blockwise.integrations import sglang, vllm
@@ -166,9 +166,7 @@ def test_sglang_is_sent_buckets(bucket_bytes, kind, model):
     engine = kind()
     sent = sglang.update_weights(engine, model, bucket_bytes=bucket_bytes)
     expected = dict(checkpoint.quantized_weights(model))
-    assert engine.weights.keys() == expected.keys()
-    for name, x in expected.items():
-        assert_bitwise_equal(engine.weights[name].view(torch.uint8), x.detach().view(torch.uint8), name)
+    assert_same_tensors(engine.weights, expected)
     # A rank without an engine gathers, and sends nothing.
     assert sent == sglang.update_weights(None, model) == sum(x.nbytes for x in expected.values())
     counts, flushes = zip(*engine.calls)

@@ -7,7 +7,7 @@ import pickle
 
 import pytest
 import torch
-from helpers import FP8, assert_same_tensors, both_formats, replace
+from helpers import FP8, assert_same, assert_same_tensors, both_formats, both_masters, converted, replace
 from torchao.quantization import quantize_
 
 from torchao_blockwise import (
@@ -29,15 +29,12 @@ from exported_models import language_model, logits, losses  # noqa: E402
 pytestmark = pytest.mark.usefixtures("no_interpreter")
 IDS = torch.arange(20).view(1, 20)
 LINEAR = {"target_modules": ["q_proj", "o_proj"]}
-both_masters = pytest.mark.parametrize("masters", (True, False), ids=("masters", "quantized"))
 EXPERTS = {"target_modules": [], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
 
 
 def base(config, masters, chosen=None, prepare=lambda model: model):
-    model = prepare(plain())
     chosen = chosen or linears_and_experts() & skip_lm_head()
-    quantize_(model, replace(config, master_weights=masters), filter_fn=chosen)
-    return model
+    return converted(prepare(plain()), replace(config, master_weights=masters), chosen)
 
 
 def plain():
@@ -82,8 +79,7 @@ def test_experts_train_on_decoded_values(config):
         loss.backward()
         both.append([loss.detach(), *(p.grad for p in adapted.parameters() if p.requires_grad)])
     assert len(both[0]) == 5
-    for got, expected in zip(*both):
-        assert_bitwise_equal(got, expected)
+    assert_same(*both)
 
 
 def q_proj(model):
@@ -143,8 +139,7 @@ def test_several_adapters_merge(config, masters):
         expected[name] = values
     adapted.merge_adapter(["default", "other"])
     assert sorted(len(layer.merged_adapters) for layer in layers.values()) == [1, 2]
-    for name, layer in layers.items():
-        assert_bitwise_equal(layer.get_base_layer().weight.dequantize(), expected[name])
+    assert_same_tensors({name: m.get_base_layer().weight.dequantize() for name, m in layers.items()}, expected)
     adapted.unmerge_adapter()
     assert not any(layer.merged for layer in layers.values())
 
@@ -209,8 +204,7 @@ BACKEND_TUNERS = {
 def test_what_other_tuners_add_is_left_out(tuner):
     model = plain()
     before = {id(p) for p in model.parameters()}
-    adapted = peft.get_peft_model(model, tuner())
-    quantize_(adapted, FP8)
+    adapted = converted(peft.get_peft_model(model, tuner()), FP8)
     added = [p for p in adapted.parameters() if id(p) not in before]
     assert added and not any(isinstance(p, MasterWeightTensor) for p in added)
     assert any(isinstance(p, MasterWeightTensor) for p in adapted.parameters())

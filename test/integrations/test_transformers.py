@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from helpers import FP8, assert_same_tensors, replace
+from helpers import FP8, assert_same_tensors, both_masters, converted, replace
 from torchao.quantization import quantize_
 
 from torchao_blockwise import (
@@ -45,10 +45,8 @@ def load(folder, **options):
     return transformers.AutoModelForCausalLM.from_pretrained(folder, **options)
 
 
-def converted(folder, config):
-    model = load(folder)
-    quantize_(model, config, filter_fn=linears_and_experts() & skip_lm_head())
-    return model
+def by_quantize(folder, config):
+    return converted(load(folder), config, linears_and_experts() & skip_lm_head())
 
 
 def trainer(model, folder, steps, callbacks=()):
@@ -59,7 +57,7 @@ def trainer(model, folder, steps, callbacks=()):
 
 
 @both
-@pytest.mark.parametrize("masters", (True, False), ids=("masters", "quantized"))
+@both_masters
 def test_memory_footprints_count_payload_and_scales(cls, config, masters, folder):
     model = load(folder, dtype=torch.bfloat16)
     plain = model.get_memory_footprint()
@@ -72,11 +70,13 @@ def test_memory_footprints_count_payload_and_scales(cls, config, masters, folder
 
 
 @both
-@pytest.mark.parametrize("masters", (True, False), ids=("masters", "quantized"))
+@both_masters
 def test_loads_converted_and_remembers_the_recipe(cls, config, masters, folder, tmp_path):
     """The model is that of `quantize_` after loading. It is saved plain, and loads converted, or in a plain model."""
     model = load(folder, quantization_config=cls(master_weights=masters, out_dtype="float32", backend="reference"))
-    expected = converted(folder, replace(config, master_weights=masters, out_dtype=torch.float32, backend="reference"))
+    expected = by_quantize(
+        folder, replace(config, master_weights=masters, out_dtype=torch.float32, backend="reference")
+    )
     assert conversion_report(model).totals == conversion_report(expected).totals
     assert_bitwise_equal(model(TOKENS).logits.detach(), expected(TOKENS).logits.detach())
     assert all(p.requires_grad for p in model.parameters())
@@ -94,7 +94,7 @@ def test_loads_converted_and_remembers_the_recipe(cls, config, masters, folder, 
 
 
 @both
-@pytest.mark.parametrize("masters", (True, False), ids=("masters", "quantized"))
+@both_masters
 @pytest.mark.parametrize("tied", (False, True), ids=("untied", "tied"))
 def test_a_model_that_quantize_converts_is_saved_plain(cls, config, masters, tied, tmp_path):
     config = replace(config, master_weights=masters)
@@ -119,7 +119,7 @@ def test_saves_the_state_dict_that_it_is_given(folder, tmp_path):
         assert_same_tensors(load(tmp_path).state_dict(), model.state_dict())
 
 
-@pytest.mark.parametrize("masters", (True, False), ids=("masters", "quantized"))
+@both_masters
 def test_a_torchao_config_is_refused(masters, folder, caplog):
     """transformers collects the errors of layers in a report, and then raises another one."""
     transformers.utils.logging.enable_propagation()
@@ -173,7 +173,7 @@ def test_trainer_is_the_steps_by_hand(cls, config, folder, tmp_path):
 
     from trainer_checks import rows
 
-    by_hand = converted(folder, config).train()
+    by_hand = by_quantize(folder, config).train()
     optimizer = torch.optim.AdamW(by_hand.parameters(), lr=1e-2, weight_decay=0.0)
     microbatches = torch.stack([row["input_ids"] for row in rows(16)]).split(2)
     for first, second in zip(microbatches[::2], microbatches[1::2]):
@@ -204,7 +204,7 @@ def test_a_training_that_failed_leaves_no_scope(folder, tmp_path):
 
 
 @both
-@pytest.mark.parametrize("masters", (True, False), ids=("masters", "quantized"))
+@both_masters
 def test_merged_adapters_are_converted_as_their_base(cls, config, masters, folder):
     """PEFT reads the recipe from the config of the loaded base."""
     peft = pytest.importorskip("peft")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import FP8
+from helpers import FP8, assert_same_tensors, both_masters, converted
 from torchao.quantization import quantize_
 
 from torchao_blockwise import NVFP4TrainingConfig, recommended_layers
@@ -70,11 +70,9 @@ def folder(tmp_path_factory):
     return str(path)
 
 
-def converted(folder, recipe, **options):
+def policy_of(folder, recipe, **options):
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
-    config = type(RECIPES[recipe][1])(**options)
-    quantize_(model, config, filter_fn=recommended_layers(model))
-    return model
+    return converted(model, type(RECIPES[recipe][1])(**options), recommended_layers(model))
 
 
 def hf_config(recipe, **options):
@@ -129,13 +127,13 @@ def test_it_trains_as_after_quantize(recipe, folder, tmp_path):
 
 
 @both_recipes
-@pytest.mark.parametrize("masters", (True, False), ids=("masters", "quantized"))
+@both_masters
 @pytest.mark.parametrize("given", ("peft_config", "PeftModel"))
 @every_method
 def test_lora_needs_no_reference(method, given, masters, recipe, folder):
     """TRL disables new adapters, or copies those of a PeftModel, which need not be zero."""
     peft = pytest.importorskip("peft")
-    model = converted(folder, recipe, master_weights=masters)
+    model = policy_of(folder, recipe, master_weights=masters)
     lora = peft.LoraConfig(r=4, target_modules=["q_proj", "up_proj"], init_lora_weights=given == "peft_config")
     more = {"peft_config": lora} if given == "peft_config" else {}
     before = {name: x.clone() for name, x in model.state_dict().items()}
@@ -144,9 +142,7 @@ def test_lora_needs_no_reference(method, given, masters, recipe, folder):
     trainer.train()
     steps = logged(method, trainer)
     assert steps[0] == 0.0 != steps[1]
-    after = trainer.model.unload().state_dict()
-    for name, x in before.items():
-        assert_bitwise_equal(after[name], x, name)
+    assert_same_tensors(trainer.model.unload().state_dict(), before)
 
 
 @both_recipes
@@ -154,12 +150,12 @@ def test_lora_needs_no_reference(method, given, masters, recipe, folder):
 def test_a_synchronized_reference_follows_the_policy(method, recipe, folder):
     options = {"sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 1.0}
     config = {"model_init_kwargs": {"quantization_config": hf_config(recipe)}}
-    assert differences(method, converted(folder, recipe), folder, **config)[1] != 0.0
+    assert differences(method, policy_of(folder, recipe), folder, **config)[1] != 0.0
     more = {"callbacks": [ours.UnchangedWeights()]}
-    assert differences(method, converted(folder, recipe), folder, more=more, **config, **options) == [0.0, 0.0]
+    assert differences(method, policy_of(folder, recipe), folder, more=more, **config, **options) == [0.0, 0.0]
     config = {"model_init_kwargs": {"quantization_config": hf_config(recipe, master_weights=False)}}
     with pytest.raises(NotImplementedError, match=r"q_proj.weight.*keep high-precision weights \(master_weights=True"):
-        differences(method, converted(folder, recipe), folder, **config, **options)
+        differences(method, policy_of(folder, recipe), folder, **config, **options)
 
 
 def code_of(page: str, section: str) -> list[str]:

@@ -13,7 +13,7 @@ import ranks
 import titan_training as titan
 import torch
 from every_layer import counting
-from torchao.quantization import quantize_
+from helpers import converted
 
 from torchao_blockwise import BlockwiseFP8TrainingConfig, NVFP4TrainingConfig, fusion_report, recommended_layers
 
@@ -24,9 +24,7 @@ def trains_as_by_hand(rank, family, format, **how):
     """Losses are bitwise identical to those of `quantize_` without `fuse`, and differ from those of plain weights."""
 
     def by_hand(model):
-        recipe = RECIPES[format]
-        quantize_(model, recipe, filter_fn=recommended_layers(model, recipe))
-        return model
+        return converted(model, RECIPES[format], recommended_layers(model, RECIPES[format]))
 
     got = titan.losses(titan.config_of(family, [(format, {})], **how))
     assert got == titan.losses(titan.config_of(family, **how), by_hand)

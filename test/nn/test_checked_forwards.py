@@ -10,7 +10,8 @@ import threading
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import FP8, NVFP4, both_formats, replace
+from every_layer import Doubling
+from helpers import FP8, NVFP4, both_formats, converted, replace
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
@@ -82,8 +83,7 @@ def layer_of(forward, config=FP8):
             return forward(self, x)
 
     torch.manual_seed(0)
-    model = nn.Sequential(Own())
-    quantize_(model, config)
+    model = converted(nn.Sequential(Own()), config)
     assert type(model[0]).__name__ == "Own" and isinstance(model[0], ConvertedLinear)
     return model
 
@@ -201,13 +201,6 @@ def test_a_forward_pass_that_raises_leaves_nothing_behind():
     assert weight_uses._records.stack == [] and not model[0].checked
 
 
-class Doubling(nn.Linear):
-    """A class that pickle finds."""
-
-    def forward(self, input: torch.Tensor, *, factor: float = 2.0):
-        return factor * super().forward(input)
-
-
 def test_the_class_is_what_it_was_to_others():
     model = nn.Sequential(Doubling(64, 64))
     plain = repr(model[0])
@@ -223,8 +216,7 @@ def test_the_class_is_what_it_was_to_others():
 
 
 def test_a_fused_norm_leaves_it_its_forward_pass():
-    layer = NormLinear.from_modules(nn.RMSNorm(64), Doubling(64, 64))
-    quantize_(layer, FP8)
+    layer = converted(NormLinear.from_modules(nn.RMSNorm(64), Doubling(64, 64)), FP8)
     assert_bitwise_equal(layer(X), layer.linear(layer.norm(X)))
     assert layer.linear.checked == {True}
 
@@ -287,8 +279,7 @@ def test_experts(name, masters):
     forward, missing = MIXTURES[name]
     if name in OF_MASTERS and not masters:
         return
-    model = nn.Sequential(Mixture(forward))
-    quantize_(model, replace(FP8, master_weights=masters), filter_fn=experts())
+    model = converted(nn.Sequential(Mixture(forward)), replace(FP8, master_weights=masters), experts())
     with refusal_of(missing) if missing else contextlib.nullcontext():
         if missing is None:
             model(X)
@@ -305,8 +296,7 @@ def test_experts(name, masters):
 
 
 def test_a_matrix_of_no_layer_and_a_later_conversion():
-    model = nn.Sequential(Mixture(lambda m, x: x + m.head[IDS]))
-    quantize_(model, FqnToConfig({"0.head": FP8}), filter_fn=None)
+    model = converted(nn.Sequential(Mixture(lambda m, x: x + m.head[IDS])), FqnToConfig({"0.head": FP8}))
     with refusal_of("head"):
         model(X)
     model[0].run = lambda m, x: F.linear(x, m.head)
@@ -327,8 +317,7 @@ def test_an_empty_argument_hides_no_lookup():
         def forward(self, x, cache):
             return lookup(self, x)
 
-    model = nn.Sequential(Cached(64, 64))
-    quantize_(model, FP8)
+    model = converted(nn.Sequential(Cached(64, 64)), FP8)
     with pytest.raises(NotImplementedError, match="ran no low-precision GEMM"):
         model[0](X, torch.empty(0))
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from every_layer import CONFIGS, every_model, make
 from every_layer import tokens as tokens_of
-from helpers import FP8, Tied, assert_same, mlp
+from helpers import FP8, Tied, assert_same, converted, mlp
 from torch import nn
 from torchao.quantization import quantize_
 
@@ -59,8 +59,7 @@ def test_compiled_autograd(model, config):
 
 
 def test_the_function_and_a_tied_model():
-    model = Tied()
-    quantize_(model, FP8)
+    model = converted(Tied(), FP8)
     ids = torch.arange(40).view(2, 20) % 64
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     assert_bitwise_equal(compiled(ids).detach(), model(ids).detach())

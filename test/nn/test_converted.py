@@ -7,7 +7,8 @@ import pickle
 
 import pytest
 import torch
-from helpers import FP8, NVFP4, every_recipe, mlp, replace, saved_and_loaded
+from every_layer import Doubling
+from helpers import FP8, NVFP4, both_masters, converted, every_recipe, mlp, replace, saved_and_loaded
 from torch import fx, nn
 from torchao.quantization import quantize_
 
@@ -29,35 +30,24 @@ class Named(nn.Linear):
         return f"tag={self.tag}"
 
 
-class Doubling(nn.Linear):
-    def forward(self, input):
-        return 2 * super().forward(input)
-
-
-def converted(layer, config=FP8):
-    quantize_(layer, config)
-    return layer
-
-
 @every_recipe
-@pytest.mark.parametrize("master_weights", (True, False), ids=("master", "quantized"))
-def test_the_layer_is_what_it_was_to_others(config, master_weights):
+@both_masters
+def test_the_layer_is_what_it_was_to_others(config, masters):
     plain = nn.Linear(64, 64)
-    layer = converted(copy.deepcopy(plain), replace(config, master_weights=master_weights))
+    layer = converted(copy.deepcopy(plain), replace(config, master_weights=masters))
     assert isinstance(layer, ConvertedLinear) and isinstance(layer, nn.Linear)
     assert (type(layer).__name__, type(layer).__module__) == ("Linear", "torch.nn.modules.linear")
     assert list(layer.state_dict()) == list(plain.state_dict())
     assert repr(layer) == repr(plain)[:-1] + f", weight in {config.weight_format.name})"
     layer.weight = plain.weight
     assert repr(layer) == repr(plain)
-    layer.weight = converted(copy.deepcopy(plain), replace(config, master_weights=master_weights)).weight
+    layer.weight = converted(copy.deepcopy(plain), replace(config, master_weights=masters)).weight
     assert_bitwise_equal(layer(input=X), layer(X))
     assert type(fx.symbolic_trace(nn.Sequential(layer)).get_submodule("0")) is type(layer)
 
 
 def test_layers_that_are_not_converted_keep_their_class():
-    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
-    quantize_(model, FP8, filter_fn=lambda m, name: name == "0")
+    model = converted(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), FP8, lambda m, name: name == "0")
     assert type(model[1]) is nn.Linear and isinstance(model[0], ConvertedLinear) and model[0].fqn == "0"
 
 
@@ -70,7 +60,7 @@ def test_one_class_for_all_layers_of_a_kind_and_no_more_of_them_in_a_second_conv
 
 
 def test_a_subclass():
-    layer = converted(Named(64, "mine"))
+    layer = converted(Named(64, "mine"), FP8)
     assert isinstance(layer, Named) and repr(layer) == "Named(tag=mine, weight in fp8_128x128)" and layer.tag == "mine"
 
 
@@ -88,7 +78,7 @@ def test_a_layer_with_its_own_forward_that_shares_the_weight():
     ids=("linear", "subclass", "own_forward"),
 )
 def test_copies_and_pickles(make):
-    layer = converted(make())
+    layer = converted(make(), FP8)
     expected = layer(X)
     for twin in (
         copy.deepcopy(layer),
@@ -102,7 +92,7 @@ def test_copies_and_pickles(make):
 
 
 def test_a_class_that_another_wrapper_derives_stays():
-    layer = converted(nn.Linear(64, 64))
+    layer = converted(nn.Linear(64, 64), FP8)
     layer.__class__ = type("Wrapped", (type(layer),), {})
     with pytest.raises((pickle.PicklingError, AttributeError), match="Wrapped"):
         pickle.dumps(layer)

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from gpu_steps import capture, check_captured_training, check_training_without_syncs
-from helpers import FP8, FP8_SQUARES, FULL, NVFP4
+from helpers import FP8, FP8_SQUARES, FULL, NVFP4, assert_same_gradients, assert_same_tensors
 from torch import nn
 from torchao.quantization import quantize_
 
@@ -72,7 +72,7 @@ def make(kind: str, config) -> nn.Module:
 def batches() -> torch.Tensor:
     generator = torch.Generator("cuda").manual_seed(1)
     options = {"generator": generator, "device": "cuda", "dtype": torch.bfloat16}
-    # A direction of its own each, so that other experts are chosen every time.
+    # Another direction each, so that other experts are chosen every time.
     return torch.randn(STEPS, TOKENS, DIM, **options) + torch.randn(STEPS, 1, DIM, **options)
 
 
@@ -101,8 +101,7 @@ def check_steps(replayed: nn.Module, eager: nn.Module, gradients, call=None) -> 
     for x in batches():
         loss, want = gradients(x).detach().clone(), gradients_of(eager, call, x).detach()
         assert_bitwise_equal(loss, want, "loss")
-        for (name, parameter), other in zip(replayed.named_parameters(), eager.parameters(), strict=True):
-            assert_bitwise_equal(parameter.grad, other.grad, name)
+        assert_same_gradients(replayed, eager)
         for optimizer in optimizers:
             optimizer.step()
         losses.append(loss.item())
@@ -158,8 +157,7 @@ def test_gradients_of_microbatches_are_added(kind, config):
         load_recipe_state(trained, recipe_state(make(kind, config)))
         for x in batches():
             call(x).float().square().mean().backward()
-    for (name, parameter), other in zip(model.named_parameters(), eager.parameters(), strict=True):
-        assert_bitwise_equal(parameter.grad, other.grad, name)
+    assert_same_gradients(model, eager)
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
@@ -207,5 +205,4 @@ def test_the_training_loop_of_the_docs(config, capsys):
         if step >= 0:
             scheduler.step()
     assert 0.049 < rate.item() / 3e-4 < 0.051
-    for name, values in eager.state_dict().items():
-        assert_bitwise_equal(model.state_dict()[name], values, name)
+    assert_same_tensors(model.state_dict(), eager.state_dict())

@@ -6,7 +6,7 @@ import collections
 
 import pytest
 import torch
-from every_layer import CONFIGS, MODELS, Halves, Run, every_model, make, tokens
+from every_layer import CONFIGS, MODELS, Halves, every_model, make, tokens
 from helpers import FP8, FP8_SQUARES, NVFP4, assert_same, both_formats, forward_backward, replace, weight_calls
 from shared_inputs import OPS, Counter, counting_backend
 from torch import nn
@@ -25,10 +25,6 @@ pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 formats_and_blocks = pytest.mark.parametrize(
     "config", (FP8, FP8_SQUARES, NVFP4), ids=lambda config: config.grad_weight_format.name
 )
-
-
-def results(model, x, run=None):
-    return forward_backward(model if run is None else Run(model, run), x)
 
 
 def weights_of(model) -> dict[str, nn.Parameter]:
@@ -61,17 +57,17 @@ def test_a_named_backend_reaches_every_operation(model, config, monkeypatch):
 @pytest.mark.parametrize("config", (FP8, FP8_SQUARES), ids=("fp8", "squares"))
 def test_saved_weights_are_quantized_once_and_give_the_same_bits(model, config):
     x = tokens(model, 130)
-    expected = results(make(model, config), x)
+    expected = forward_backward(make(model, config), x)
     layer = make(model, replace(config, save_weights="quantized"))
     with Counter() as counter:
-        assert_same(results(layer, x), expected)
+        assert_same(forward_backward(layer, x), expected)
     assert counter.ran[OPS.master_matmul] == 0 < counter.ran[OPS.quantized_matmul]
     backend, counts = counting_backend()
-    assert_same(results(layer, x, torch.compile(layer, backend=backend, fullgraph=True)), expected)
+    assert_same(forward_backward(layer, x, torch.compile(layer, backend=backend, fullgraph=True)), expected)
     assert all(count["master_matmul"] == 0 < count["quantized_matmul"] for count in counts)
     # Eager layers use the copies that a scope keeps.
     with weights_unchanged(layer):
-        assert_same(results(layer, x), expected)
+        assert_same(forward_backward(layer, x), expected)
         assert all(w.quantized_bytes for w in weights_of(layer).values())
 
 
@@ -115,7 +111,7 @@ def test_without_gradients_only_rowwise_copies_are_made(model, config, off):
 def test_passes_in_any_order(model, config):
     """Several forward passes before backward, a graph that is kept, gradients that accumulate."""
     layer, xs = make(model, config), [tokens(model).requires_grad_() for _ in range(2)]
-    (_, dx0, *first), (_, dx1, *second) = (results(layer, x) for x in xs)
+    (_, dx0, *first), (_, dx1, *second) = (forward_backward(layer, x) for x in xs)
     layer.zero_grad()
     outs = [layer(x) for x in xs]
     for out in (outs[1], outs[0]):
@@ -157,10 +153,10 @@ HOW = {
 @pytest.mark.parametrize("how", HOW.values(), ids=HOW)
 def test_a_scope_quantizes_each_weight_once_and_changes_no_bits(model, config, keep, how):
     layer, x = make(model, config), tokens(model)
-    run, expected, weights = how(layer), results(layer, x), weights_of(layer).values()
+    run, expected, weights = how(layer), forward_backward(layer, x), weights_of(layer).values()
     with weights_unchanged(layer, keep=keep), weight_calls() as calls:
         for _ in range(2):
-            assert_same(results(layer, x, run), expected)
+            assert_same(forward_backward(layer, x, run), expected)
         fmt = config.weight_format
         columnwise = sum(fmt.nbytes(*w.mT.shape) for w in weights) if keep == "both" else 0
         assert sum(w.quantized_bytes for w in weights) == sum(fmt.nbytes(*w.shape) for w in weights) + columnwise
@@ -186,12 +182,12 @@ WITH_HOOKS = {"plain": lambda layer: layer, "checkpointed": HOW["checkpointed"],
 def test_main_grad_takes_the_gradients_of_all_microbatches(model, config, how, device):
     """Added in fp32, in place; `.grad` stays None, and that of other parameters does not change."""
     layer, parts = make(model, config).to(device), [tokens(model).to(device) for _ in range(2)]
-    expected = [results(layer, x) for x in parts]
+    expected = [forward_backward(layer, x) for x in parts]
     weights = weights_of(layer)
     for w in weights.values():
         w.main_grad = torch.full(w.shape, 0.5, device=device)
     for x, (out, grad_x, *grads) in zip(parts, expected):
-        got, got_x, *got_grads = results(layer, x, how(layer))
+        got, got_x, *got_grads = forward_backward(layer, x, how(layer))
         assert_same((got, got_x), (out, grad_x))
         for (name, p), a, b in zip(layer.named_parameters(), got_grads, grads):
             assert a is None and p.grad_added_to_main_grad if name in weights else torch.equal(a, b), name
@@ -206,14 +202,14 @@ def test_main_grad_takes_the_gradients_of_all_microbatches(model, config, how, d
 @pytest.mark.parametrize("save", ("quantized", "high_precision"))
 def test_checkpointing(model, config, how, save):
     layer, x = make(model, config if save == "quantized" else replace(config, save_activations=save)), tokens(model)
-    expected, count = results(layer, x), len(weights_of(layer))
+    expected, count = forward_backward(layer, x), len(weights_of(layer))
 
     def run(x):
         return checkpoint(layer, x, use_reentrant=how == "reentrant")
 
     with weight_calls() as calls:
         compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
-        assert_same(results(layer, x, compiled if how == "compiled" else run), expected)
+        assert_same(forward_backward(layer, x, compiled if how == "compiled" else run), expected)
     # In forward, in the recomputation and in backward; a compiler need not compute again.
     assert calls.columnwise == count and (calls.quantize == 3 * count or how == "compiled")
 
@@ -223,12 +219,12 @@ def test_checkpointing(model, config, how, save):
 def test_saved_tensors_may_move_to_the_cpu(model, config):
     """With `pin_memory`, which `offload_wrapper` sets, PyTorch copies saved weights into plain tensors."""
     layer, x = make(model, config), tokens(model)
-    expected = results(layer, x)
+    expected = forward_backward(layer, x)
     with save_on_cpu():
-        assert_same(results(layer, x), expected)
+        assert_same(forward_backward(layer, x), expected)
     with save_on_cpu(pin_memory=True):
         if config.master_weights:
-            assert_same(results(layer, x), expected)
+            assert_same(forward_backward(layer, x), expected)
         else:
             with pytest.raises(NotImplementedError, match="pin_memory=False"):
                 layer(x)
@@ -243,14 +239,15 @@ def test_one_graph_for_any_number_of_tokens_and_all_steps(model, config):
     layer, counter = make(model, config), CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(layer, backend=counter, fullgraph=True)
     optimizer = torch.optim.AdamW(layer.parameters(), lr=0.1) if config.master_weights else None
+
+    def run(x):
+        torch._dynamo.mark_dynamic(x, 0)
+        return compiled(x)
+
     with torch._dynamo.config.patch(error_on_recompile=True):
         for count in (300, 517, 1024):
-            x = tokens(model, count).requires_grad_()
-            torch._dynamo.mark_dynamic(x, 0)
-            layer.zero_grad()
-            out = compiled(x)
-            out.backward(torch.ones_like(out))
-            assert_same((out.detach(), x.grad, *(p.grad for p in layer.parameters())), results(layer, x))
+            x = tokens(model, count)
+            assert_same(forward_backward(layer, x, run), forward_backward(layer, x))
             if optimizer is not None:
                 optimizer.step()
     assert counter.frame_count == 1
@@ -273,7 +270,7 @@ IN_GRAPHS = {
 @pytest.mark.parametrize(("model", "config", "forward", "backward"), IN_GRAPHS.values(), ids=IN_GRAPHS)
 def test_operations_of_a_graph(model, config, forward, backward):
     layer, (backend, counts) = make(model, config), counting_backend()
-    results(layer, tokens(model), torch.compile(layer, backend=backend, fullgraph=True))
+    forward_backward(layer, tokens(model), torch.compile(layer, backend=backend, fullgraph=True))
     assert counts == [collections.Counter(names.split()) for names in (forward, backward)]
 
 
@@ -286,7 +283,7 @@ INDUCTOR = {"linear": (3, 1e-6), "norm_linear": (1, 1e-5), "layer_norm_linear": 
 @both_formats
 def test_inductor(model, config, bitwise, limit):
     layer, x = make(model, config), tokens(model, 300)
-    got, expected = results(layer, x, torch.compile(layer, fullgraph=True)), results(layer, x)
+    got, expected = forward_backward(layer, x, torch.compile(layer, fullgraph=True)), forward_backward(layer, x)
     assert_same(got[:bitwise], expected[:bitwise])
     for a, b in zip(got[bitwise:], expected[bitwise:]):
         assert relative_error(a, b) < limit
@@ -304,9 +301,9 @@ def test_autocast_is_a_cast_of_the_input(model, config, compiled):
         with torch.autocast("cpu", torch.bfloat16):
             return run(x)
 
-    out, grad_x, *grads = results(layer, x, autocast)
+    out, grad_x, *grads = forward_backward(layer, x, autocast)
     assert out.dtype == torch.bfloat16 and grad_x.dtype == torch.float32
-    want, want_x, *wanted = results(layer, x.bfloat16())
+    want, want_x, *wanted = forward_backward(layer, x.bfloat16())
     assert_same((out, grad_x, *grads), (want, want_x.float(), *wanted))
     with torch.autocast("cpu", torch.bfloat16), torch.autocast("cpu", enabled=False):
         assert_bitwise_equal(run(x).detach(), layer(x).detach())
@@ -358,7 +355,7 @@ def test_transforms_of_torch_func_raise(model, config, transform):
 @both_formats
 def test_shapes_on_meta(model, config):
     with torch.device("meta"):
-        got = results(make(model, config), tokens(model))
+        got = forward_backward(make(model, config), tokens(model))
         assert all(t.device.type == "meta" for t in got)
-    expected = results(make(model), tokens(model))
+    expected = forward_backward(make(model), tokens(model))
     assert [t.shape for t in got] == [t.shape for t in expected]

@@ -12,10 +12,9 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import FP8, NVFP4, both_formats, weight_calls
+from helpers import FP8, NVFP4, assert_same, both_formats, both_masters, converted, forward_backward, weight_calls
 from products_by_hand import ProductsByHand
 from torch import nn
-from torchao.quantization import quantize_
 
 from torchao_blockwise import MasterWeightTensor, experts, linears_and_experts, skip_lm_head
 from torchao_blockwise.testing import assert_bitwise_equal, relative_error
@@ -35,6 +34,7 @@ BATCHED = {
     },
 }  # fmt: skip
 IDS = torch.randint(0, 128, (2, 33), generator=torch.Generator().manual_seed(1))
+CHOSEN = linears_and_experts() & skip_lm_head()
 every_family = pytest.mark.parametrize("family", FAMILIES)
 
 
@@ -69,11 +69,6 @@ def gradients(model, loss=loss_of) -> dict[str, torch.Tensor]:
     return {name: p.grad.clone() for name, p in model.named_parameters()}
 
 
-def converted(model, config, filter_fn=None) -> nn.Module:
-    quantize_(model, config, filter_fn=linears_and_experts() & skip_lm_head() if filter_fn is None else filter_fn)
-    return model
-
-
 def train(model, loss_of, calls_a_step: tuple[int, int] | None = None) -> list[float]:
     """The losses of four steps of two microbatches; each step quantizes weights that often (in all, columnwise)."""
     losses = []
@@ -103,7 +98,7 @@ def train_by_hand(plain, model, config, loss_of) -> list[float]:
 @every_family
 def test_hugging_faces_experts_train(config, family, dtype):
     """Each product quantizes its weight, forward and backward; the losses fall, and are those of products by hand."""
-    plain, model = hugging_face(family, dtype=dtype), converted(hugging_face(family, dtype=dtype), config)
+    plain, model = hugging_face(family, dtype=dtype), converted(hugging_face(family, dtype=dtype), config, CHOSEN)
     count = sum(isinstance(p, MasterWeightTensor) for p in model.parameters())
     expected = train_by_hand(plain, model, config, loss_of)
     assert train(model, loss_of, (4 * count, 2 * count)) == expected
@@ -113,7 +108,7 @@ def test_hugging_faces_experts_train(config, family, dtype):
 @both_formats
 @pytest.mark.parametrize("family", BATCHED)
 def test_tokens_batched_by_expert_train(config, family):
-    plain, model = hugging_face(family), converted(hugging_face(family), config)
+    plain, model = hugging_face(family), converted(hugging_face(family), config, CHOSEN)
     expected = train_by_hand(plain, model, config, loss_of)
     assert train(model, loss_of) == expected
     assert expected[-1] < expected[0] - 0.3
@@ -125,7 +120,9 @@ def test_implementations_agree(family):
 
     It takes the tokens of an expert in another order, which only changes the sums in its weight's gradient.
     """
-    models = [converted(hugging_face(family, implementation), FP8) for implementation in ("grouped_mm", "eager")]
+    models = [
+        converted(hugging_face(family, implementation), FP8, CHOSEN) for implementation in ("grouped_mm", "eager")
+    ]
     grouped, eager = map(gradients, models)
     for name, p in models[0].named_parameters():
         if p.dim() == 3:
@@ -135,11 +132,12 @@ def test_implementations_agree(family):
             assert_bitwise_equal(grouped[name], eager[name], name)
 
 
-@pytest.mark.parametrize("masters", (True, False), ids=("masters", "quantized"))
+@both_masters
 @every_family
 def test_experts_generate_where_transformers_switches_to_batched_products(family, masters, monkeypatch):
     """On other devices than CPUs `generate` decodes with "batched_mm", which multiplies by `bmm`."""
-    model, plain = converted(hugging_face(family), replace(FP8, master_weights=masters)), hugging_face(family)
+    model = converted(hugging_face(family), replace(FP8, master_weights=masters), CHOSEN)
+    plain = hugging_face(family)
 
     @contextlib.contextmanager
     def switched(self):
@@ -174,15 +172,13 @@ def test_hugging_faces_experts_compile(family, dtype):
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
     torch.manual_seed(0)
     x, scores = torch.randn(40, 64, dtype=dtype), torch.rand(40, 2, dtype=dtype)
+
+    def results(run, ids):
+        return forward_backward(module, x, lambda x: run(x, ids, scores))
+
     for high in (4, 2):
-        ids, results = torch.randint(0, high, (40, 2)), []
-        for run in (module, compiled):
-            module.zero_grad()
-            out = run(x, ids, scores)
-            out.sum().backward()
-            results.append((out.detach(), *(p.grad for p in module.parameters())))
-        for a, b in zip(*results):
-            assert_bitwise_equal(a, b)
+        ids = torch.randint(0, high, (40, 2))
+        assert_same(results(compiled, ids), results(module, ids))
 
 
 # --- torchtitan -------------------------------------------------------------------------------------------------------
@@ -219,7 +215,7 @@ def titan_loss(layer, tokens: int = 19) -> torch.Tensor:
 @both_formats
 def test_torchtitans_experts_train(config):
     """They cast float32 weights to bfloat16 on every use; products read the weights themselves."""
-    plain, layer = titan_moe(), converted(titan_moe(), config)
+    plain, layer = titan_moe(), converted(titan_moe(), config, CHOSEN)
     kinds = {name: isinstance(p, MasterWeightTensor) for name, p in layer.named_parameters()}
     assert sum(kinds.values()) == 6 and not kinds["router.gate.weight"]
     expected = train_by_hand(plain, layer, config, titan_loss)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from every_layer import CONFIGS, counting, every_model, flops, make, tokens
-from helpers import FP8, both_formats, forward_backward, mlp
+from helpers import FP8, both_formats, converted, forward_backward, mlp
 from torch import nn
-from torchao.quantization import quantize_
 
 from torchao_blockwise import ops
 
@@ -84,7 +83,6 @@ def test_operations(config):
 def test_meta_tensors_are_counted(config):
     """Shapes are all that is asked."""
     with torch.device("meta"):
-        model = nn.Linear(4096, 14336, bias=False, dtype=torch.bfloat16)
-        quantize_(model, config)
+        model = converted(nn.Linear(4096, 14336, bias=False, dtype=torch.bfloat16), config)
         x = torch.empty(8192, 4096, dtype=torch.bfloat16, requires_grad=True)
         assert flops(lambda: model(x).sum().backward()) == 6 * 8192 * 4096 * 14336

@@ -18,6 +18,7 @@ from helpers import (
     NVFP4,
     assert_same,
     both_formats,
+    converted,
     every_recipe,
     forward_backward,
     replace,
@@ -57,8 +58,7 @@ class RoundedOnce(MLP):
 
 def mlp(config, dtype=torch.float32, fused: bool = True, cls=MLP, act: str = "act", **options) -> MLP:
     torch.manual_seed(0)
-    model = cls(dtype=dtype, **options)
-    quantize_(model, config)
+    model = converted(cls(dtype=dtype, **options), config)
     if fused:
         fuse_class(model, ("gate", "up"), down="down", act=act)
     return model

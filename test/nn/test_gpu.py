@@ -7,14 +7,12 @@ import contextlib
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import FP8, both_formats, mlp
+from helpers import FP8, assert_same, both_formats, converted, mlp
 from torch import nn
-from torchao.quantization import quantize_
 
 from torchao_blockwise import experts, weights_unchanged
 from torchao_blockwise.nn import grouped_linear
 from torchao_blockwise.ops.device import tables
-from torchao_blockwise.testing import assert_bitwise_equal
 
 pytestmark = pytest.mark.gpu
 
@@ -35,8 +33,7 @@ class Grouped(nn.Module):
 def layer_of(kind: str, config) -> nn.Module:
     torch.manual_seed(0)
     layer = (nn.Linear(K, N, bias=False) if kind == "linear" else Grouped()).to("cuda", torch.bfloat16)
-    quantize_(layer, config, filter_fn=experts() if kind == "grouped" else None)
-    return layer
+    return converted(layer, config, experts() if kind == "grouped" else None)
 
 
 def tokens(count: int = TOKENS, width: int = K) -> torch.Tensor:
@@ -63,8 +60,7 @@ def test_inductor_compiles_forward_and_backward(kind, config):
                 out = run(x)
                 out.backward(torch.ones_like(out))
                 results.append((out.detach(), x.grad, layer.weight.grad))
-            for got, want in zip(*results):
-                assert_bitwise_equal(got, want)
+            assert_same(*results)
 
 
 def test_a_step_leaves_no_copy_of_a_weight():
@@ -98,5 +94,4 @@ def test_malformed_group_ends_reach_no_other_memory():
     """On a GPU nobody reads them before a kernel does: they are clamped, and results are those of the clamped ones."""
     for ends in ([-5, 600, 300, 10**9] * 2, [400, 100, -(2**31), 450] * 2):
         clamped = torch.tensor(ends).clamp(0, TOKENS).cummax(0).values
-        for got, want in zip(grouped_step(FP8, torch.tensor(ends)), grouped_step(FP8, clamped)):
-            assert_bitwise_equal(got, want)
+        assert_same(grouped_step(FP8, torch.tensor(ends)), grouped_step(FP8, clamped))

@@ -5,7 +5,20 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import FP8, HADAMARD, NVFP4, PER_EXPERT, RECIPES, every_recipe, replace, tokens, weight, weight_calls
+from helpers import (
+    FP8,
+    HADAMARD,
+    NVFP4,
+    PER_EXPERT,
+    RECIPES,
+    assert_same,
+    both_masters,
+    every_recipe,
+    replace,
+    tokens,
+    weight,
+    weight_calls,
+)
 from products_by_hand import grouped_by_hand
 from torch import nn
 
@@ -58,8 +71,7 @@ def case(config, dtype=torch.float32, sizes=(4, 0, 5)):
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
 def test_grouped_mm_comes_here(config, call, dtype):
     x, w, ends, dy = case(config, dtype)
-    for name, a, b in zip(NAMES, run(call, x, w, ends, dy), grouped_by_hand(x, w.hp, ends, dy, config)):
-        assert_bitwise_equal(a, b, name)
+    assert_same(run(call, x, w, ends, dy), grouped_by_hand(x, w.hp, ends, dy, config), NAMES)
 
 
 SAVED = replace(FP8, save_weights="quantized")
@@ -94,17 +106,16 @@ def test_tokens_batched_by_expert(config, call, tokens_each, compiled):
     x, w, ends, dy = case(config, torch.bfloat16, 3 * [tokens_each])
     batched = torch.compile(call, backend="aot_eager", fullgraph=True) if compiled else call
     got = run(lambda x, w, ends: batched(x.view(3, -1, 72), w).flatten(0, 1), x, w, ends, dy)
-    for name, a, b in zip(NAMES, got, grouped_by_hand(x, w.hp, ends, dy, config)):
-        assert_bitwise_equal(a, b, name)
+    assert_same(got, grouped_by_hand(x, w.hp, ends, dy, config), NAMES)
 
 
-@pytest.mark.parametrize("master_weights", (True, False), ids=("master", "quantized"))
-def test_groups_of_rows_share_the_tensor_scale_of_their_matrix(master_weights):
+@both_masters
+def test_groups_of_rows_share_the_tensor_scale_of_their_matrix(masters):
     """It is the scale that FSDP2 gathers, and that files and quantized Parameters store."""
     x, outputs = tokens(3, 5, 72), []
     for config in (PER_EXPERT, replace(PER_EXPERT, scale_per_expert=False)):
         w = MasterWeightTensor(weight(48, 72), config)
-        w = w if master_weights else NVFP4Tensor.from_hp(w.hp, config=config)
+        w = w if masters else NVFP4Tensor.from_hp(w.hp, config=config)
         outputs.append(torch.bmm(x, w.view(3, 16, 72).mT))
     assert_bitwise_equal(*outputs)
 
@@ -137,8 +148,7 @@ def test_a_cast_weight_is_rounded_before_it_is_quantized(config, compiled):
         for _ in range(3):
             got = run(call, x, w, ends, dy)
     assert (calls.quantize, calls.columnwise, calls.transpose) == (6, 3, 0)
-    for name, a, b in zip(NAMES, got, expected):
-        assert_bitwise_equal(a, b.to(a.dtype), name)
+    assert_same(got, (b.to(a.dtype) for a, b in zip(got, expected)), NAMES)
     # Not the cast copy, which would be two bytes a parameter.
     assert saved and not any(t.shape == w.shape and t.dtype == torch.bfloat16 for t in saved)
 

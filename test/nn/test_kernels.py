@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from every_layer import Run, every_model, make, tokens
+from every_layer import every_model, make, tokens
 from helpers import FP8, NVFP4, assert_same, both_formats, forward_backward, replace
 
 from torchao_blockwise import ops
@@ -48,7 +48,7 @@ def test_a_step_makes_tables_once_and_gives_the_bits_of_a_step_without(
     config = replace(config, save_activations=how) if how == "high_precision" else config
     layer, x = make(kind, config).to(device), tokens(kind).to(device)
     run = torch.compile(layer, backend="aot_eager", fullgraph=True) if how == "compiled" else layer
-    got = forward_backward(Run(layer, run), x)
+    got = forward_backward(layer, x, run)
     assert names(launches) == ["_group_tables_kernel"]
     monkeypatch.setattr(ops, "make_groups", lambda ends, *args, **options: Groups(ends))
     assert_same(got, forward_backward(layer, x))

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 
 import pytest
 import torch
 from every_layer import Grouped
-from helpers import FP8, Tied, both_formats, mlp, replace
+from helpers import FP8, Tied, assert_same_gradients, both_formats, both_masters, converted, mlp, replace
 from torch import nn
-from torchao.quantization import quantize_
 
 from torchao_blockwise import MasterWeightTensor, linears_and_experts
 from torchao_blockwise.testing import assert_bitwise_equal
 
 
-def converted(kind: str, config) -> nn.Module:
+def model_of(kind: str, config) -> nn.Module:
     torch.manual_seed(0)
-    model = {"linear": mlp, "experts": Grouped, "tied": Tied}[kind]()
-    quantize_(model, config, filter_fn=linears_and_experts())
-    return model
+    return converted({"linear": mlp, "experts": Grouped, "tied": Tied}[kind](), config, linears_and_experts())
 
 
 def run(model) -> torch.Tensor:
@@ -69,7 +68,7 @@ def test_models_move_whole_with_outputs_alive(config, kind, masters, move):
     Of a tied weight the embedding, which is not converted, lets PyTorch swap it, which refuses where a graph holds it.
     """
     config = replace(config, master_weights=masters)
-    model, other = converted(kind, config), converted(kind, config)
+    model, other = model_of(kind, config), model_of(kind, config)
     act, dtype = MOVES[move]
     before, out = contents(model), None if kind == "tied" else run(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -86,13 +85,13 @@ def test_models_move_whole_with_outputs_alive(config, kind, masters, move):
 
 
 @pytest.mark.parametrize("kind", ("linear", "experts", "tied"))
-@pytest.mark.parametrize("masters", (True, False), ids=("masters", "quantized"))
+@both_masters
 def test_switches_of_pytorch_change_nothing(future, kind, masters):
     if kind == "tied" and not masters:
         return
     if kind == "tied" and future == "overwrite":
         pytest.skip("PyTorch then gives each module a separate Parameter, and unties plain ones too")
-    model = converted(kind, replace(FP8, master_weights=masters))
+    model = model_of(kind, replace(FP8, master_weights=masters))
     weights = [p for p in model.parameters() if type(p) is not nn.Parameter]
     out = torch.zeros(()) if future == "swap" or kind == "tied" else run(model)
     model.bfloat16()
@@ -104,19 +103,16 @@ def test_switches_of_pytorch_change_nothing(future, kind, masters):
 @pytest.mark.parametrize(("kind", "masters"), KINDS[:4])
 def test_backward_goes_on_where_nothing_was_cast(config, kind, masters):
     config = replace(config, master_weights=masters)
-    model, other = converted(kind, config), converted(kind, config)
+    model, other = model_of(kind, config), model_of(kind, config)
     out = run(model)
     model.to("cpu")
     out.backward()
     run(other).backward()
-    for p, q in zip(model.parameters(), other.parameters()):
-        assert (p.grad is None) == (q.grad is None)
-        if p.grad is not None:
-            assert_bitwise_equal(p.grad, q.grad)
+    assert_same_gradients(model, other)
 
 
 def test_gradients_are_cast_along():
-    model = converted("linear", FP8)
+    model = model_of("linear", FP8)
     run(model).backward()
     weight = model[0].weight
     grad, expected = weight.grad, weight.grad.bfloat16()
@@ -129,7 +125,7 @@ def test_gradients_are_cast_along():
 @both_formats
 @every_model
 def test_a_refused_move_leaves_weights_as_they_were(config, kind, masters):
-    model = converted(kind, replace(config, master_weights=masters))
+    model = model_of(kind, replace(config, master_weights=masters))
     before, values = contents(model), copy.deepcopy(model.state_dict())
     with pytest.raises(NotImplementedError if masters else TypeError, match=r"float16 or float32, got torch.float64"):
         model.double()
@@ -142,15 +138,12 @@ def test_a_refused_move_leaves_weights_as_they_were(config, kind, masters):
 @both_formats
 @every_model
 def test_models_move_to_meta(config, kind, masters):
-    model = converted(kind, replace(config, master_weights=masters))
+    model = model_of(kind, replace(config, master_weights=masters))
     assert {p.device.type for p in model.to("meta").parameters()} == {"meta"}
 
 
 def test_a_copy_read_in_a_new_process_moves_whole_too(tmp_path):
-    import subprocess
-    import sys
-
-    model = converted("linear", FP8)
+    model = model_of("linear", FP8)
     torch.save(model, tmp_path / "model.pt")
     program = (
         "import torch, sys\n"

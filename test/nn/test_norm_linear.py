@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import FP8, tokens
+from helpers import FP8, converted, tokens
 from torch import nn
 from torchao.quantization import quantize_
 
@@ -60,20 +60,14 @@ def test_made_of_modules(norm):
     assert all(p.grad is not None for p in layer.parameters())
 
 
-def converted() -> NormLinear:
-    layer = NormLinear(64, 8)
-    quantize_(layer, FP8)
-    return layer
-
-
-made_of = NormLinear.from_modules
+made_of, LAYER = NormLinear.from_modules, converted(NormLinear(64, 8), FP8)
 ERRORS = {
     "norm": (lambda: NormLinear(8, 8, norm="batch"), ValueError, "norm must be 'rms' or 'layer', got 'batch'"),
     "module": (lambda: made_of(nn.GroupNorm(2, 8), nn.Linear(8, 8)), TypeError, "got GroupNorm and Linear"),
     "features": (lambda: made_of(nn.RMSNorm(9), nn.Linear(8, 8)), ValueError, r"over in_features=8, got .*=\(9,\)"),
     "two_dims": (lambda: made_of(nn.LayerNorm((4, 8)), nn.Linear(8, 8)), ValueError, r"in_features=8, .*=\(4, 8\)"),
-    "x": (lambda: converted()(torch.ones(3, 65)), ValueError, "must agree in K"),
-    "dtype": (lambda: converted()(torch.ones(3, 64).double()), TypeError, "bfloat16, float16 or float32"),
+    "x": (lambda: LAYER(torch.ones(3, 65)), ValueError, "must agree in K"),
+    "dtype": (lambda: LAYER(torch.ones(3, 64).double()), TypeError, "bfloat16, float16 or float32"),
 }
 
 

@@ -11,9 +11,9 @@ from torchao_blockwise.nn import permute, unpermute
 EXPERTS, TOP_K, WIDTH = 6, 3, 24
 
 
-def routing(tokens: int, seed: int = 0):
+def routing(tokens: int):
     """(x, expert ids with one of no expert, router weights)."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     ids = torch.rand(tokens, EXPERTS, generator=generator).topk(TOP_K, 1).indices
     ids[::5, 1] = EXPERTS
     return torch.randn(tokens, WIDTH, generator=generator), ids, torch.rand(tokens, TOP_K, generator=generator)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import PER_EXPERT, replace
-from torchao.quantization import quantize_
+from helpers import PER_EXPERT, assert_same, converted, replace
 
 from torchao_blockwise import NVFP4Tensor, checkpoint, experts
 from torchao_blockwise.diagnostics import NumericsMonitor
@@ -19,9 +18,7 @@ ENDS = torch.tensor([20, 20, 55, 64], dtype=torch.int32)
 
 def module(device: str = "cpu", **changes) -> SwiGLUExperts:
     torch.manual_seed(0)
-    made = SwiGLUExperts(4, 48, 32)
-    quantize_(made, replace(CONFIG, **changes), filter_fn=experts())
-    return made.to(device)
+    return converted(SwiGLUExperts(4, 48, 32), replace(CONFIG, **changes), experts()).to(device)
 
 
 def results(made, x) -> list[torch.Tensor]:
@@ -38,10 +35,8 @@ def test_an_expert_does_not_see_the_others(master_weights, device):
     other[20:55] *= 1000
     mine, theirs = (results(module(device, master_weights=master_weights), tokens) for tokens in (x, other))
     for rows in (slice(0, 20), slice(55, 64)):
-        for got, wanted in zip(theirs[:2], mine[:2], strict=True):
-            assert_bitwise_equal(got[rows], wanted[rows])
-    for got, wanted in zip(theirs[2:], mine[2:], strict=True):
-        assert_bitwise_equal(got[[0, 1, 3]], wanted[[0, 1, 3]])
+        assert_same((x[rows] for x in theirs[:2]), (x[rows] for x in mine[:2]))
+    assert_same((x[[0, 1, 3]] for x in theirs[2:]), (x[[0, 1, 3]] for x in mine[2:]))
     together = module(device, master_weights=master_weights, scale_per_expert=False)
     shared = [results(together, tokens)[0] for tokens in (x, other)]
     assert not torch.equal(shared[0][:20], shared[1][:20]), "the control"
@@ -100,5 +95,4 @@ def test_compiled_experts_have_the_bits_of_eager_ones(backend, fresh_dynamo):
     compiled = torch.compile(made, backend=backend, fullgraph=True)
     wanted = results(made, x)
     made.zero_grad()
-    for got, expected in zip(results(compiled, x), wanted, strict=True):
-        assert_bitwise_equal(got, expected)
+    assert_same(results(compiled, x), wanted)

@@ -7,7 +7,7 @@ import functools
 
 import pytest
 import torch
-from every_layer import CONFIGS, Run, counting, every_model, make, tokens
+from every_layer import CONFIGS, counting, every_model, make, tokens
 from helpers import NVFP4, assert_same, both_formats, forward_backward
 from live_memory import LiveMemory
 from torch import nn
@@ -52,7 +52,7 @@ def test_products_are_not_run_again(model, config):
 
     def step(call):
         with counting() as counter:
-            results = forward_backward(Run(model, call), x)
+            results = forward_backward(model, x, call)
         return results, counter.get_total_flops()
 
     expected, once = step(whole(model))
@@ -109,7 +109,7 @@ def graphs(model: nn.Module, call, x: torch.Tensor) -> tuple[list, list[collecti
     # As inductor does.
     backend = aot_autograd(fw_compiler=count, partition_fn=min_cut_rematerialization_partition)
     torch._dynamo.reset()
-    results = forward_backward(Run(model, torch.compile(call, backend=backend, fullgraph=True)), x)
+    results = forward_backward(model, x, torch.compile(call, backend=backend, fullgraph=True))
     return held, counts, results
 
 
@@ -120,7 +120,7 @@ def test_compiled(model, config):
     module, x = make(model, config, torch.bfloat16), tokens(model).bfloat16()
     held, (forward, backward), results = graphs(module, checkpointed(module, sac_save_list()), x)
     _, (_, once), _ = graphs(module, whole(module), x)
-    assert_same(results, forward_backward(Run(module, whole(module)), x))
+    assert_same(results, forward_backward(module, x, whole(module)))
     assert forward and backward == once
     plain_module = make(model, None, torch.bfloat16)
     plain, *_ = graphs(plain_module, checkpointed(plain_module, PLAIN), x)
@@ -137,6 +137,6 @@ def test_compiled(model, config):
 def test_inductor(config):
     module, x = make("fused_mlp", config), tokens("fused_mlp")
     run = torch.compile(checkpointed(module, sac_save_list()), fullgraph=True)
-    got = forward_backward(Run(module, run), x)
-    expected = forward_backward(Run(module, torch.compile(whole(module), fullgraph=True)), x)
+    got = forward_backward(module, x, run)
+    expected = forward_backward(module, x, torch.compile(whole(module), fullgraph=True))
     assert_same(got, expected)

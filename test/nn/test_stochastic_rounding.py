@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from every_layer import make, tokens
-from helpers import STOCHASTIC, assert_same, mlp, replace, saved_and_loaded, weight
+from helpers import STOCHASTIC, assert_same, both_masters, mlp, replace, saved_and_loaded, weight
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torchao.quantization import quantize_
@@ -162,7 +162,7 @@ def test_weights_begin_on_the_meta_device():
     assert recipe_state(model)["0.weight"]["seed"] == 2**64 - 1
 
 
-@pytest.mark.parametrize("masters", (True, False), ids=("masters", "quantized"))
+@both_masters
 def test_new_values_leave_the_key(masters):
     """Neither a saved copy of the weight nor another layer's weight brings its key with it."""
     model = mlp(replace(CONFIG, master_weights=masters), features=(64, 64, 64))

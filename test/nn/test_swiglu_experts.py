@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import FP8, NVFP4, assert_same_tensors, named_results, tokens
+from helpers import FP8, NVFP4, assert_same_tensors, converted, named_results, tokens
 from products_by_hand import SwiGLU
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
-from torchao.quantization import quantize_
 
 from torchao_blockwise import NVFP4Tensor, experts
 from torchao_blockwise.nn import SwiGLUExperts, grouped_linear, permute, swiglu_experts, unpermute
@@ -22,10 +21,7 @@ ROUTINGS = {"ragged": ((5, 140, 150), 150), "tail": ((0, 4, 9), 40), "nobody": (
 
 def experts_of(config, count: int, dim: int = DIM, hidden: int = HIDDEN) -> SwiGLUExperts:
     torch.manual_seed(0)
-    module = SwiGLUExperts(count, dim, hidden)
-    if config is not None:
-        quantize_(module, config, filter_fn=experts())
-    return module
+    return converted(SwiGLUExperts(count, dim, hidden), config, experts())
 
 
 def inputs_of(routing):

@@ -55,9 +55,9 @@ def call(op, dh, gate, up, *, columnwise=True, groups=None, dtype=None, backend=
     return ops.swiglu_backward_quantize(dh, gate, up, options, groups=groups, backend=backend)
 
 
-def inputs_of(rows, width, dtype=torch.bfloat16, device="cpu"):
+def inputs_of(rows, width, device="cpu"):
     """dh, gate and up; the latter two are halves of one tensor."""
-    dh, *halves = (random_tensor(rows, width, dtype=dtype, device=device, seed=seed) / 16 for seed in range(3))
+    dh, *halves = (random_tensor(rows, width, dtype=torch.bfloat16, device=device, seed=seed) / 16 for seed in range(3))
     return dh, *torch.cat(halves, 1).chunk(2, 1)
 
 

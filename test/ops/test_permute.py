@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from gpu_steps import capture, no_syncs
+from helpers import assert_same
 
 from torchao_blockwise import ops
 from torchao_blockwise.ops.groups.permutation import MAX_EXPERTS, reference
@@ -193,8 +194,7 @@ def test_any_strides(backend, device):
     constant = torch.ones(1, device=device, dtype=x.dtype).expand(37, 40)
     gradients = ops.unpermute_backward(constant, y, source, 2, weights.t().contiguous().t(), backend=backend)
     expected = ops.unpermute_backward(constant.contiguous(), y, source, 2, weights, backend=backend)
-    for got, want in zip(gradients, expected):
-        assert_bitwise_equal(got, want)
+    assert_same(gradients, expected)
 
 
 @pytest.mark.parametrize("source", ([0, 9, -1, 3, 2**31 - 1, 5, -(2**31), 7], [0] * 8, [8] * 8), ids=("wild", "0", "8"))
@@ -231,8 +231,7 @@ def test_the_host_does_not_look():
     graph, captured = capture(step)
     ids.copy_(chosen(512, 4, 16, seed=1))
     graph.replay()
-    for got, expected in zip(captured, step()):
-        assert_bitwise_equal(got, expected)
+    assert_same(captured, step())
 
 
 @pytest.mark.gpu
@@ -246,8 +245,7 @@ def test_many_assignments_are_sorted_as_torch_does(tokens, experts):
     # Programs run in another order each time.
     for _ in range(3):
         _, *results = ops.permute(x, ids, experts, backend="triton")
-        for got, want in zip(results, expected, strict=True):
-            assert torch.equal(got, want)
+        assert_same(results, expected)
 
 
 @pytest.mark.gpu

@@ -7,10 +7,9 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import FP8, linear_by_hand, master, mlp, replace
+from helpers import FP8, converted, linear_by_hand, master, mlp, replace
 from torch import nn
 from torch.nn.utils import parametrizations, prune
-from torchao.quantization import quantize_
 
 from torchao_blockwise import MasterWeightTensor, conversion_report
 from torchao_blockwise.tensors.operations import Result, result_of
@@ -80,8 +79,7 @@ def test_every_form_of_a_gemm_is_refused(first_alone):
 
 
 def test_a_refusal_names_the_layer_and_the_remedy():
-    model = nn.ModuleDict({"block": mlp()})
-    quantize_(model, FP8)
+    model = converted(nn.ModuleDict({"block": mlp()}), FP8)
     with pytest.raises(NotImplementedError, match=r"aten\.mm\.default: block\.2\.weight .*nn\.Linear.*weight\.hp"):
         torch.mm(x(3, 32), model["block"][2].weight.data[:, :].clone())
     quantized = mlp(replace(FP8, master_weights=False))[0].weight
@@ -172,8 +170,7 @@ def test_compiled_layers_on_derived_weights(fresh_dynamo):
     out = torch.compile(layer, fullgraph=True)(x())
     out.square().sum().backward()
     assert torch.equal(out, expected)
-    for actual, wanted in zip((w.grad, down.grad), grads):
-        torch.testing.assert_close(actual, wanted)
+    torch.testing.assert_close((w.grad, down.grad), grads)
 
 
 # --- what is plain ----------------------------------------------------------------------------------------------------

@@ -15,7 +15,19 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import FP8, NVFP4, Tied, assert_same, both_formats, mlp, replace, saved_and_loaded, weight, weight_calls
+from helpers import (
+    FP8,
+    NVFP4,
+    Tied,
+    assert_same,
+    both_formats,
+    converted,
+    mlp,
+    replace,
+    saved_and_loaded,
+    weight,
+    weight_calls,
+)
 from machines import Machine
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -154,8 +166,7 @@ def test_scopes_nest(calls):
 
 
 def test_shared_weights_have_one_copy(calls):
-    model = Tied()
-    quantize_(model, FP8)
+    model = converted(Tied(), FP8)
     with weights_unchanged(model):
         for _ in range(2):
             model(torch.arange(20)).sum().backward()
@@ -190,8 +201,7 @@ def test_backward_runs_after_the_scope_is_left(calls):
     model.zero_grad()
     loss.backward()
     assert take(calls) == (2, 2, 0)
-    for p, grad in zip(model.parameters(), expected, strict=True):
-        assert torch.equal(p.grad, grad)
+    assert_same((p.grad for p in model.parameters()), expected)
 
 
 def test_weights_that_are_cast_on_every_use_are_quantized_once(calls):

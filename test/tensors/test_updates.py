@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 import torch
-from helpers import FP8, NVFP4, both_formats, every_kind, master, mlp, replace, weight
+from helpers import FP8, NVFP4, both_formats, converted, every_kind, master, mlp, replace, weight
 from torch import nn
 from torchao.quantization import quantize_
 
@@ -117,8 +117,7 @@ def test_everything_else_is_refused_with_the_layers_name(others, use):
 @pytest.mark.parametrize("compiled", (False, True), ids=("eager", "compiled"))
 @pytest.mark.parametrize("name", ("AdamW", "Muon"))
 def test_plain_optimizers_of_quantized_parameters_name_the_optimizer_of_masters(config, compiled, name, fresh_dynamo):
-    model = nn.Sequential(nn.Linear(K, N, bias=False))
-    quantize_(model, replace(config, master_weights=False))
+    model = converted(nn.Sequential(nn.Linear(K, N, bias=False)), replace(config, master_weights=False))
     optimizer = getattr(torch.optim, name)(model.parameters())
     gradients(model, 0)
     step = torch.compile(optimizer.step, backend="aot_eager") if compiled else optimizer.step
@@ -147,8 +146,7 @@ def unfrozen(layer):
 @pytest.mark.parametrize("made", (lambda layer: layer, loaded, unfrozen), ids=("converted", "loaded", "unfrozen"))
 def test_small_steps_of_a_weight_that_trains_are_refused(made, config):
     """Each would be rounded away."""
-    layer = nn.Linear(K, N, bias=False)
-    quantize_(layer, replace(config, master_weights=False))
+    layer = converted(nn.Linear(K, N, bias=False), replace(config, master_weights=False))
     weight = made(layer).weight
     assert weight.requires_grad
     for alias in (weight.data, weight.detach()):
