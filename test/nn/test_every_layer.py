@@ -7,7 +7,17 @@ import collections
 import pytest
 import torch
 from every_layer import CONFIGS, MODELS, Halves, every_model, make, tokens
-from helpers import FP8, FP8_SQUARES, NVFP4, assert_same, both_formats, forward_backward, replace, weight_calls
+from helpers import (
+    FP8,
+    FP8_SQUARES,
+    NVFP4,
+    PER_EXPERT,
+    assert_same,
+    both_formats,
+    forward_backward,
+    replace,
+    weight_calls,
+)
 from shared_inputs import OPS, Counter, counting_backend
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -230,7 +240,10 @@ def test_saved_tensors_may_move_to_the_cpu(model, config):
                 layer(x)
 
 
-GRAPHS = CONFIGS | {"out_dtype": replace(FP8, out_dtype=torch.bfloat16)}
+GRAPHS = CONFIGS | {
+    "out_dtype": replace(FP8, out_dtype=torch.bfloat16),
+    "scale_per_expert": replace(PER_EXPERT, stochastic_rounding=False),
+}
 
 
 @every_model

@@ -87,12 +87,3 @@ def test_an_optimizer_casts_masters_with_a_scale_an_expert(device):
         for p, w in zip(quantized.parameters(), masters.parameters(), strict=True):
             assert p.global_scale.shape == (4,) and p.global_scale.unique().numel() == 4
             assert_operands_equal(p.operand(), w.quantized())
-
-
-@pytest.mark.parametrize("backend", ("aot_eager", "inductor"))
-def test_compiled_experts_have_the_bits_of_eager_ones(backend, fresh_dynamo):
-    made, x = module(), torch.randn(70, 48)
-    compiled = torch.compile(made, backend=backend, fullgraph=True)
-    wanted = results(made, x)
-    made.zero_grad()
-    assert_same(results(compiled, x), wanted)
