@@ -7,27 +7,16 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import FP8, assert_same, both_formats, every_recipe, forward_backward, replace, tokens, weight
+from helpers import FP8, assert_same, both_formats, converted, every_recipe, forward_backward, tokens, weight
 from torch import nn
-from torchao.quantization import quantize_
 
 from torchao_blockwise import BlockwiseFP8Tensor, MasterWeightTensor, NVFP4Tensor, linear
-from torchao_blockwise.testing import assert_bitwise_equal
-
-
-def layer_of(config, n: int, k: int, dtype=torch.float32, bias: bool = True, device="cpu") -> nn.Linear:
-    layer = nn.Linear(k, n, bias=bias, dtype=dtype, device=device)
-    with torch.no_grad():
-        layer.weight.copy_(weight(n, k, seed=1) / 64)
-    quantize_(layer, config)
-    return layer
 
 
 @every_recipe
 @pytest.mark.parametrize("n, k", ((0, 32), (32, 0), (0, 0)))
 def test_layers_without_features(config, n, k):
-    layer, x = nn.Linear(k, n), torch.randn(2, 5, k, requires_grad=True)
-    quantize_(layer, config)
+    layer, x = converted(nn.Linear(k, n), config), torch.randn(2, 5, k, requires_grad=True)
     out = layer(x)
     assert torch.equal(out, layer.bias.expand(2, 5, n))
     out.sum().backward()
@@ -36,7 +25,7 @@ def test_layers_without_features(config, n, k):
 
 @both_formats
 def test_a_nested_tensor_is_the_matrix_of_its_tokens(config):
-    layer, parts = layer_of(config, 40, 72), [tokens(n, 72, seed=n) for n in (3, 9, 1)]
+    layer, parts = converted(nn.Linear(72, 40), config), [tokens(n, 72, seed=n) for n in (3, 9, 1)]
     expected = forward_backward(copy.deepcopy(layer), torch.cat(parts))
     x = torch.nested.nested_tensor(parts, layout=torch.jagged, requires_grad=True)
     out = layer(x)
@@ -46,24 +35,6 @@ def test_a_nested_tensor_is_the_matrix_of_its_tokens(config):
 
 
 QUANTIZED = {"fp8": BlockwiseFP8Tensor, "nvfp4": NVFP4Tensor}
-
-
-@both_formats
-def test_adapters_over_a_frozen_quantized_base(config):
-    """LoRA: the base saves nothing of x, gets no gradient, and passes gradients on."""
-    base = layer_of(replace(config, master_weights=False), 40, 72, bias=False).requires_grad_(False)
-    down, up = nn.Linear(72, 4, bias=False), nn.Linear(4, 40, bias=False)
-    saved, x = [], tokens(9, 72).requires_grad_()
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        out = base(x)
-    assert len(saved) == 1 and saved[0] is not x and saved[0].shape == (40, 72)
-    (out + up(down(x))).square().sum().backward()
-    assert base.weight.grad is None and x.grad.any() and down.weight.grad.any() and up.weight.grad.any()
-    before = base.weight.qdata.clone()
-    torch.optim.AdamW([p for p in (*base.parameters(), *down.parameters()) if p.requires_grad], lr=0.1).step()
-    assert_bitwise_equal(base.weight.qdata, before)
-
-
 X = torch.ones(3, 72)
 ERRORS = {
     "f64_x": (lambda w: F.linear(X.double(), w), TypeError, "bfloat16, float16 or float32, got torch.float64; cast it"),
@@ -113,7 +84,6 @@ def test_wrong_inputs(call, error, message, kind):
 
 @pytest.mark.parametrize("x", (X.double(), X[:, 1:], X.to("meta")), ids=("dtype", "k", "device"))
 def test_wrong_inputs_of_a_model_name_the_layer(x):
-    model = nn.Sequential(nn.Linear(72, 40))
-    quantize_(model, FP8)
+    model = converted(nn.Sequential(nn.Linear(72, 40)), FP8)
     with pytest.raises((TypeError, ValueError), match=r"^linear: .*\(0\.weight\)"):
         model(x)

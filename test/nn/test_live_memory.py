@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from every_layer import CONFIGS, Halves, make, tokens
-from helpers import FP8, replace
+from helpers import FP8, converted
 from live_memory import LiveMemory
 from torch import nn
-from torchao.quantization import quantize_
 
 from torchao_blockwise.diagnostics.live_memory import _PRODUCTS, plain_tensors, storage_of
 from torchao_blockwise.nn.gemms import AmaxGroups, GemmSpec, weight_comes_first
@@ -56,9 +55,7 @@ def traced(layer, x) -> Trace:
 def layer_of(name: str, config) -> nn.Module:
     if name != "swiglu_linear":
         return make(name, config, torch.bfloat16)
-    layer = Halves(64, 48, bias=False).bfloat16()
-    quantize_(layer, config)
-    return layer
+    return converted(Halves(64, 48, bias=False).bfloat16(), config)
 
 
 def inputs(name: str, count: int = 33) -> torch.Tensor:
@@ -113,16 +110,20 @@ SAVED = {"linear": ([64], 0), "norm_linear": ([64], 4 * 33), "layer_norm_linear"
 
 @pytest.mark.parametrize(("name", "features", "others"), [(name, *row) for name, row in SAVED.items()], ids=SAVED)
 @pytest.mark.parametrize("trained", (True, False), ids=("trained", "frozen"))
-@pytest.mark.parametrize("save", ("quantized", "high_precision"))
-def test_what_is_saved_for_backward(name, features, others, trained, save):
+@pytest.mark.parametrize("config", ("fp8", "high_precision", "quantized_weight"))
+def test_what_is_saved_for_backward(name, features, others, trained, config):
     """Copies, or only the input itself; nothing but what the gradient of the input needs of a frozen layer."""
-    layer = layer_of(name, replace(FP8, save_activations=save)).requires_grad_(trained)
+    layer = layer_of(name, CONFIGS[config]).requires_grad_(trained)
     x, fmt = inputs(name), FP8.activation_format
     width = padded_tokens(33, 3, fmt.block[1]) if name in ("experts", "grouped") else padded_size(33)
-    copies = sum(fmt.nbytes(n, width) for n in features) if trained and save == "quantized" else 0
+    copies = sum(fmt.nbytes(n, width) for n in features) if trained and config != "high_precision" else 0
     nbytes = {step.name: step.nbytes for step in traced(layer, x).steps}
-    y = layer(x)
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        y = layer(x)
     assert nbytes["between"] == y.nbytes + others + copies
+    # The gradient of a norm needs the input itself; else a copy takes its place.
+    assert any(t is x for t in saved) == ("norm" in name or (trained and config == "high_precision"))
     # And nothing where nothing needs a gradient.
     nbytes = {step.name: step.nbytes for step in traced(layer.requires_grad_(False), x.detach()).steps}
     assert nbytes["between"] == y.nbytes
