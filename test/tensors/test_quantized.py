@@ -120,6 +120,19 @@ def test_equal_compares_bits_and_kinds(from_hp):
     assert not torch.equal(q, flipped)
 
 
+OF_THE_SAME_BYTES = {
+    "shape": lambda: NVFP4Tensor.from_hp(torch.zeros(1, 15)),
+    "blocks": lambda: NVFP4Tensor.from_hp(torch.zeros(1, 16), block_size=(1, 16)),
+}
+
+
+@pytest.mark.parametrize("make", OF_THE_SAME_BYTES.values(), ids=OF_THE_SAME_BYTES)
+def test_equal_compares_more_than_bytes(make):
+    q, other = NVFP4Tensor.from_hp(torch.zeros(1, 16)), make()
+    bytes_of_each = [[part.view(torch.uint8).tolist() for part in (t.qdata, t.scale)] for t in (q, other)]
+    assert bytes_of_each[0] == bytes_of_each[1] and not torch.equal(q, other)
+
+
 @every_kind
 def test_copy_from_plain_same_kind_and_wrong(from_hp):
     q, w = from_hp(weight(64, 48)), weight(64, 48, seed=1)
