@@ -161,6 +161,14 @@ def test_a_cut_block_is_quantized_again(tmp_path):
     assert (decoded(found, up) - expected).norm() < 0.04 * expected.norm()
 
 
+def assert_one_tensor_scale_a_group(found: dict[str, torch.Tensor], suffix: str) -> set[str]:
+    """The layers that engines join, by their groups, have the same tensor scale; returns the groups."""
+    scales: dict[str, torch.Tensor] = {}
+    for n, group in fused_layers(n.removesuffix(suffix) for n in found if n.endswith(suffix)).items():
+        assert_bitwise_equal(found[n + suffix], scales.setdefault(group, found[n + suffix]), n)
+    return set(scales)
+
+
 @both_masters
 @pytest.mark.parametrize("name", ("Llama", "Qwen3Moe", "DeepseekV3"))
 def test_layers_that_engines_join_have_one_tensor_scale(name, masters, tmp_path):
@@ -189,9 +197,7 @@ def test_layers_that_engines_join_have_one_tensor_scale(name, masters, tmp_path)
         assert_bitwise_equal(found[f"{n}_global_scale"], wanted.global_scale.reciprocal().reshape(1))
         assert amax == own[n] or re.sub(r"\.\d+\b", ".*", n) in message
     assert checked
-    scales: dict[str, torch.Tensor] = {}
-    for n, group in fused_layers(n.removesuffix("_global_scale") for n in found if n.endswith("_global_scale")).items():
-        assert_bitwise_equal(found[f"{n}_global_scale"], scales.setdefault(group, found[f"{n}_global_scale"]), n)
+    assert_one_tensor_scale_a_group(found, "_global_scale")
     settings = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
     assert settings["format"] == "nvfp4-pack-quantized" and "lm_head" in settings["ignore"]
     # Model Optimizer's files hold the same under other names, and the reciprocal of the tensor scale.
@@ -207,10 +213,7 @@ def test_layers_are_joined_by_their_names_in_files(tmp_path):
     options = {"head_dim": 16, "num_key_value_heads": 4, "moe_intermediate_size": 48, "n_routed_experts": 4}
     options |= {"num_experts_per_tok": 2, "o_groups": 2, "o_lora_rank": 128, "q_lora_rank": 32}
     found = export(language_model("DeepseekV4", NVFP4, **options), tmp_path / "out", "nvfp4_modelopt")
-    scales: dict[str, torch.Tensor] = {}
-    for n, group in fused_layers(n.removesuffix("_scale_2") for n in found if n.endswith("_scale_2")).items():
-        assert_bitwise_equal(found[f"{n}_scale_2"], scales.setdefault(group, found[f"{n}_scale_2"]), n)
-    assert "model.layers.0.attn.wq_a+wkv" in scales
+    assert "model.layers.0.attn.wq_a+wkv" in assert_one_tensor_scale_a_group(found, "_scale_2")
 
 
 def test_equal_tensor_scales_are_left_alone(tmp_path, recwarn):
