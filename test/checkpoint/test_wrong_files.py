@@ -67,11 +67,7 @@ def bare(dtype: torch.dtype):
 NO_NUMBER = "scales that are not positive numbers; copy"
 # (format, what happens to its tensors, what is said)
 TENSORS = [
-    (
-        "fp8_block",
-        gone("0.weight_scale_inv"),
-        r"0\.weight in .*model\.safetensors is in F8_E4M3 and has no 0\.weight_s",
-    ),
+    ("fp8_block", gone("0.weight_scale_inv"), r"0\.weight in .*model\.saf.* is in F8_E4M3 and has no 0\.weight_s"),
     ("fp8_block", first("2.weight_scale_inv", float("nan")), rf"2\.weight_scale_inv in .* has {NO_NUMBER}"),
     ("fp8_block", first("2.weight_scale_inv", -1.0), NO_NUMBER),
     ("fp8_block", zero_scale(1), rf"0\.weight_scale_inv in .* has {NO_NUMBER}"),
@@ -186,13 +182,10 @@ FILES = {
     "no files": (lambda folder: (folder / SINGLE).unlink(), r"has no \*\.safetensors; give the folder"),
     "file cut": (cut, r"model\.safetensors cannot be read .*copy it again"),
     "two checkpoints": (copied("one", "other"), r"is also in other\.safetensors.*remove one"),
-    "a shard lost": (
-        copied("model-00001-of-00002"),
-        r"has no model.*index\.json, and 1 files .* their names say 2; copy the index and",
-    ),
+    "a shard lost": (copied("model-1-of-2"), r"has no model.*index\.json, and 1 files .* their names say 2; copy the"),
     "two sets": (
         copied("model-1-of-2", "model-2-of-2", "model-1-of-1"),
-        r"3 files .* their names say 1 and 2; .*remove other ones",
+        r"3 files .* say 1 and 2; .*remove other ones",
     ),
     "index of more": (indexed("0.weight", "9.bias"), r"index\.json lists 9\.bias in model.*, which lacks it; copy"),
     "index of nothing": (written(INDEX, "{}"), r"index\.json has no weight_map"),

@@ -39,11 +39,7 @@ X = torch.ones(3, 72)
 ERRORS = {
     "f64_x": (lambda w: F.linear(X.double(), w), TypeError, "bfloat16, float16 or float32, got torch.float64; cast it"),
     "complex_x": (lambda w: F.linear(X + 0j, w), TypeError, "got torch.complex64; cast it first"),
-    "sparse_x": (
-        lambda w: F.linear(X.to_sparse(), w),
-        TypeError,
-        r"must be dense, got torch.sparse_coo; .*to_dense\(\)",
-    ),
+    "sparse_x": (lambda w: F.linear(X.to_sparse(), w), TypeError, r"dense, got torch.sparse_coo; .*to_dense\(\)"),
     "nested_x": (
         lambda w: F.linear(torch.nested.nested_tensor([X, X[:1]]), w),
         TypeError,
@@ -52,11 +48,7 @@ ERRORS = {
     "tuple_x": (lambda w: linear((X, X), w), TypeError, "x must be a tensor, got a tuple"),
     "k": (lambda w: F.linear(X[:, 1:], w), ValueError, r"must agree in K, got \[3, 71\] and \[40, 72\]"),
     "scalar": (lambda w: F.linear(torch.ones(()), w), ValueError, r"must agree in K, got \[\] and \[40, 72\]"),
-    "int_bias": (
-        lambda w: F.linear(X, w, torch.ones(40).int()),
-        TypeError,
-        "bias must be bfloat16, float16 or float32",
-    ),
+    "int_bias": (lambda w: F.linear(X, w, torch.ones(40).int()), TypeError, "bias must be bfloat16, float16 or"),
     "bias": (lambda w: F.linear(X, w, X[0, :39]), ValueError, r"bias must be \[N\] = \[40\], got shape \[39\]"),
     "bias_2d": (lambda w: F.linear(X, w, X[:1, :40]), ValueError, r"got shape \[1, 40\]"),
     "weight_3d": (
