@@ -284,7 +284,7 @@ def runs_a_swiglu_mlp(mesh, config):
     expected, model = (SwiGLUMLP(WIDTH, HIDDEN // 2, device=device()) for _ in range(2))
     model.load_state_dict(expected.state_dict())
     for m in (expected, model):
-        quantize_(m, config)
+        converted(m, config)
     plan = {"gate_up": ColwiseParallel(use_local_output=False), "down": RowwiseParallel()}
     parallelize_module(model, mesh, plan)
     outs = [whole(m(tokens())) for m in (model, expected)]
