@@ -32,7 +32,7 @@ from torchao_blockwise.ops.shards.flat import Shards, cuts_no_block
 from torchao_blockwise.tensors import QuantizedShard
 
 
-class CastOptions(NamedTuple):
+class WeightOptions(NamedTuple):
     """The options that all weights of one call share. dtype: the dtype to which values are rounded first."""
 
     fmt: BlockFormat
@@ -59,7 +59,7 @@ class PartialCast(NamedTuple):
     first_block: index of the weight's first block in the buffers of all blocks; `run_partial_casts` sets it.
     """
 
-    options: CastOptions
+    options: WeightOptions
     shape: tuple[int, ...]
     values: torch.Tensor | None
     start: int
@@ -74,7 +74,7 @@ class PartialCast(NamedTuple):
 def cast_of_shard(shard: QuantizedShard, values: torch.Tensor) -> PartialCast:
     """Return the cast of `values`, in the shape of `shard`, into `shard`."""
     layout, config = shard.part, shard.part.config
-    options = CastOptions(shard.fmt, config.power_of_2_scales, layout.dtype, casting_backend(config.backend))
+    options = WeightOptions(shard.fmt, config.power_of_2_scales, layout.dtype, casting_backend(config.backend))
     payload, start = shard.qdata.view(torch.uint8), layout.start
     if layout.dim == 0:
         values, payload = values.reshape(-1), payload.view(-1)
@@ -139,7 +139,7 @@ def run_partial_casts(casts: Sequence[PartialCast], group: dist.ProcessGroup | N
 
 def _batches(casts: Sequence[PartialCast], device: torch.device) -> list[list[PartialCast]]:
     """Group casts by call. Frames and offloaded values go one by one, so that only one copy is on the device."""
-    batches: dict[tuple[CastOptions, bool, int | None], list[PartialCast]] = {}
+    batches: dict[tuple[WeightOptions, bool, int | None], list[PartialCast]] = {}
     for cast in casts:
         if cast.values is not None:
             single = cast.first_block if cast.dim or cast.values.device != device else None
@@ -178,7 +178,7 @@ def _shards(batch: list[PartialCast], device: torch.device) -> Shards:
     return Shards.of(values, starts, shapes, batch[0].options.dtype, batch[0].options.fmt, firsts)
 
 
-def _whole(frame: torch.Tensor, options: CastOptions) -> Shards:
+def _whole(frame: torch.Tensor, options: WeightOptions) -> Shards:
     return Shards.of([frame.view(-1)], [0], [frame.shape], options.dtype, options.fmt)
 
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from torchao_blockwise import _compat, ops
-from torchao_blockwise.distributed.cast import CastOptions, PartialCast, run_partial_casts
+from torchao_blockwise.distributed.cast import PartialCast, WeightOptions, run_partial_casts
 from torchao_blockwise.distributed.rank_consistency import check_same
 from torchao_blockwise.formats import HIGH_PRECISION_DTYPES
 from torchao_blockwise.tensors import BlockwiseFP8Tensor, NVFP4Tensor, QuantizedTensor
@@ -154,8 +154,8 @@ def _own_entries(w: QuantizedTensor, master: torch.Tensor | None, start: int | N
     return w.qdata.view(-1)[first : first + count]
 
 
-def _options(w: QuantizedTensor) -> CastOptions:
-    return CastOptions(w.fmt, getattr(w, "power_of_2_scales", False), w.dtype)
+def _options(w: QuantizedTensor) -> WeightOptions:
+    return WeightOptions(w.fmt, getattr(w, "power_of_2_scales", False), w.dtype)
 
 
 def own_group(name: str, group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
