@@ -8,8 +8,8 @@ quantizing it.
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Sequence
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -106,16 +106,21 @@ def _cast(
                 raise error(f"{name}: weight {i} ({type(w).__name__}, shape {list(w.shape)}) {reason}")
     if weights:
         group = own_group(name, group)
-        if group is not None:
+        if group is not None and group.size() > 1:
             _check_same_once(name, weights, group)
         write_masters(name, weights, masters, starts, group, targets)
 
 
+# The lists of weights on which the ranks of a group have agreed. Not a record on the weights, because callers may pass
+# new tensors in each call (`parameter.data`), and a rank must not compare alone.
+_agreed: WeakKeyDictionary[dist.ProcessGroup, set[tuple[object, ...]]] = WeakKeyDictionary()
+
+
 def _check_same_once(name: str, weights: Sequence[QuantizedTensor], group: dist.ProcessGroup) -> None:
-    """Raise in the first call with this list and group if ranks differ: amaxes are reduced by position."""
-    layout = tuple((_options(w), tuple(w.shape)) for w in weights)
-    # A weak reference: a weight does not keep a group alive.
-    agreed, what = vars(weights[0]).setdefault("agreed", set()), (name, weakref.ref(group), layout)
+    """Raise in the first call with such a list and group if ranks differ: amaxes are reduced by position."""
+    with _compat.no_torch_function():
+        layout = tuple((_options(w), tuple(w.shape)) for w in weights)
+    agreed, what = _agreed.setdefault(group, set()), (name, layout)
     if what not in agreed:
         entries = (f"weight {i} ({options}, shape {list(shape)})" for i, (options, shape) in enumerate(layout))
         check_same(name, sorted(dist.get_process_group_ranks(group)), entries)

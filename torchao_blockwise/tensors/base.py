@@ -16,9 +16,8 @@ from torchao_blockwise._compat.torch_types import Args, Function, Kwargs, Types
 from torchao_blockwise._names import shown
 from torchao_blockwise.tensors.rounding import Keys, carry_key
 
-# Attributes that are not copied: the source of a cast, FSDP2's last cast, the values in the last state dict, and the
-# lists of weights that begin with this one, on which ranks have agreed.
-_OF_ONE_OBJECT = ("cast_of", "shard", "shard_version", "ready", "saved_values", "agreed")
+# Attributes that are not copied: the source of a cast, FSDP2's last cast, and the values in the last state dict.
+_OF_ONE_OBJECT = ("cast_of", "shard", "shard_version", "ready", "saved_values")
 
 # How to multiply in low precision, for errors.
 GEMM_CALLS = (
