@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from torchao_blockwise import ops
-from torchao_blockwise.ops.backend import Backend, Implementation, choose, get_backend, why_no_triton
+from torchao_blockwise.ops.backend import Backend, Implementation, choose, get_backend, kernels, why_no_triton
 
 CPU = torch.device("cpu")
 NO_GPU = "Triton kernels need a CUDA device, got cpu (TRITON_INTERPRET=1 interprets them on a CPU)"
@@ -62,6 +62,15 @@ def test_choice(asked, reasons, preferred, chosen):
 def test_auto_needs_a_row_that_can_run():
     with pytest.raises(ValueError, match=r"^op: no backend can run: cublas: no GPU; triton: too old$"):
         pick("auto", {CUBLAS: "no GPU", TRITON: "too old"})
+
+
+def test_auto_says_why_no_kernel_runs_on_a_cpu(monkeypatch, machine):
+    """An operation that a program adds may have only kernels."""
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    machine.has_triton()
+    with pytest.raises(ValueError) as error:
+        choose("op", [kernels(TRITON, "not:imported")], Backend.AUTO, (torch.zeros(1),))
+    assert str(error.value) == f"op: no backend can run: triton: {NO_GPU}"
 
 
 @pytest.mark.filterwarnings("error")

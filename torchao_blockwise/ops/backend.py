@@ -218,7 +218,9 @@ def choose(
                 _warned.add((op, row.backend, wanted))
                 warnings.warn(f"{op}: auto uses {row.backend} instead of {wanted}: {passed[wanted]}", stacklevel=2)
         return row
-    raise ValueError(f"{op}: no backend can run: " + "; ".join(f"{name}: {why}" for name, why in passed.items()))
+    # On a CPU, rows of kernels were skipped.
+    reasons = passed or {row.backend: str(row.reason(args)) for row in table}
+    raise ValueError(f"{op}: no backend can run: " + "; ".join(f"{name}: {why}" for name, why in reasons.items()))
 
 
 # (operation, backend used, backend wanted) of the warnings given.
