@@ -231,6 +231,7 @@ def test_from_pretrained_takes_its_own_configs_and_no_class(config, tmp_path):
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
     transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, vocab_size=64)).save_pretrained(tmp_path)
     wrong = {f"a {config.__name__}": config(), f"the class {config.__name__}": config}
+    wrong["a Derived"] = type("Derived", (config,), {})()
     for got, given in {**wrong, f"the class {theirs.__name__}": theirs}.items():
         said = (
             rf"^from_pretrained: quantization_config must be {theirs.__name__}\(\) from .*\.transformers "

@@ -60,8 +60,9 @@ def _refuse_quantization_config(config: Any) -> NoReturn:
 
 
 def name_in_transformers(cls: type) -> str:
-    """Return the name of the config in `integrations.transformers` with the same options."""
-    return cls.__name__.replace("Training", "")
+    """Return the name of the config in `integrations.transformers` with the options of `cls`, or of its base class."""
+    ours = next(c for c in cls.__mro__ if c.__module__.partition(".")[0] == __package__.partition(".")[0])
+    return ours.__name__.replace("Training", "")
 
 
 class ConfigClass(ABCMeta):
