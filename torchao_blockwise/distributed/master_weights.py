@@ -111,8 +111,8 @@ def _cast(
         write_masters(name, weights, masters, starts, group, targets)
 
 
-# The lists of weights on which the ranks of a group have agreed. Not a record on the weights, because callers may pass
-# new tensors in each call (`parameter.data`), and a rank must not compare alone.
+# The lists of weights on which the ranks of a group have agreed. Weights do not keep this record: callers may pass new
+# tensors in each call (`parameter.data`), and a rank that replaced a weight would compare while the others do not.
 _agreed: WeakKeyDictionary[dist.ProcessGroup, set[tuple[object, ...]]] = WeakKeyDictionary()
 
 
