@@ -15,7 +15,7 @@ from torchao_blockwise.distributed import (
     cast_master_weights,
     cast_master_weights_to_fp8,
     cast_master_weights_to_nvfp4,
-    master_weights,
+    rank_consistency,
 )
 from torchao_blockwise.testing import assert_bitwise_equal, random_tensor
 
@@ -162,7 +162,7 @@ def check_collectives(group, rank, ranks) -> None:
     bounds = drawn_bounds(weights, ranks, seed=1)
     with (
         mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as reduce,
-        mock.patch.object(master_weights, "check_same", wraps=master_weights.check_same) as compare,
+        mock.patch.object(rank_consistency, "check_same", wraps=rank_consistency.check_same) as compare,
     ):
         # An optimizer may pass aliases, such as `parameter.data`, which are new tensors in each call.
         for model in (weights.model, weights.model, [w.data for w in weights.model]):

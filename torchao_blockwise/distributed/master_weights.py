@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
 from torchao_blockwise import _compat, ops
 from torchao_blockwise.distributed.cast import PartialCast, WeightOptions, run_partial_casts
-from torchao_blockwise.distributed.rank_consistency import check_same
+from torchao_blockwise.distributed.rank_consistency import check_same_once
 from torchao_blockwise.formats import HIGH_PRECISION_DTYPES
 from torchao_blockwise.tensors import BlockwiseFP8Tensor, NVFP4Tensor, QuantizedTensor
 
@@ -106,25 +105,17 @@ def _cast(
                 raise error(f"{name}: weight {i} ({type(w).__name__}, shape {list(w.shape)}) {reason}")
     if weights:
         group = own_group(name, group)
-        if group is not None and group.size() > 1:
-            _check_same_once(name, weights, group)
+        if group is not None:
+            _check_same_weights(name, weights, group)
         write_masters(name, weights, masters, starts, group, targets)
 
 
-# The lists of weights on which the ranks of a group have agreed. Weights do not keep this record: callers may pass new
-# tensors in each call (`parameter.data`), and a rank that replaced a weight would compare while the others do not.
-_agreed: WeakKeyDictionary[dist.ProcessGroup, set[tuple[object, ...]]] = WeakKeyDictionary()
-
-
-def _check_same_once(name: str, weights: Sequence[QuantizedTensor], group: dist.ProcessGroup) -> None:
+def _check_same_weights(name: str, weights: Sequence[QuantizedTensor], group: dist.ProcessGroup) -> None:
     """Raise in the first call with such a list and group if ranks differ: amaxes are reduced by position."""
     with _compat.no_torch_function():
         layout = tuple((_options(w), tuple(w.shape)) for w in weights)
-    agreed, what = _agreed.setdefault(group, set()), (name, layout)
-    if what not in agreed:
-        entries = (f"weight {i} ({options}, shape {list(shape)})" for i, (options, shape) in enumerate(layout))
-        check_same(name, sorted(dist.get_process_group_ranks(group)), entries)
-        agreed.add(what)
+    entries = (f"weight {i} ({options}, shape {list(shape)})" for i, (options, shape) in enumerate(layout))
+    check_same_once(name, group, layout, entries)
 
 
 def write_masters(

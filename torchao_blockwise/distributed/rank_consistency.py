@@ -15,10 +15,23 @@ import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import zip_longest
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
 from torchao_blockwise import _compat
+
+# Subjects and values on which the ranks of a group have agreed. Weights do not keep this record: callers may pass new
+# tensors in each call (`parameter.data`), and a rank that replaced a weight would compare while the others do not.
+_agreed: WeakKeyDictionary[dist.ProcessGroup, set[tuple[object, ...]]] = WeakKeyDictionary()
+
+
+def check_same_once(subject: str, group: dist.ProcessGroup, what: tuple[object, ...], entries: Iterable[str]) -> None:
+    """Call `check_same` on the ranks of `group`, only for the first call with this `what`."""
+    agreed = _agreed.setdefault(group, set())
+    if group.size() > 1 and (subject, what) not in agreed:
+        check_same(subject, sorted(dist.get_process_group_ranks(group)), entries)
+        agreed.add((subject, what))
 
 
 def check_same(subject: str, ranks: Sequence[int], entries: Iterable[str]) -> None:

@@ -92,7 +92,6 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         if shard is not None:
             self._part = {"rank": dist.get_rank(self._group), "ranks": dist.get_world_size(self._group)}
         self._reduces, self._averaged = shard == "zero2", False
-        self._agreed: set[object] = set()
         self._model = model
         self._names: dict[torch.Tensor, str] = {p: name for name, p in model.named_parameters()}
         lay_out_shards(torch_fsdp.parameters_of(torch_fsdp.states_of(model.modules()), self._names))
@@ -184,7 +183,7 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         Raises ValueError without "zero2", or if ranks have gradients of different parameters.
         """
         group = self._reducing_group("reduce_gradients")
-        reduce_gradients(list(self._weights.values()), self._others(), group, self._agreed)
+        reduce_gradients(list(self._weights.values()), self._others(), group)
         self._averaged = True
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:

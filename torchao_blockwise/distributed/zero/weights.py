@@ -21,7 +21,7 @@ from torchao_blockwise import _compat, ops
 from torchao_blockwise.distributed.cast import cast_of_shard
 from torchao_blockwise.distributed.fsdp import cast_shards
 from torchao_blockwise.distributed.master_weights import write_masters
-from torchao_blockwise.distributed.rank_consistency import check_same, name_absent_ranks
+from torchao_blockwise.distributed.rank_consistency import check_same_once, name_absent_ranks
 from torchao_blockwise.tensors import QuantizedShard, QuantizedTensor
 from torchao_blockwise.tensors.pending_master import PendingMaster
 
@@ -165,24 +165,22 @@ def gather_parts(weight: PrimaryWeight, part: torch.Tensor, group: dist.ProcessG
 
 @torch.no_grad()
 def reduce_gradients(
-    weights: Sequence[PrimaryWeight], others: Sequence[torch.Tensor], group: dist.ProcessGroup, agreed: set[object]
+    weights: Sequence[PrimaryWeight], others: Sequence[torch.Tensor], group: dist.ProcessGroup
 ) -> None:
     """Average gradients over the ranks of `group`: shards go to the masters of `weights`, `others` change in place.
 
     weights: split over `group`. Shards are added to the gradients of masters, and the unsharded gradients are dropped.
     others: parameters that each rank steps unsharded; gradients that are averaged already do not change.
-    agreed: the sets of gradients on which ranks have agreed; gradients are summed by position.
     Gradients are divided by the number of ranks and then summed, in f32 for `weights`, in the gradient's dtype for
     `others`. With two ranks this is bitwise identical to an all-reduce; with more ranks sums have another order.
     Raises ValueError if ranks have gradients of different parameters, RuntimeError if a rank is missing.
     """
     with_grad = [w for w in weights if w.weight.grad is not None]
     grads = [p.grad for p in others if p.grad is not None]
+    # Gradients are summed by position. Ranks compare each set of parameters once.
     entries = [f"a gradient of {w.name}" for w in with_grad]
     entries += [f"a gradient of shape {list(grad.shape)} of a parameter without a master" for grad in grads]
-    if (what := tuple(entries)) not in agreed:
-        check_same(NAME, sorted(dist.get_process_group_ranks(group)), entries)
-        agreed.add(what)
+    check_same_once(NAME, group, tuple(entries), entries)
     for device in dict.fromkeys(w.weight.device for w in with_grad):
         _reduce_scatter([w for w in with_grad if w.weight.device == device], group)
     for kind in dict.fromkeys((grad.device, grad.dtype) for grad in grads):
