@@ -176,6 +176,10 @@ class Operation:
             for value, start, stop in self._slots
         ]
 
+    def _inputs_of(self, parts: Sequence[Any]) -> list[Any]:
+        """`_values_of` without the backend, the arguments of rows and fakes."""
+        return self._values_of(parts)[: -1 if self._takes_backend else None]
+
     def _flat(self, result: Any) -> Any:
         """Return the result of a row or a fake in the form that the schema declares."""
         if type(result) is Copies:
@@ -193,11 +197,11 @@ class Operation:
         return self(*self._values_of(parts), dispatched=True)
 
     def _faked(self, *parts: Any) -> Any:
-        values = self._values_of(parts)[: -1 if self._takes_backend else None]
+        values = self._inputs_of(parts)
         if self.check is not None:
             self.check(*values)
         return None if self.fake is None else self._flat(self.fake(*values))
 
     def _count(self, *parts: Any, out_val: Any) -> int:
         assert self.flops is not None
-        return self.flops(*self._values_of(parts)[: -1 if self._takes_backend else None])
+        return self.flops(*self._inputs_of(parts))
