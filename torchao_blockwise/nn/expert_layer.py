@@ -15,7 +15,7 @@ from torch import nn
 
 from torchao_blockwise import _compat
 from torchao_blockwise.nn.layer import cast_for_compute
-from torchao_blockwise.nn.sharded_linear import own_experts
+from torchao_blockwise.nn.sharded_linear import local_experts
 from torchao_blockwise.nn.swiglu_layer import run_mlp
 from torchao_blockwise.nn.weights import WEIGHTS, are_plain, check_square_blocks, config_of, rounding_key_of
 from torchao_blockwise.ops.groups.ends import check_group_ends, clamped_ends
@@ -44,8 +44,8 @@ def swiglu_experts(
         if isinstance(weight, WEIGHTS):
             configs.append(config_of(weight))
             keys.append(rounding_key_of(weight))
-    gate_up, inner_groups = own_experts("gate_up", gate_up)
-    down, outer_groups = own_experts("down", down)
+    gate_up, inner_groups = local_experts("gate_up", gate_up)
+    down, outer_groups = local_experts("down", down)
     # Otherwise each access to a weight's shape, dtype or device runs Python code.
     with _compat.no_torch_function():
         _check(x, gate_up, down, group_ends)

@@ -173,7 +173,7 @@ class _LocalWeight(torch.autograd.Function):
         return contiguous_dtensor(grad, weight.device_mesh, ctx.grad_placements, weight.shape), None
 
 
-def own_experts(name: str, weight: Any) -> tuple[torch.Tensor, str]:
+def local_experts(name: str, weight: Any) -> tuple[torch.Tensor, str]:
     """Return (the local experts of a weight [E, .., ..], whose gradient has its placements; the groups that split it).
 
     There are no groups if each expert has its own tensor scale.
