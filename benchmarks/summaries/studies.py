@@ -55,19 +55,19 @@ def tokens(results: Results) -> str:
     The loss of bf16 is taken to fall linearly with the logarithm of the tokens, as it does from a study to a longer one
     with the same seeds.
     """
-    rows = []
+    rows, recipes = [], _recipes(run for name in LONGER for run in results.rows(name))
     for name, longer in LONGER.items():
         runs, config = results.rows(name), config_of(results, name)
-        twice = math.log2(_tokens(config_of(results, longer)) / _tokens(config))
+        doublings = math.log2(_tokens(config_of(results, longer)) / _tokens(config))
         seeds = tuple({run["seed"] for run in results.rows(longer)})
         level, lower = (
             statistics.fmean(run[METRIC] for run in results.rows(of, recipe=BASE, seed=seeds)) for of in (name, longer)
         )
-        fall = 100 * (1 - lower / level) / twice
-        more = [_more_tokens(gap(runs, recipe, METRIC), fall) for recipe in _recipes(runs)]
+        fall = 100 * (1 - lower / level) / doublings
+        gaps = [gap(runs, recipe, METRIC) for recipe in recipes]
+        more = [MISSING if above is None else _more_tokens(above, fall) for above in gaps]
         rows.append([_millions(config.parameters), _millions(_tokens(config)), f"{fall:.1f} %", *more])
-    head = ("parameters", "tokens", "bf16 with twice the tokens: lower by", *_recipes(runs))
-    return markdown(head, rows)
+    return markdown(("parameters", "tokens", "bf16 with twice the tokens: lower by", *recipes), rows)
 
 
 def _more_tokens(above: Gap, fall: float) -> str:
