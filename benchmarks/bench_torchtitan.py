@@ -45,7 +45,7 @@ def converters_of(recipe: str) -> list[Any]:
         return []
     if recipe == "torchao_rowwise":
         return [Float8LinearConverter.Config(recipe_name="rowwise", filter_fqns=["lm_head"])]
-    options: dict[str, Any] = {"grad_weight_blocks": "128x128"} if "128x128" in recipe else {}
+    options: dict[str, Any] = {"grad_weight_blocks": "128x128" if "128x128" in recipe else "1x128"}
     options |= {"save_weights": "quantized"} if recipe.endswith("_saved") else {}
     options |= {"backend": "deep_gemm"} if recipe.endswith("_deep_gemm") else {}
     return [BlockwiseConverter.Config(format="fp8", options=options)]

@@ -116,7 +116,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, help="of each time; default 200 calls")
     args = parser.parse_args(argv)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    names = ["fp8", "nvfp4"]
+    names = ["fp8_128x128", "nvfp4"]
     if device.type == "cpu":
         torch.set_num_threads(1)
         stub_the_gpu()

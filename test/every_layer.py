@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import FP8, FP8_SQUARES, NVFP4, converted, mlp, replace
+from helpers import FP8, FP8_ROWS, NVFP4, converted, mlp, replace
 from shared_inputs import attention
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
@@ -89,7 +89,7 @@ MODELS = {
 every_model = pytest.mark.parametrize("model", MODELS)
 CONFIGS = {
     "fp8": FP8,
-    "squares": FP8_SQUARES,
+    "rows": FP8_ROWS,
     "nvfp4": NVFP4,
     "high_precision": replace(FP8, save_activations="high_precision"),
     "saved_weight": replace(FP8, save_weights="quantized"),

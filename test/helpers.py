@@ -24,15 +24,15 @@ from torchao_blockwise import NVFP4TrainingConfig as NVFP4Config
 from torchao_blockwise.tensors import weight_operands
 from torchao_blockwise.testing import assert_bitwise_equal, random_tensor
 
-FP8, FP8_POW2, FP8_SQUARES, NVFP4 = (
+FP8, FP8_POW2, FP8_ROWS, NVFP4 = (
     BlockwiseFP8TrainingConfig(),
     BlockwiseFP8TrainingConfig(power_of_2_scales=True),
-    BlockwiseFP8TrainingConfig(grad_weight_blocks="128x128"),
+    BlockwiseFP8TrainingConfig(grad_weight_blocks="1x128"),
     NVFP4Config(hadamard=False, stochastic_rounding=False),
 )
 HADAMARD, STOCHASTIC, FULL = NVFP4Config(stochastic_rounding=False), NVFP4Config(hadamard=False), NVFP4Config(seed=7)
 PER_EXPERT = NVFP4Config(seed=7, scale_per_expert=True)
-RECIPES = {"fp8": FP8, "fp8_pow2": FP8_POW2, "fp8_128x128": FP8_SQUARES, "nvfp4": NVFP4}
+RECIPES = {"fp8": FP8, "fp8_pow2": FP8_POW2, "fp8_1x128": FP8_ROWS, "nvfp4": NVFP4}
 every_recipe = pytest.mark.parametrize("config", RECIPES.values(), ids=RECIPES)
 both_formats = pytest.mark.parametrize("config", (FP8, NVFP4), ids=("fp8", "nvfp4"))
 both_masters = pytest.mark.parametrize("masters", (True, False), ids=("masters", "quantized"))

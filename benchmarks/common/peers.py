@@ -29,15 +29,15 @@ from torchao_blockwise.formats import FP8_1X128
 
 _BLOCK = FP8_1X128.block[1]
 
-# Ours, of the same weights. "128x128": `grad_weight_blocks`. "saved": `save_weights="quantized"`. "primary": Parameters
-# that are quantized themselves.
+# Ours, of the same weights. "128x128": `grad_weight_blocks`, else "1x128". "saved": `save_weights="quantized"`.
+# "primary": Parameters that are quantized themselves.
 # "nvfp4" is without the transform and random bits, which "full" has.
 OUR_CONFIGS = {
-    "fp8": BlockwiseFP8TrainingConfig(),
-    "fp8_128x128": BlockwiseFP8TrainingConfig(grad_weight_blocks="128x128"),
-    "fp8_saved": BlockwiseFP8TrainingConfig(save_weights="quantized"),
-    "fp8_128x128_saved": BlockwiseFP8TrainingConfig(grad_weight_blocks="128x128", save_weights="quantized"),
-    "fp8_primary": BlockwiseFP8TrainingConfig(master_weights=False),
+    "fp8": BlockwiseFP8TrainingConfig(grad_weight_blocks="1x128"),
+    "fp8_128x128": BlockwiseFP8TrainingConfig(),
+    "fp8_saved": BlockwiseFP8TrainingConfig(grad_weight_blocks="1x128", save_weights="quantized"),
+    "fp8_128x128_saved": BlockwiseFP8TrainingConfig(save_weights="quantized"),
+    "fp8_primary": BlockwiseFP8TrainingConfig(grad_weight_blocks="1x128", master_weights=False),
     "nvfp4": NVFP4TrainingConfig(hadamard=False, stochastic_rounding=False),
     "nvfp4_full": NVFP4TrainingConfig(),
 }

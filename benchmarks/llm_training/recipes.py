@@ -35,7 +35,8 @@ def _nvfp4(hadamard: bool, stochastic_rounding: bool, keep: float = 1, fused: st
 
 
 _PARAMETERS = {"master_weights": False}
-_SQUARES = {"grad_weight_blocks": "128x128"}
+# Of recipes without 128x128 in their name.
+_ROWS, _SQUARES = ({"grad_weight_blocks": blocks} for blocks in ("1x128", "128x128"))
 _SAVED = {"save_weights": "quantized"}
 RECIPES = {
     "bf16": Recipe("bf16"),
@@ -58,7 +59,7 @@ RECIPES = {
     "nvfp4_fused": _nvfp4(False, False, fused="inputs"),
     **{f"{fmt}_only_{part}": Recipe(fmt, only=part) for fmt in ("fp8", "nvfp4") for part in PARTS},
 }
-DEFAULT = "bf16", "fp8", "nvfp4"
+DEFAULT = "bf16", "fp8_128x128", "nvfp4"
 # Timed in a model with separate projections, and in one whose merged projections share their input already.
 SEPARATE = "bf16", "fp8", "fp8_fused", "fp8_fused_once", "nvfp4", "nvfp4_fused"
 MERGED = tuple(name for name in SEPARATE if RECIPES[name].fused != "inputs")
@@ -87,7 +88,7 @@ def convert(model: nn.Module, recipe: str, seed: int = 0) -> str:
     if chosen.keep:
         filter_fn &= keep_last_blocks(model, chosen.keep)
     if chosen.format == "fp8":
-        config = BlockwiseFP8TrainingConfig(**chosen.options)
+        config = BlockwiseFP8TrainingConfig(**_ROWS | chosen.options)
     else:
         config = NVFP4TrainingConfig(**chosen.options, seed=seed)
     quantize_(model, config, filter_fn=filter_fn)

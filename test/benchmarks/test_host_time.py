@@ -20,6 +20,6 @@ def test_prints_a_time_for_every_way(tmp_path):
     rows = [line.strip("| ").split(" | ") for line in done.stdout.splitlines() if line.startswith("| ")]
     times = {(row[0], row[1]): float(row[2].replace(",", "")) for row in rows[1:]}
     ways = ("forward without grad", "forward", "forward + backward", "forward + backward, compiled")
-    wanted = {(who, f"{layer}{way}") for who in ("bf16", "fp8") for layer in ("", "experts ") for way in ways}
+    wanted = {(who, f"{layer}{way}") for who in ("bf16", "fp8_128x128") for layer in ("", "experts ") for way in ways}
     assert times.keys() == wanted
     assert all(time > 0 for time in times.values())

@@ -156,9 +156,9 @@ def test_a_loss_that_is_not_finite_stops_the_recipe(monkeypatch):
     ("config", "recipe", "words"),
     (
         (TINY, "bf16", "every layer in bf16"),
-        (TINY, "fp8", "8 of 9 layers in fp8_128x128"),
+        (TINY, "fp8", "8 of 9 layers in fp8_128x128, grad_weight 1x128"),
         # Four weights of experts and two routers more.
-        (MOE, "fp8", "12 of 15 layers in fp8_128x128"),
+        (MOE, "fp8", "12 of 15 layers in fp8_128x128, grad_weight 1x128"),
         (MOE, "nvfp4", "6 of 15 layers in nvfp4_16x16"),
     ),
 )

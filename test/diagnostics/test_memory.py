@@ -95,7 +95,7 @@ def test_tensor_scales_of_experts_count_each(masters):
 def test_a_linear_layer_by_hand(config):
     layer = converted(nn.Linear(D, H, bias=False, dtype=torch.bfloat16), config)
     report, element = memory_report(layer, tokens()), torch.bfloat16.itemsize
-    weight, x = H * D * element, config.activation_format.nbytes(D, T)
+    weight, x = H * D * element, config.grad_weight_format.nbytes(D, T)
     assert report.measured.weights == report.measured.gradients == weight
     assert (report.measured.saved, report.measured.copies) == (x, config.weight_format.nbytes(H, D))
     # In bf16 the batch itself is saved, which is there anyway.
@@ -255,6 +255,6 @@ def test_predictions_for_fused_models(kind, shared, config):
     assert report.notes == () and unreal.predicted == report.predicted and unreal.unconverted == report.unconverted
     assert_predicted(report)
     apart = report_of(kind, config, "meta", fused=False).predicted
-    copies = 2 * shared * config.activation_format.nbytes(64, 32)
+    copies = 2 * shared * config.grad_weight_format.nbytes(64, 32)
     assert report.predicted.saved == apart.saved - copies and report.predicted.weights == apart.weights
     assert report.predicted.peak < apart.peak

@@ -57,12 +57,12 @@ def test_figures_are_those_of_what_conversion_quantizes():
     for i in (0, 2):
         model[i].register_forward_hook(lambda module, args, out, i=i: inputs.update({i: args[0].detach()}))
         model[i].register_full_backward_hook(lambda module, gi, go, i=i: gradients.update({i: go[0]}))
-    with NumericsMonitor(model, what_if=("nvfp4", "fp8_128x128")) as monitor:
+    with NumericsMonitor(model, what_if=("nvfp4", "fp8_1x128")) as monitor:
         (report,) = train(model, monitor)
     # Of activations, of the columnwise copy of the input, of weights.
     formats = {
-        "fp8": ("fp8_1x128", "fp8_1x128", "fp8_128x128"),
-        "fp8_128x128": ("fp8_1x128", "fp8_128x128", "fp8_128x128"),
+        "fp8": ("fp8_1x128", "fp8_128x128", "fp8_128x128"),
+        "fp8_1x128": ("fp8_1x128", "fp8_1x128", "fp8_128x128"),
         "nvfp4": ("nvfp4_1x16", "nvfp4_1x16", "nvfp4_16x16"),
     }
     for i, (recipe, (activations, of_input, weights)) in itertools.product((0, 2), formats.items()):

@@ -19,7 +19,7 @@ BOTH = ("fp8", "nvfp4")
 QUANTIZED = ("fp8_quantized", "nvfp4_quantized")
 FULL = "nvfp4_full"
 # How values are rounded, and activations and gradients scaled: ranks exchange nothing for these, however many they are.
-OF_ELEMENTS = ("fp8_pow2", "fp8_128x128", FULL)
+OF_ELEMENTS = ("fp8_pow2", "fp8_1x128", FULL)
 PER_EXPERT, PER_EXPERT_NEAREST = "nvfp4_per_expert", "nvfp4_per_expert_nearest"
 # (check, mesh sizes, the config of the default tier, configs)
 FSDP_CHECKS = (
@@ -86,7 +86,7 @@ QUANTIZED_CHECKS = (
 )
 EXPERT_CHECKS = (
     (experts.computes_as_one_device, (1, 2, 3, 4), "nvfp4", (*BOTH, PER_EXPERT)),
-    (experts.computes_as_one_device, (3,), FULL, ("fp8_128x128", FULL)),
+    (experts.computes_as_one_device, (3,), FULL, ("fp8_1x128", FULL)),
     (experts.exchanges_no_amaxes, (2,), PER_EXPERT, ()),
     (experts.compiles, (2,), "nvfp4", (*BOTH, FULL, PER_EXPERT)),
     (experts.keeps_copies_in_a_scope, (2,), PER_EXPERT, (*BOTH, PER_EXPERT)),
@@ -101,8 +101,8 @@ EXPERT_CHECKS = (
 TENSOR_PARALLEL_CHECKS = (
     (tensor_parallel.colwise, (2, 4), FULL, tuple(CONFIGS)),
     (tensor_parallel.rowwise, (2, 4), PER_EXPERT, tuple(CONFIGS)),
-    (tensor_parallel.sequence_parallel, (2, 4), "nvfp4", (*BOTH, "fp8_128x128", FULL)),
-    (tensor_parallel.splits_tokens_alone, (2, 4), FULL, (*BOTH, "fp8_128x128", FULL)),
+    (tensor_parallel.sequence_parallel, (2, 4), "nvfp4", (*BOTH, "fp8_1x128", FULL)),
+    (tensor_parallel.splits_tokens_alone, (2, 4), FULL, (*BOTH, "fp8_1x128", FULL)),
     (tensor_parallel.redistributes_what_lies_otherwise, (2,), "fp8", BOTH),
     (tensor_parallel.runs_a_swiglu_mlp, (2,), "fp8", BOTH),
     (tensor_parallel.takes_any_tokens, (1, 2), "nvfp4", BOTH),

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from every_layer import Halves
 from helpers import (
     FP8,
-    FP8_SQUARES,
+    FP8_ROWS,
     FULL,
     HADAMARD,
     NVFP4,
@@ -86,7 +86,7 @@ CONFIGS = RECIPES | {
     "quantized": replace(FP8, master_weights=False),
     "nvfp4_quantized": replace(NVFP4, master_weights=False),
     "high_precision": replace(FP8, save_activations="high_precision"),
-    "squares_high_precision": replace(FP8_SQUARES, save_activations="high_precision"),
+    "rows_high_precision": replace(FP8_ROWS, save_activations="high_precision"),
     "saved": replace(FP8, save_weights="quantized"),
     "hadamard": HADAMARD,
     "other_signs": replace(HADAMARD, hadamard=(1, -1) * 8, save_activations="high_precision"),

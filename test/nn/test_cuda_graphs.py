@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from gpu_steps import capture, check_captured_training, check_training_without_syncs
-from helpers import FP8, FP8_SQUARES, FULL, NVFP4, assert_same_gradients, assert_same_tensors
+from helpers import FP8, FP8_ROWS, FULL, NVFP4, assert_same_gradients, assert_same_tensors
 from torch import nn
 from torchao.quantization import quantize_
 
@@ -55,7 +55,7 @@ MODELS = {"linear": lambda: nn.Linear(DIM, DIM), "swiglu": lambda: SwiGLUMLP(DIM
 every_model = pytest.mark.parametrize("kind", MODELS)
 models_of_fixed_groups = pytest.mark.parametrize("kind", ("linear", "swiglu", "experts"))
 # Of the last one replays draw random bits, others each time.
-CONFIGS = {"fp8": FP8, "fp8_128x128": FP8_SQUARES, "nvfp4": NVFP4, "nvfp4_full": FULL}
+CONFIGS = {"fp8": FP8, "fp8_1x128": FP8_ROWS, "nvfp4": NVFP4, "nvfp4_full": FULL}
 every_config = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 
 

@@ -9,7 +9,7 @@ import torch
 from every_layer import CONFIGS, MODELS, Halves, every_model, make, tokens
 from helpers import (
     FP8,
-    FP8_SQUARES,
+    FP8_ROWS,
     NVFP4,
     PER_EXPERT,
     assert_same,
@@ -33,7 +33,7 @@ from torchao_blockwise.testing import assert_bitwise_equal, relative_error
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 formats_and_blocks = pytest.mark.parametrize(
-    "config", (FP8, FP8_SQUARES, NVFP4), ids=lambda config: config.grad_weight_format.name
+    "config", (FP8, FP8_ROWS, NVFP4), ids=lambda config: config.grad_weight_format.name
 )
 
 
@@ -64,7 +64,7 @@ def test_a_named_backend_reaches_every_operation(model, config, monkeypatch):
 
 
 @every_model
-@pytest.mark.parametrize("config", (FP8, FP8_SQUARES), ids=("fp8", "squares"))
+@pytest.mark.parametrize("config", (FP8, FP8_ROWS), ids=("fp8", "rows"))
 def test_saved_weights_are_quantized_once_and_give_the_same_bits(model, config):
     x = tokens(model, 130)
     expected = forward_backward(make(model, config), x)

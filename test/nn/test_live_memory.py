@@ -65,7 +65,7 @@ def inputs(name: str, count: int = 33) -> torch.Tensor:
 # In NVFP4 a norm and SwiGLU are operations of PyTorch, whose results models hold.
 LAYERS = dict.fromkeys(("linear", "grouped"), (*CONFIGS,)) | dict.fromkeys(
     ("norm_linear", "layer_norm_linear", "swiglu_linear", "swiglu_mlp", "experts"),
-    ("fp8", "squares", "high_precision", "quantized_weight"),
+    ("fp8", "rows", "high_precision", "quantized_weight"),
 )
 
 
@@ -114,7 +114,7 @@ SAVED = {"linear": ([64], 0), "norm_linear": ([64], 4 * 33), "layer_norm_linear"
 def test_what_is_saved_for_backward(name, features, others, trained, config):
     """Copies, or only the input itself; nothing but what the gradient of the input needs of a frozen layer."""
     layer = layer_of(name, CONFIGS[config]).requires_grad_(trained)
-    x, fmt = inputs(name), FP8.activation_format
+    x, fmt = inputs(name), FP8.grad_weight_format
     width = padded_tokens(33, 3, fmt.block[1]) if name in ("experts", "grouped") else padded_size(33)
     copies = sum(fmt.nbytes(n, width) for n in features) if trained and config != "high_precision" else 0
     nbytes = {step.name: step.nbytes for step in traced(layer, x).steps}

@@ -25,7 +25,7 @@ both_classes = pytest.mark.parametrize("cls", CONFIGS, ids=("fp8", "nvfp4"))
 def test_defaults():
     assert_expected_inline(
         repr(BlockwiseFP8TrainingConfig()),
-        """BlockwiseFP8TrainingConfig(power_of_2_scales=False, save_activations='quantized', master_weights=True, backend=<Backend.AUTO: 'auto'>, out_dtype=None, grad_weight_blocks='1x128', save_weights='high_precision')""",  # noqa: E501
+        """BlockwiseFP8TrainingConfig(power_of_2_scales=False, save_activations='quantized', master_weights=True, backend=<Backend.AUTO: 'auto'>, out_dtype=None, grad_weight_blocks='128x128', save_weights='high_precision')""",  # noqa: E501
     )
     assert_expected_inline(
         repr(NVFP4TrainingConfig()),
@@ -53,8 +53,8 @@ def test_only_master_weights_of_fp8_are_saved_quantized():
 
 def test_blocks_of_grad_weight_belong_to_fp8():
     fp8, nvfp4 = (cls() for cls in CONFIGS)
-    assert (fp8.grad_weight_format, nvfp4.grad_weight_format) == (FP8_1X128, NVFP4_1X16)
-    assert BlockwiseFP8TrainingConfig(grad_weight_blocks="128x128").grad_weight_format is FP8_128X128
+    assert (fp8.grad_weight_format, nvfp4.grad_weight_format) == (FP8_128X128, NVFP4_1X16)
+    assert BlockwiseFP8TrainingConfig(grad_weight_blocks="1x128").grad_weight_format is FP8_1X128
     with pytest.raises(ValueError, match="grad_weight_blocks must be '1x128' or '128x128', got '128'"):
         BlockwiseFP8TrainingConfig(grad_weight_blocks="128")
     with pytest.raises(TypeError, match=r"unknown option 'grad_weight_blocks'.*; it is an option of BlockwiseFP8Train"):

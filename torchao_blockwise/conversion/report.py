@@ -178,7 +178,8 @@ def _state(
 
 
 def _format(config: TrainingConfig) -> str:
-    blocks = ", grad_weight 128x128" if config.grad_weight_format.is_square else ""
+    is_default = config.grad_weight_format == type(config)().grad_weight_format
+    blocks = "" if is_default else f", grad_weight {config.grad_weight_blocks}"  # type: ignore[attr-defined]  # FP8
     return config.weight_format.name + blocks + ("" if config.master_weights else ", no master")
 
 

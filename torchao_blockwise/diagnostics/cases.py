@@ -64,10 +64,10 @@ def cases(device: torch.device) -> list[Case]:
 
     with _recorded() as found, torch.enable_grad():
         fp8, nvfp4 = BlockwiseFP8TrainingConfig(), NVFP4TrainingConfig()
-        squares = BlockwiseFP8TrainingConfig(grad_weight_blocks="128x128")
+        rows = BlockwiseFP8TrainingConfig(grad_weight_blocks="1x128")
         kinds: Any = nn.Linear, SwiGLUMLP, SwiGLUExperts
         layers = [(make, config) for make in kinds for config in (fp8, nvfp4)]
-        layers += [(NormLinear, fp8), (NormLinear, squares), (SwiGLUExperts, squares)]
+        layers += [(NormLinear, fp8), *((make, rows) for make in (NormLinear, SwiGLUMLP, SwiGLUExperts))]
         for make, config in (*layers, (SwiGLUExperts, NVFP4TrainingConfig(scale_per_expert=True))):
             _train(make, config, values)
         _permute(values)

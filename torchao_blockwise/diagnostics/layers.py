@@ -27,7 +27,7 @@ from torchao_blockwise.tensors.weight_operands import group_names
 RECIPES: dict[str, TrainingConfig] = {
     "fp8": BlockwiseFP8TrainingConfig(),
     "fp8_pow2": BlockwiseFP8TrainingConfig(power_of_2_scales=True),
-    "fp8_128x128": BlockwiseFP8TrainingConfig(grad_weight_blocks="128x128"),
+    "fp8_1x128": BlockwiseFP8TrainingConfig(grad_weight_blocks="1x128"),
     "nvfp4": NVFP4TrainingConfig(hadamard=False, stochastic_rounding=False),
 }
 

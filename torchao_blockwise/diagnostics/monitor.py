@@ -58,7 +58,7 @@ class NumericsMonitor(contextlib.AbstractContextManager["NumericsMonitor"]):
     model: the model to observe. Make the monitor last, after `quantize_`, `fuse`, sharding and loading checkpoints.
     every: steps between reports; the first report covers the next step.
     layers: `fnmatch` patterns of the names of linear layers and weights of experts.
-    what_if: further recipes ("fp8", "fp8_pow2", "fp8_128x128", "nvfp4", or configs) to try on the tensors of every
+    what_if: further recipes ("fp8", "fp8_pow2", "fp8_1x128", "nvfp4", or configs) to try on the tensors of every
         layer.
     writers: receive each report, on the first rank only: objects with `write` and `close`, such as `HTMLWriter`; runs
         of Weights & Biases; TensorBoard's `SummaryWriter`.

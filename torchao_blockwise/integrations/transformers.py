@@ -32,7 +32,7 @@ from torchao_blockwise.integrations.recipes import config_of, convert, resume_re
 from torchao_blockwise.ops import Backend
 from torchao_blockwise.tensors import BlockwiseFP8TrainingConfig, QuantizedTensor, TrainingConfig, weights_unchanged
 from torchao_blockwise.tensors import NVFP4TrainingConfig as _NVFP4
-from torchao_blockwise.tensors.config import ConfigClass
+from torchao_blockwise.tensors.config import VERSION_1, ConfigClass
 
 _versions.require("transformers", (5, 0))
 
@@ -82,9 +82,10 @@ class BlockwiseConfig(QuantizationConfigMixin, metaclass=ConfigClass):
         self.modules_to_not_convert = None if modules_to_not_convert is None else list(modules_to_not_convert)
         self.fuse = fuse
         self.keep_last_blocks = keep_last_blocks
-        # Files contain the method, and those of version 0.1 an option that was not the default.
-        for name in ("quant_method", "fused"):
-            options.pop(name, None)
+        # Files contain the method, and those of version 0.1 an option `fused`.
+        options.pop("quant_method", None)
+        if options.pop("fused", None) is not None and self.recipe is BlockwiseFP8TrainingConfig:
+            options = VERSION_1 | options
         self.training_config = config_of(self.recipe, options)
 
     def to_dict(self) -> dict[str, Any]:

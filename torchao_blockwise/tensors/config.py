@@ -28,6 +28,8 @@ from torchao_blockwise.ops import Backend, get_backend
 # The value of `save_activations` for the quantized copy.
 QUANTIZED = "quantized"
 _GRAD_WEIGHT_FORMATS = {"1x128": FP8_1X128, "128x128": FP8_128X128}
+# What FP8 configs of version 1, which lack these options, did.
+VERSION_1 = {"grad_weight_blocks": "1x128"}
 
 
 # Options of earlier versions: {name: (default, what to do instead of setting another value)}.
@@ -69,6 +71,9 @@ class ConfigClass(ABCMeta):
     """Metaclass of configs: drops removed options, and raises where a class is passed instead of a config."""
 
     def __call__(cls, *args: Any, **options: Any) -> Any:
+        # torchao's `config_from_dict` passes the version of a saved config if it is an earlier one.
+        if options.pop("version", None) == 1:
+            options = VERSION_1 | options
         return super().__call__(*args, **without_removed(cls.__name__, options))
 
     @property
@@ -132,7 +137,7 @@ class TrainingConfig(AOBaseConfig, metaclass=ConfigClass):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Set and check the fields of a loaded or copied config, ignoring fields of other versions."""
-        without_removed(type(self).__name__, state)
+        state = VERSION_1 | without_removed(type(self).__name__, state)
         for field in fields(self):
             if field.name in state:
                 object.__setattr__(self, field.name, state[field.name])
@@ -157,9 +162,10 @@ class TrainingConfig(AOBaseConfig, metaclass=ConfigClass):
 class BlockwiseFP8TrainingConfig(TrainingConfig):
     """Train in blockwise FP8: weights 128×128, activations and gradients 1×128, all three GEMMs in e4m3.
 
-    grad_weight_blocks: the blocks in which a layer's input is quantized for `grad_weight`. With "1x128" (default), a
-        block is 128 tokens of one feature, as in the report. With "128x128", it is 128 tokens of 128 features, and
-        `grad_weight` is the same kind of GEMM as `output`. `output` and `grad_input` do not depend on this option.
+    grad_weight_blocks: the blocks in which a layer's input is quantized for `grad_weight`. With "128x128" (default), a
+        block is 128 tokens of 128 features, and `grad_weight` is the same kind of GEMM as `output`, which is faster.
+        With "1x128", it is 128 tokens of one feature, as in the report. `output` and `grad_input` do not depend on this
+        option.
     save_weights: "high_precision" (default) saves the weight itself for backward, which quantizes it again. "quantized"
         quantizes both copies of a master weight in forward, in one read, and saves the columnwise one: 1 byte a
         parameter more until backward, and faster if there are few tokens a parameter, as in experts. Gradients are
@@ -181,9 +187,11 @@ class BlockwiseFP8TrainingConfig(TrainingConfig):
 
     weight_format: ClassVar[BlockFormat] = FP8_128X128
     activation_format: ClassVar[BlockFormat] = FP8_1X128
+    # Of torchao's files of configs. Not annotated, which would make it a field.
+    version = 2
 
     power_of_2_scales: bool = False  # type: ignore[misc]  # a constant in the base class
-    grad_weight_blocks: Literal["1x128", "128x128"] = "1x128"
+    grad_weight_blocks: Literal["1x128", "128x128"] = "128x128"
     save_weights: Literal["high_precision", "quantized"] = "high_precision"
 
     def __post_init__(self) -> None:
