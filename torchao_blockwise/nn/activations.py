@@ -41,13 +41,11 @@ class Input:
     """x [.., K] itself.
 
     leading: the number of inputs with the leading dims of the output.
-    reads_prepared: whether the gradients of the inputs are computed from the prepared matrices.
-    weight_first: whether grad_weight always comes before grad_input; see `weight_comes_first`.
+    is_computed: whether the activation is computed from the inputs, so that backward reads the prepared matrices.
     """
 
     leading = 1
-    reads_prepared = False
-    weight_first = False
+    is_computed = False
 
     @staticmethod
     def prepare(inputs: Sequence[Any], spec: GemmSpec) -> Prepared:
@@ -81,8 +79,7 @@ class Input:
 class NormInput(Input):
     """norm(x) of inputs x, weight, bias, kind ("rms" or "layer") and eps."""
 
-    reads_prepared = True
-    weight_first = True
+    is_computed = True
 
     @staticmethod
     def prepare(inputs: Sequence[Any], spec: GemmSpec) -> Prepared:
@@ -141,8 +138,7 @@ class SwiGLUInput(Input):
     """h = silu(gate) · up of inputs gate and up."""
 
     leading = 2
-    reads_prepared = True
-    weight_first = True
+    is_computed = True
 
     @staticmethod
     def prepare(inputs: Sequence[Any], spec: GemmSpec) -> Prepared:

@@ -30,6 +30,7 @@ from torchao_blockwise.nn.gemms import GemmSpec, cast_options, quantize
 from torchao_blockwise.nn.layer import profiled
 from torchao_blockwise.nn.swiglu_layer import swiglu_linear
 from torchao_blockwise.nn.weights import WEIGHTS, are_plain, config_of, is_fp8_weight
+from torchao_blockwise.tensors.config import QUANTIZED
 
 
 class SharedInput:
@@ -47,7 +48,7 @@ class SharedInput:
         """Return the copies of `x`, which is the input cast to `spec.dtype`; columnwise only if a layer saves it."""
         copies = self._copies
         if copies is None:
-            columnwise = self.trained and spec.config.saves_quantized_activations
+            columnwise = self.trained and spec.config.save_activations == QUANTIZED
             with profiled("shared_input", "quantize"):
                 copies = quantize(as_rows(x.detach()), spec, cast_options(spec.config, True, columnwise), "")
         self.layers -= 1

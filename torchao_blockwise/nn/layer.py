@@ -88,7 +88,7 @@ class Layer(torch.autograd.Function):
                 if groups is not None:
                     weight, spec = stored_weight(weight, spec.rounded_to), GemmSpec(groups, *spec[1:])
                 prepared = kind.prepare(inputs, spec)
-                saves_copy = saves and needs[at] and spec.config.saves_quantized_activations
+                saves_copy = saves and needs[at] and spec.config.save_activations == QUANTIZED
                 if copies is None:
                     copies = kind.quantize(prepared, spec, cast_options(spec.config, True, saves_copy))
                 b, weight_copy = weight, ()
@@ -102,7 +102,7 @@ class Layer(torch.autograd.Function):
                     compiles = torch.compiler.is_compiling()
                     with_main_grad = weight if not compiles and hasattr(weight, "main_grad") else None
                     written.append((with_main_grad, None if compiles else rounding_key))
-                    saves_prepared = (needs[at] and not saves_copy) or (kind.reads_prepared and any(needs[:at]))
+                    saves_prepared = (needs[at] and not saves_copy) or (kind.is_computed and any(needs[:at]))
                     # For a cast, save the values themselves, because autograd counts their changes.
                     saved.append([weight if spec.rounded_to is None else weight.hp, rounding_key, *weight_copy])
                     saved.append([*prepared] if saves_prepared else [])
@@ -155,7 +155,7 @@ class Layer(torch.autograd.Function):
                 behind, prepared, grad = kind, saved[3 * i + 1], None
                 # In an MLP, the gradient of the first weight comes last, when only two low-precision copies exist.
                 # Before grad_input, it would exist together with a columnwise copy of the weight, too.
-                weight_first = kind.weight_first or (last == 0 and weight_comes_first(dy, spec))
+                weight_first = kind.is_computed or (last == 0 and weight_comes_first(dy, spec))
                 activation = prepared, saved[3 * i + 2]
                 grad, grads[at] = gradients(
                     quantized, kind, activation, dy.shape[0], weights, spec, weight_first, owner
@@ -203,7 +203,7 @@ def gradients(
         # The values of a cast's source, or a copy that `save_on_cpu` made.
         weight = MasterWeightTensor(weight, spec.config)
     owner = weight if owner is None else owner
-    dtype, keeps = spec.rounded_to or weight.dtype, kind.reads_prepared and rowwise is not None
+    dtype, keeps = spec.rounded_to or weight.dtype, kind.is_computed and rowwise is not None
     if weight_first and columnwise is not None:
         grad_w = grad_weight(columnwise, columnwise_of(kind, activation, spec, keeps), tokens, owner, spec, dtype)
         columnwise = None

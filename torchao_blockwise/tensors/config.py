@@ -25,7 +25,7 @@ from torchao_blockwise.formats import (
 )
 from torchao_blockwise.ops import Backend, get_backend
 
-# The value of `save_activations` for the quantized copy.
+# The value of `save_activations` and `save_weights` for the quantized copy.
 QUANTIZED = "quantized"
 _GRAD_WEIGHT_FORMATS = {"1x128": FP8_1X128, "128x128": FP8_128X128}
 # What FP8 configs of version 1, which lack these options, did.
@@ -147,10 +147,6 @@ class TrainingConfig(AOBaseConfig, metaclass=ConfigClass):
 
     # The Hadamard transform of both operands of `grad_weight`, as `CastOptions` stores it; 0 for none.
     hadamard_number: ClassVar[int] = 0
-
-    @property
-    def saves_quantized_activations(self) -> bool:
-        return self.save_activations == QUANTIZED
 
     @property
     def grad_weight_format(self) -> BlockFormat:
