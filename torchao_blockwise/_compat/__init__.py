@@ -10,18 +10,25 @@ import sys
 import types
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import torch
 import torch.utils._pytree
 
 from torchao_blockwise._compat import torch_fsdp
-from torchao_blockwise._compat.torch_types import Args, Kwargs, Operation
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 pytree = torch.utils._pytree
+
+# An operator overload, the first argument of `__torch_dispatch__`.
+Operation: TypeAlias = "torch._ops.OpOverload[..., Any]"
+# The other arguments of `__torch_function__` and `__torch_dispatch__`.
+Function: TypeAlias = Callable[..., Any]
+Types: TypeAlias = Sequence[type]
+Args: TypeAlias = tuple[Any, ...]
+Kwargs: TypeAlias = dict[str, Any]
 
 _Wrapper = TypeVar("_Wrapper", bound=torch.Tensor)
 _F = TypeVar("_F", bound=Callable[..., Any])

@@ -8,8 +8,8 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from torchao_blockwise import _compat
+from torchao_blockwise._compat import Args, Kwargs, Operation, Types
 from torchao_blockwise._compat.modes import TorchDispatchMode, is_traceable_wrapper_subclass, storage_of
-from torchao_blockwise._compat.torch_types import Args, Kwargs, Operation, Types
 from torchao_blockwise.nn import gemms
 from torchao_blockwise.ops.registry import NAMESPACE
 

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import torch
 
 from torchao_blockwise import ops
+from torchao_blockwise._compat import Operation as TorchOperation
 from torchao_blockwise._compat import modes
-from torchao_blockwise._compat.torch_types import Operation as TorchOperation
 from torchao_blockwise.formats import CastOptions, Copies, Groups, Operand, Place, RoundingBits
 from torchao_blockwise.ops.backend import Backend, Implementation
 from torchao_blockwise.ops.gemm.grouped import grouped_matmul_op

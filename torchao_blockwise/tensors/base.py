@@ -12,7 +12,7 @@ from torchao.utils import TorchAOBaseTensor
 from typing_extensions import Self
 
 from torchao_blockwise import _compat
-from torchao_blockwise._compat.torch_types import Args, Function, Kwargs, Types
+from torchao_blockwise._compat import Args, Function, Kwargs, Types
 from torchao_blockwise._names import shown
 from torchao_blockwise.tensors.rounding import Keys, carry_key
 

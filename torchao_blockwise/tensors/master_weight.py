@@ -12,9 +12,8 @@ from torchao.utils import TorchAOBaseTensor
 from typing_extensions import Self
 
 from torchao_blockwise import _compat
-from torchao_blockwise._compat import pytree, torch_fsdp
+from torchao_blockwise._compat import Args, Function, Kwargs, Operation, Types, pytree, torch_fsdp
 from torchao_blockwise._compat.modes import FakeTensor
-from torchao_blockwise._compat.torch_types import Args, Function, Kwargs, Operation, Types
 from torchao_blockwise.formats import HIGH_PRECISION_DTYPES, BlockFormat, Operand
 from torchao_blockwise.tensors import fsdp
 from torchao_blockwise.tensors.base import GEMM_CALLS, WeightTensor, layers_of

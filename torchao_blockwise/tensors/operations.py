@@ -19,7 +19,7 @@ from collections.abc import Sequence
 import torch
 
 from torchao_blockwise import _compat
-from torchao_blockwise._compat.torch_types import Operation
+from torchao_blockwise._compat import Operation
 
 
 class Result(enum.Enum):

@@ -16,7 +16,7 @@ from torchao.utils import TorchAOBaseTensor
 from typing_extensions import Self
 
 from torchao_blockwise import _compat, ops
-from torchao_blockwise._compat.torch_types import Args, Function, Kwargs, Operation, Types
+from torchao_blockwise._compat import Args, Function, Kwargs, Operation, Types
 from torchao_blockwise.formats import HIGH_PRECISION_DTYPES, BlockFormat, Operand
 from torchao_blockwise.tensors.base import GEMM_CALLS, WeightTensor, layers_of
 from torchao_blockwise.tensors.config import TrainingConfig

@@ -15,7 +15,7 @@ import torch
 from torchao.utils import TorchAOBaseTensor
 
 from torchao_blockwise import _compat
-from torchao_blockwise._compat.torch_types import Operation
+from torchao_blockwise._compat import Operation
 from torchao_blockwise.tensors.base import layers_of
 from torchao_blockwise.tensors.config import config_of_groups
 from torchao_blockwise.tensors.master_weight import MasterWeightTensor

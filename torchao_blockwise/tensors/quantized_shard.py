@@ -19,7 +19,7 @@ import torch
 from typing_extensions import Self
 
 from torchao_blockwise import _compat
-from torchao_blockwise._compat.torch_types import Args, Function, Kwargs, Operation, Types
+from torchao_blockwise._compat import Args, Function, Kwargs, Operation, Types
 from torchao_blockwise.formats import BlockFormat
 from torchao_blockwise.ops.quantization.reference import expand_blocks
 from torchao_blockwise.tensors import fsdp

@@ -13,8 +13,7 @@ import torch
 from typing_extensions import Self
 
 from torchao_blockwise import _compat
-from torchao_blockwise._compat import pytree
-from torchao_blockwise._compat.torch_types import Args, Kwargs, Operation, Types
+from torchao_blockwise._compat import Args, Kwargs, Operation, Types, pytree
 from torchao_blockwise.tensors.base import WeightTensor
 
 aten = torch.ops.aten
