@@ -58,11 +58,12 @@ def test_rows_stand_for_the_values_of_the_whole_and_make_it(config, rows, ranks)
     sent = []
     for x in shards:
         x.pending_master.cast_is_done()
-        (payload,), state = x.fsdp_pre_all_gather(None, None, None, None, None)
+        (payload,), gather = x.fsdp_pre_all_gather(None, None, None, None, None)
+        layout, _, _ = gather
         assert payload.dtype == torch.uint8 and payload.is_contiguous()
-        assert payload.shape == state.layout.payload_shape(state.layout.padded_shape)
+        assert payload.shape == layout.payload_shape(layout.padded_shape)
         sent.append(payload)
-    gathered, _ = x.fsdp_post_all_gather((torch.cat(sent),), state, torch.float32)
+    gathered, _ = x.fsdp_post_all_gather((torch.cat(sent),), gather, torch.float32)
     assert type(gathered) is type(whole.detach()) and torch.equal(gathered, whole)
 
 

@@ -72,7 +72,7 @@ def gather(x: Any, needs_values: bool) -> torch.Tensor:
         else:
             shape = x.shape if layout.dim else torch.Size((*x.shape[:-1], payload.shape[-1]))
             qdata = _gather(payload, x, shape).view(shard.qdata.dtype)
-        return fsdp.quantized(qdata, fsdp.Gather(layout, shard.scale, shard.global_scale), layout.dtype)
+        return fsdp.quantized(qdata, (layout, shard.scale, shard.global_scale), layout.dtype)
     if isinstance(local, MasterWeightTensor):
         return MasterWeightTensor(_gather(local.hp.to(fsdp.gathered_dtype(local)), x, x.shape), local.config)
     return _gather(local, x, x.shape)

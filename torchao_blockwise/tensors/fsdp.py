@@ -11,7 +11,7 @@ are not sent, because every rank has computed all of them.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -76,13 +76,9 @@ class ShardLayout:
         return (*self.shape[: self.dim], size, *self.shape[self.dim + 1 :])
 
 
-class Gather(NamedTuple):
-    """Metadata that FSDP2 passes from before to after an all-gather. scale: of the whole weight; None in high
-    precision."""
-
-    layout: ShardLayout
-    scale: torch.Tensor | None = None
-    global_scale: torch.Tensor | None = None
+# What FSDP2 passes from before to after an all-gather: the layout, and the scales of the whole weight, None in high
+# precision.
+Gather: TypeAlias = tuple[ShardLayout, torch.Tensor | None, torch.Tensor | None]
 
 
 def gathered_dtype(master: MasterWeightTensor) -> torch.dtype:
@@ -122,7 +118,7 @@ def pre_all_gather(
     shard: Any = weight if is_shard else weight.shard
     if isinstance(shard, ShardLayout):
         # The weight is shared with a module, such as an embedding, that needs its values.
-        return (_padded(weight.hp.to(shard.dtype), shard.padded_shape),), Gather(shard)
+        return (_padded(weight.hp.to(shard.dtype), shard.padded_shape),), (shard, None, None)
     if shard is None or (shard.awaits_cast if is_shard else not is_current(weight)):
         name = f"a weight of {module}" if shard is None else shard.part.name
         why = "were never cast" if shard is None else "changed after their last cast"
@@ -138,7 +134,7 @@ def pre_all_gather(
     if not layout.travels_as_stored:
         payload = shard.fmt.element.unpack(payload, shard.shape[-1]).contiguous()
     payload = _padded(payload, layout.payload_shape(layout.padded_shape))
-    return (payload,), Gather(layout, shard.scale, shard.global_scale)
+    return (payload,), (layout, shard.scale, shard.global_scale)
 
 
 def _padded(x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
@@ -159,9 +155,8 @@ def post_all_gather(
 
     A quantized weight is a view of the gathered bytes, or packed in new memory if one code a byte was sent.
     """
-    layout = metadata.layout
-    (gathered,) = all_gather_outputs
-    if metadata.scale is None:
+    (layout, scale, global_scale), (gathered,) = metadata, all_gather_outputs
+    if scale is None:
         if out is not None:
             return None
         return type(weight)(_whole(gathered, layout.shape), layout.config).inherit(weight), ()
@@ -176,7 +171,7 @@ def post_all_gather(
     if not layout.travels_as_stored:
         with _compat.keeping_version(whole.qdata):
             whole.qdata.copy_(element.pack(payload))
-    whole.scale, whole.global_scale = metadata.scale, metadata.global_scale
+    whole.scale, whole.global_scale = scale, global_scale
     return None
 
 
