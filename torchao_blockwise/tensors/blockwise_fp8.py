@@ -39,7 +39,7 @@ class BlockwiseFP8Tensor(QuantizedTensor):
     ) -> Self:
         x = _compat.make_wrapper(cls, qdata, qdata.shape, qdata.stride(), dtype=dtype)
         x.power_of_2_scales = power_of_2_scales
-        x._set_parts(qdata, scale, None, dtype, config)
+        x._set_parts(qdata, scale, None, config)
         return x
 
     @classmethod

@@ -58,7 +58,7 @@ class NVFP4Tensor(QuantizedTensor):
         x.columns, x.block_size = columns, fmt.block
         if rounding_key is not None:
             x.rounding_key = rounding_key
-        x._set_parts(qdata, scale, global_scale, dtype, config)
+        x._set_parts(qdata, scale, global_scale, config)
         return x
 
     @classmethod

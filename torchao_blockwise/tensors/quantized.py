@@ -58,22 +58,17 @@ class QuantizedTensor(WeightTensor):
         return self.qdata.shape
 
     def _set_parts(
-        self,
-        qdata: torch.Tensor,
-        scale: torch.Tensor,
-        global_scale: torch.Tensor | None,
-        dtype: torch.dtype,
-        config: TrainingConfig | None,
+        self, qdata: Tensor, scale: Tensor, global_scale: Tensor | None, config: TrainingConfig | None
     ) -> None:
         """Set the parts in a constructor, after other attributes.
 
-        Raises TypeError or ValueError if they do not match, or cannot report `dtype` or train with `config`.
+        Raises TypeError or ValueError if they do not match, or cannot report their dtype or train with `config`.
         """
         self.qdata, self.scale, self.config = qdata, scale, config
         if global_scale is not None:
             self.global_scale = global_scale
         name = type(self).__name__
-        if dtype not in HIGH_PRECISION_DTYPES:
+        if (dtype := self.dtype) not in HIGH_PRECISION_DTYPES:
             raise TypeError(f"{name}: dtype must be bfloat16, float16 or float32, got {dtype}; dequantize() for others")
         if config is not None and not isinstance(config, TrainingConfig):
             raise TypeError(f"{name}: config must be a TrainingConfig or None, got {type(config).__name__}")

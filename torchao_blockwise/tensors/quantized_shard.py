@@ -65,7 +65,7 @@ class QuantizedShard(QuantizedTensor):
             raise TypeError(f"{cls.__name__}: part must be a ShardLayout, got {part!r}; shard with fully_shard")
         x = _compat.make_wrapper(cls, qdata, part.local_shape, dtype=dtype)
         x.part, x.pending_master = part, PendingMaster()
-        x._set_parts(qdata, scale, global_scale, dtype, part.config)
+        x._set_parts(qdata, scale, global_scale, part.config)
         return x
 
     @property
