@@ -31,56 +31,29 @@ def adapters_in(model: torch.nn.Module) -> set[torch.nn.Module]:
 
 
 def tell_peft_how_to_merge(kind: type) -> None:
-    """Make PEFT's tuners on a converted layer use the config of the weight, of class `kind`, when they merge.
+    """Make PEFT merge adapters into converted layers, whose weights have a config of class `kind`.
 
-    PEFT merges by calling `quantize_`, but has a config only for models that transformers has loaded quantized. Without
-    a config, LoRA refuses to merge, and the tuners that call `resolve_quantization_backend` refuse the layer. Each
-    conversion calls this; it does nothing if PEFT is not imported.
+    PEFT takes their weights for torchao's own, which it merges by calling `quantize_` with a config that it has only
+    for models that transformers has loaded quantized. LoRA's class for plain layers merges into `weight.data`, also
+    several adapters and variants such as DoRA, so converted layers get that one. Other tuners call
+    `resolve_quantization_backend`, which gets the config of the weight. Each conversion calls this; it does nothing if
+    PEFT is not imported.
     """
 
-    def config_of(base_layer: Any) -> Any:
-        inner = base_layer.get_base_layer() if hasattr(base_layer, "get_base_layer") else base_layer
+    def config_of(layer: Any) -> Any:
+        inner = layer.get_base_layer() if hasattr(layer, "get_base_layer") else layer
         config = getattr(getattr(inner, "weight", None), "config", None)
         return config if isinstance(config, kind) else None
 
-    def add_config(base_layer: Any, options: dict[str, Any]) -> None:
-        config = config_of(base_layer)
-        if config is not None and options.get("get_apply_tensor_subclass") is None:
-            # A partial and not a lambda, because it is pickled with the layer.
-            options["get_apply_tensor_subclass"] = functools.partial(copy.copy, config)
+    lora: Any = sys.modules.get("peft.tuners.lora.model")
+    if lora is not None and not hasattr(lora.dispatch_torchao, "__wrapped__"):
+        dispatch = lora.dispatch_torchao
 
-    lora = getattr(sys.modules.get("peft.tuners.lora.torchao"), "TorchaoLoraLinear", None)
-    if lora is not None and not hasattr(lora.__init__, "__wrapped__"):
-        own = lora.__init__
+        @functools.wraps(dispatch)
+        def dispatch_others(target: Any, *args: Any, **options: Any) -> Any:
+            return dispatch(target, *args, **options) if config_of(target) is None else None
 
-        @functools.wraps(own)
-        def init(self: Any, base_layer: Any, *args: Any, **options: Any) -> None:
-            add_config(base_layer, options)
-            own(self, base_layer, *args, **options)
-
-        lora.__init__ = init
-        merge, unmerge = lora.merge, lora.unmerge
-
-        # PEFT (0.21) can merge only one adapter of such a layer, which the layer must have. It merges variants, such as
-        # DoRA, as plain LoRA, which gives wrong weights; its class for plain layers also merges into master weights.
-        def has_variants(layer: Any) -> bool:
-            config = config_of(layer)
-            return config is not None and config.master_weights and bool(getattr(layer, "lora_variant", None))
-
-        @functools.wraps(merge)
-        def merge_each(self: Any, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
-            if has_variants(self):
-                return super(lora, self).merge(safe_merge, adapter_names)
-            for name in peft_utils.check_adapters_to_merge(self, adapter_names):
-                if name in self.lora_A:
-                    merge(self, safe_merge, [name])
-
-        @functools.wraps(unmerge)
-        def unmerge_all(self: Any) -> None:
-            return super(lora, self).unmerge() if has_variants(self) else unmerge(self)
-
-        peft_utils: Any = sys.modules["peft.tuners.tuners_utils"]
-        lora.merge, lora.unmerge = merge_each, unmerge_all
+        lora.dispatch_torchao = dispatch_others
 
     # PEFT ≥ 0.20
     resolve = getattr(sys.modules.get("peft.utils"), "resolve_quantization_backend", None)
@@ -88,7 +61,10 @@ def tell_peft_how_to_merge(kind: type) -> None:
 
         @functools.wraps(resolve)
         def resolve_with_config(base_layer: Any, **options: Any) -> Any:
-            add_config(base_layer, options)
+            config = config_of(base_layer)
+            if config is not None and options.get("get_apply_tensor_subclass") is None:
+                # A partial and not a lambda, because it is pickled with the layer.
+                options["get_apply_tensor_subclass"] = functools.partial(copy.copy, config)
             return resolve(base_layer, **options)
 
         # Each tuner has imported the function by name.

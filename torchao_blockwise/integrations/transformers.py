@@ -96,10 +96,6 @@ class BlockwiseConfig(QuantizationConfigMixin, metaclass=ConfigClass):
         plain = dataclasses.asdict(config) | {"backend": Backend(config.backend).value, "out_dtype": dtype}
         return {name: getattr(self, name) for name in mine} | plain
 
-    def get_apply_tensor_subclass(self) -> TrainingConfig:
-        """Return the config that PEFT passes to `quantize_` after merging an adapter."""
-        return self.training_config
-
 
 @register_quantization_config("blockwise_fp8")
 class BlockwiseFP8Config(BlockwiseConfig):

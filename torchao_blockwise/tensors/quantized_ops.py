@@ -298,17 +298,12 @@ def _merge(func: Operation, weight: torch.Tensor, delta: torch.Tensor, *, alpha:
 
     It raises if the weight trains, because rounding would lose the small steps of an optimizer.
     """
-    frozen = (
-        isinstance(weight, QuantizedTensor)
-        and weight.pending_master is None
-        and not (weight.trains or weight.requires_grad)
-    )
-    if not frozen or isinstance(delta, TorchAOBaseTensor):
+    is_frozen = isinstance(weight, QuantizedTensor) and not (weight.trains or weight.requires_grad)
+    if not is_frozen or isinstance(delta, TorchAOBaseTensor):
         layer = getattr(weight, "layer", "") or "a quantized weight"
         raise NotImplementedError(
-            f"{func} of {layer}: a plain delta can be added, as LoRA does, only to a weight that was frozen when "
-            "it was converted; to train it, use torchao_blockwise.distributed.MasterWeightOptimizer("
-            "torch.optim.AdamW, model, lr=...), or keep high-precision weights (master_weights=True); to merge, call "
-            "weight.copy_(weight.dequantize() + delta)"
+            f"{func} of {layer}: a plain delta can be added, as LoRA does, only to a frozen weight; to merge, call "
+            "weight.requires_grad_(False) first; to train it, use torchao_blockwise.distributed.MasterWeightOptimizer("
+            "torch.optim.AdamW, model, lr=...), or keep high-precision weights (master_weights=True)"
         )
     return weight.copy_(func(weight.dequantize(), delta, alpha=alpha))
