@@ -175,17 +175,6 @@ def test_layers_that_the_filter_leaves_out_count_where_the_model_is_needed():
     assert isinstance(tied[1], ConvertedLinear)
 
 
-def test_a_plain_tensor_in_the_place_of_a_converted_weight_is_converted():
-    """As PEFT puts one into a layer that it merges."""
-    model = mlp(FP8)
-    for layer in (model[0], model[2]):
-        values = layer.weight.dequantize().detach()
-        del layer.weight
-        layer.weight = values
-        quantize_(layer, FP8)
-        assert type(layer.weight) is MasterWeightTensor and not layer.weight.requires_grad
-
-
 def test_a_config_again_wraps_the_same_values():
     """The same one changes nothing, and may come while a graph holds the weights."""
     model = mlp(FP8)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import inspect
 import itertools
@@ -30,20 +29,32 @@ def adapters_in(model: torch.nn.Module) -> set[torch.nn.Module]:
     return found
 
 
-def tell_peft_how_to_merge(kind: type) -> None:
-    """Make PEFT merge adapters into converted layers, whose weights have a config of class `kind`.
+class _WeightData:
+    """PEFT's access to the weight of a converted layer, for tuners that replace it when they merge."""
 
-    PEFT takes their weights for torchao's own, which it merges by calling `quantize_` with a config that it has only
-    for models that transformers has loaded quantized. LoRA's class for plain layers merges into `weight.data`, also
-    several adapters and variants such as DoRA, so converted layers get that one. Other tuners call
-    `resolve_quantization_backend`, which gets the config of the weight. Each conversion calls this; it does nothing if
-    PEFT is not imported.
+    supports_merge, backend_name, layer_type = True, "torchao_blockwise", "linear"
+
+    def get_base_weight(self, base_layer: Any) -> torch.Tensor:
+        return base_layer.weight.dequantize()
+
+    def set_base_weight(self, layer: Any, weight: torch.Tensor) -> None:
+        layer.get_base_layer().weight.data = weight
+
+    def maybe_clone_base_result(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+def tell_peft_how_to_merge(kind: type) -> None:
+    """Make PEFT merge adapters into the data of weights of class `kind`, as it does for plain weights.
+
+    Otherwise PEFT takes them for torchao's own tensors, which it merges by calling `quantize_` with a config that it
+    has only for models that transformers has loaded quantized. Each conversion calls this; it does nothing if PEFT is
+    not imported.
     """
 
-    def config_of(layer: Any) -> Any:
+    def is_ours(layer: Any) -> bool:
         inner = layer.get_base_layer() if hasattr(layer, "get_base_layer") else layer
-        config = getattr(getattr(inner, "weight", None), "config", None)
-        return config if isinstance(config, kind) else None
+        return isinstance(getattr(inner, "weight", None), kind)
 
     lora: Any = sys.modules.get("peft.tuners.lora.model")
     if lora is not None and not hasattr(lora.dispatch_torchao, "__wrapped__"):
@@ -51,7 +62,8 @@ def tell_peft_how_to_merge(kind: type) -> None:
 
         @functools.wraps(dispatch)
         def dispatch_others(target: Any, *args: Any, **options: Any) -> Any:
-            return dispatch(target, *args, **options) if config_of(target) is None else None
+            # The next one in PEFT's list is for plain layers.
+            return None if is_ours(target) else dispatch(target, *args, **options)
 
         lora.dispatch_torchao = dispatch_others
 
@@ -60,17 +72,13 @@ def tell_peft_how_to_merge(kind: type) -> None:
     if resolve is not None and not hasattr(resolve, "__wrapped__"):
 
         @functools.wraps(resolve)
-        def resolve_with_config(base_layer: Any, **options: Any) -> Any:
-            config = config_of(base_layer)
-            if config is not None and options.get("get_apply_tensor_subclass") is None:
-                # A partial and not a lambda, because it is pickled with the layer.
-                options["get_apply_tensor_subclass"] = functools.partial(copy.copy, config)
-            return resolve(base_layer, **options)
+        def resolve_others(base_layer: Any, **options: Any) -> Any:
+            return _WeightData() if is_ours(base_layer) else resolve(base_layer, **options)
 
         # Each tuner has imported the function by name.
         for name, module in list(sys.modules.items()):
             if name.startswith("peft.") and vars(module).get("resolve_quantization_backend") is resolve:
-                vars(module)["resolve_quantization_backend"] = resolve_with_config
+                vars(module)["resolve_quantization_backend"] = resolve_others
 
 
 def run_batched_experts_grouped(kind: type) -> None:

@@ -27,7 +27,6 @@ from torchao_blockwise.conversion.weights import Held, expert_weights, held_para
 from torchao_blockwise.formats import FP8_128X128, HIGH_PRECISION_DTYPES, StochasticRounding
 from torchao_blockwise.nn.converted import (
     KNOWN_FORWARDS,
-    ConvertedLinear,
     ConvertedModule,
     DerivedModule,
     convert_class,
@@ -44,6 +43,7 @@ from torchao_blockwise.tensors import (
     QuantizedTensor,
     TrainingConfig,
 )
+from torchao_blockwise.tensors.base import WeightTensor
 from torchao_blockwise.tensors.config import ConfigClass, check_config, name_in_transformers
 from torchao_blockwise.tensors.pending_master import PendingMaster
 from torchao_blockwise.tensors.rounding import STREAMS_A_WEIGHT, start_key
@@ -175,7 +175,6 @@ def convert_module(module: nn.Module, config: TrainingConfig, *, parameter_name:
             f"them unconverted; use quantization_config={name_in_transformers(type(config))}(...) from "
             "torchao_blockwise.integrations.transformers, or call quantize_ on the loaded model"
         )
-    _take_plain_tensor(module)
     weights = weights_of(module, parameter_name).values()
     if weights and all(_trains_by(weight, config) for weight in weights):
         return module
@@ -193,7 +192,7 @@ def convert_module(module: nn.Module, config: TrainingConfig, *, parameter_name:
         )
     if filter_fn is _compat.default_filter():
         warn_of_plain(model, config, reasons)
-    hugging_face.tell_peft_how_to_merge(TrainingConfig)
+    hugging_face.tell_peft_how_to_merge(WeightTensor)
     numbers = {weight: number for number, weight in enumerate(held)}
     for fqn in reasons:
         target = model.get_submodule(fqn)
@@ -234,17 +233,6 @@ def _failures(reasons: Mapping[str, str | None]) -> list[str]:
 def refuse_config(module: nn.Module, config: object) -> None:
     """Raise TypeError: `quantize_` was called with a class or with the config of a framework."""
     check_config("quantize_", config)
-
-
-def _take_plain_tensor(module: nn.Module) -> None:
-    """Turn a plain tensor that has replaced the weight of a converted layer into a frozen Parameter.
-
-    PEFT merges an adapter this way: it adds it to the dequantized weight, assigns the sum, and calls `quantize_`.
-    """
-    weight = vars(module).get("weight")
-    if isinstance(module, ConvertedLinear) and isinstance(weight, torch.Tensor):
-        del module.weight
-        module.weight = nn.Parameter(weight.detach(), requires_grad=False)
 
 
 def _converted(weight: nn.Parameter, config: TrainingConfig) -> torch.Tensor:
