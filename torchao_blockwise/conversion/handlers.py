@@ -2,8 +2,7 @@
 `unconvert`.
 
 A conversion swaps the content of Parameters but keeps the objects, so optimizers and tied modules that hold them see
-the converted weights. A linear layer gets a subclass of its class, which calls `linear` by name. Experts keep their
-forward pass, which calls `F.grouped_mm`, or `F.linear` for each expert. torchao calls a handler for each layer. The
+the converted weights, and derives the classes of modules (nn/converted.py). torchao calls a handler for each layer. The
 first call within a `quantize_` checks all layers that the filter accepts and then converts all of them, so that either
 all or none are converted. Later calls find their layer converted.
 """

@@ -5,8 +5,7 @@
             loss(model(batch)).backward()
     optimizer.step()
 
-Only this declaration makes a kept copy correct; a version counter cannot. If a change inside the scope is detected, the
-next use of the weight or the exit of the scope raises.
+If a change inside the scope is detected, the next use of the weight or the exit of the scope raises.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """The operand of a master weight in a GEMM: quantized for this GEMM, and freed after it.
 
-No quantized copy outlives the pass that created it. A version counter cannot detect that a copy is stale: compiled
-optimizers, collectives, aliases and other processes change values without incrementing it. So each GEMM quantizes the
-weight that it reads: rowwise in forward, and directly columnwise in backward, which is the exact transpose because
-blocks are square. Copies are kept only inside `weights_unchanged`, in which the program declares that weights do not
-change. Values are quantized from their own dtype, so autocast does not change the result.
+It is quantized rowwise in forward, and directly columnwise in backward, which is the exact transpose because blocks are
+square. Copies are kept only inside `weights_unchanged`; docs/design.md, "Decisions", gives the reasons. Values are
+quantized from their own dtype, so autocast does not change the result.
 """
 
 from __future__ import annotations
