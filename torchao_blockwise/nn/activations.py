@@ -23,6 +23,7 @@ from torchao_blockwise.tensors.weight_uses import note_gemm, note_traced_gemm
 aten = torch.ops.aten
 # The matrices that forward and backward read; None for those that a layer does not have.
 Prepared: TypeAlias = Sequence[Any]
+Gradients: TypeAlias = Sequence[torch.Tensor | None]
 # Called with the gradient of a GEMM's output [T, N], once in the backward of the forward pass that returned it.
 GradientObserver: TypeAlias = Callable[[torch.Tensor], None]
 # Called with the weight, its activation [T, K], the spec of their GEMM, and whether gradients are enabled.
@@ -62,9 +63,7 @@ class Input:
         return prepared[0]
 
     @staticmethod
-    def backward(
-        grad: torch.Tensor, prepared: Prepared, spec: GemmSpec, needs: Sequence[bool]
-    ) -> Sequence[torch.Tensor | None]:
+    def backward(grad: torch.Tensor, prepared: Prepared, spec: GemmSpec, needs: Sequence[bool]) -> Gradients:
         """Gradients of the inputs, computed from the gradient of the activation."""
         return (grad,)
 
@@ -100,9 +99,7 @@ class NormInput(Input):
         return ops.normalize(ops.Norm(x, weight, bias, mean, rstd, spec.dtype))
 
     @staticmethod
-    def backward(
-        grad: torch.Tensor, prepared: Prepared, spec: GemmSpec, needs: Sequence[bool]
-    ) -> Sequence[torch.Tensor | None]:
+    def backward(grad: torch.Tensor, prepared: Prepared, spec: GemmSpec, needs: Sequence[bool]) -> Gradients:
         """Call PyTorch's own kernels.
 
         They need tensors of one dtype (on a CPU fp32, because statistics are fp32), so different dtypes are cast to
@@ -154,9 +151,7 @@ class SwiGLUInput(Input):
         return ops.swiglu(*prepared)
 
     @staticmethod
-    def backward(
-        grad: torch.Tensor, prepared: Prepared, spec: GemmSpec, needs: Sequence[bool]
-    ) -> Sequence[torch.Tensor | None]:
+    def backward(grad: torch.Tensor, prepared: Prepared, spec: GemmSpec, needs: Sequence[bool]) -> Gradients:
         grads = ops.swiglu_backward(grad, *prepared, backend=ops.casting_backend(spec.config.backend))
         return [g if need else None for g, need in zip(grads, needs)]
 
