@@ -7,6 +7,7 @@ import inspect
 import itertools
 import re
 import sys
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -245,6 +246,52 @@ def count_stored_bytes(kind: type) -> None:
         return total
 
     PreTrainedModel.get_memory_footprint = footprint  # type: ignore[method-assign]
+
+
+def take_prefixes(model: torch.nn.Module, names: Collection[str]) -> None:
+    """Make `reverted` write the prefixes of names in files that transformers drops or adds when it loads them.
+
+    Most files of LLaVA, Gemma 3 and PaliGemma have "vision_tower.vision_model.". transformers saves that only if it has
+    loaded it, and remembers this in the model. This does nothing if it has loaded the model.
+    """
+    if not is_model(model) or getattr(model, "_weight_conversions", None) is not None:
+        return
+    from transformers import core_model_loading
+
+    # Later versions of transformers 5
+    kind: Any = getattr(core_model_loading, "PrefixChange", None)
+    if kind is None:
+        return
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    model_of_theirs: Any = model
+    conversions = get_model_conversion_mapping(model_of_theirs, add_legacy=False)
+    for name in names:
+        for x in conversions:
+            if isinstance(x, core_model_loading.WeightRenaming):
+                name, _ = x.rename_source_key(name)
+    kept = [x for x in conversions if not isinstance(x, kind) or x.was_used()]
+    if any(isinstance(x, kind) for x in kept):
+        model_of_theirs._weight_conversions = kept
+
+
+def transposed_in_files(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> set[str]:
+    """Return the names of those tensors [E, N, K] that released files and engines hold as [E, K, N].
+
+    These are the experts of Qwen3-VL-MoE. transformers writes [E, N, K] and reads both, by shape; N = K is left out.
+    """
+    if "transformers" not in sys.modules or not is_model(model):
+        return set()
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    model_of_theirs: Any = model
+    by_shape = [
+        x
+        for x in get_model_conversion_mapping(model_of_theirs)
+        if any(getattr(op, "check_dims", False) for op in getattr(x, "operations", ()))
+    ]
+    different = [name for name, x in tensors.items() if by_shape and x.shape[-2:] != x.shape[-2:][::-1]]
+    return {name for name in different if any(x.rename_source_key(name)[1] is not None for x in by_shape)}
 
 
 def reverted(model: torch.nn.Module, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -84,9 +84,9 @@ class Layout(NamedTuple):
         """
         names, rows = self.names(part.name), self.format.block[0]
         if weight.global_scale is None:
-            yield names[0], part.of(weight.qdata)
+            yield names[0], part.of(weight.qdata).contiguous()
             # The cast to e8m0 is exact, since such scales are powers of two.
-            yield names[1], part.in_blocks(rows).of(weight.scale).to(self.scale_dtype)
+            yield names[1], part.in_blocks(rows).of(weight.scale).contiguous().to(self.scale_dtype)
             return
         if weight.qdata.shape[-1] * self.format.element.per_byte != weight.scale.shape[-1] * self.format.block[1]:
             raise ValueError(

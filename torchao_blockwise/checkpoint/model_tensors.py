@@ -99,6 +99,7 @@ class Part(NamedTuple):
     name: its name on disk. shape: its shape.
     own: its names in the model; several for a tied weight, none if the model does not have it.
     place: the index of the part in the model's tensor: () for all of it, (expert, rows), or (rows,).
+    is_transposed: whether files hold the last two dims in reverse order.
     """
 
     name: str
@@ -106,10 +107,16 @@ class Part(NamedTuple):
     own: tuple[str, ...] = ()
     is_quantized: bool = False
     place: tuple[Any, ...] = ()
+    is_transposed: bool = False
 
     def of(self, x: torch.Tensor) -> torch.Tensor:
-        """Return this part of `x`, a view."""
-        return x[self.place]
+        """Return this part of `x` as files hold it, a view."""
+        return x[self.place].mT if self.is_transposed else x[self.place]
+
+    def transposed(self) -> Part:
+        """Return the same part, with the last two dims in files exchanged."""
+        *outer, rows, columns = self.shape
+        return self._replace(shape=(*outer, columns, rows), is_transposed=not self.is_transposed)
 
     def in_blocks(self, block: int) -> Part:
         """Return the same part of a tensor that has one row for each `block` rows, such as block scales."""
@@ -140,6 +147,10 @@ def parts_on_disk(model: nn.Module) -> dict[str, list[Part]]:
         own, is_quantized = (name, *tied.get(id(x), ())), is_converted(x) and id(x) not in embeddings
         shapes = [tuple(part.of(torch.empty(x.shape, device="meta")).shape) for part in parts]
         found[name] = [Part(p.name, shape, own, is_quantized, p.place) for p, shape in zip(parts, shapes)]
+    for name in hugging_face.transposed_in_files(model, tensors):
+        # NVFP4 packs two elements of a row into a byte.
+        if not getattr(format_of(tensors[name]), "has_global_scale", False):
+            found[name] = [part.transposed() for part in found[name]]
     return found
 
 

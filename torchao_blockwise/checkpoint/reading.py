@@ -75,6 +75,7 @@ def check(model: nn.Module, weights: StoredWeights) -> dict[str, list[Part]]:
     Raises KeyError or ValueError unless the files hold these parts and nothing else.
     """
     tensors, there = tensors_of(model), weights.names
+    hugging_face.take_prefixes(model, there)
     found = parts_on_disk(model)
     for name, parts in found.items():
         # Files may store experts as the model does, in one tensor.
@@ -90,6 +91,8 @@ def check(model: nn.Module, weights: StoredWeights) -> dict[str, list[Part]]:
     if unknown:
         near = did_you_mean(unknown[0], wanted)
         raise KeyError(f"load: the model has no place for {shown(unknown)} of {weights.files.path}{near}")
+    for name in hugging_face.transposed_in_files(model, tensors):
+        found[name] = [x.transposed() if weights.is_transposed(x.name, x.shape) else x for x in found[name]]
     for name, parts in found.items():
         for part in parts:
             weights.check(part.name, part.shape, tensors[name].dtype)

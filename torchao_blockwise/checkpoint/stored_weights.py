@@ -77,6 +77,12 @@ class StoredWeights:
         *rows, columns = self.files.tensors[payload].shape or [0]
         return (*rows, columns * layout.format.element.per_byte)
 
+    def is_transposed(self, name: str, shape: tuple[int, ...]) -> bool:
+        """Whether the weight is stored with the last two dims of `shape` exchanged, in a format that permits it."""
+        *outer, rows, columns = shape
+        fmt = self.format(name)
+        return self.shape(name) == (*outer, columns, rows) and not (fmt and fmt.has_global_scale)
+
     def check(self, name: str, shape: tuple[int, ...], wanted: torch.dtype | None = None) -> None:
         """Raise ValueError unless the weight is complete, has this shape and valid scales.
 

@@ -194,7 +194,7 @@ class QuantizedWeights:
             if needs_values and isinstance(x, QuantizedTensor):
                 values = x.dequantize()
             if not is_quantized:
-                yield from ((part.name, part.of(values.to(own.dtype).detach())) for part in parts)
+                yield from ((part.name, part.of(values.to(own.dtype).detach()).contiguous()) for part in parts)
                 continue
             if name in amaxes:
                 weight = _quantized_again(values, x, layout.format, amaxes[name])

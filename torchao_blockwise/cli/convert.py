@@ -25,10 +25,11 @@ from torch import nn
 from torchao.quantization import quantize_
 
 from torchao_blockwise import conversion, ops
+from torchao_blockwise._compat import hugging_face
 from torchao_blockwise.checkpoint.engine_layers import fused_layers
 from torchao_blockwise.checkpoint.files import Folder
 from torchao_blockwise.checkpoint.layouts import FP8, FP8_UE8M0, LAYOUTS, clamp_to_normal_scale
-from torchao_blockwise.checkpoint.model_tensors import ENGINE_SCALES, Part, parts_on_disk
+from torchao_blockwise.checkpoint.model_tensors import ENGINE_SCALES, Part, parts_on_disk, tensors_of
 from torchao_blockwise.checkpoint.stored_weights import StoredWeights
 from torchao_blockwise.checkpoint.writing import SHARD_BYTES, QuantizedWeights, check_finite
 from torchao_blockwise.cli.inputs import UsageError, meta_model
@@ -73,6 +74,7 @@ def run(args: argparse.Namespace) -> int:
 def _convert(args: argparse.Namespace, model: nn.Module, weights: StoredWeights) -> tuple[int, float]:
     """Convert, and return (number of quantized tensors, bits per element in the files)."""
     layout, files = LAYOUTS.get(args.to), weights.files
+    hugging_face.take_prefixes(model, weights.names)
     of_layout = None if layout is None else QuantizedWeights("convert", model, args.to)
     written = itertools.chain(*parts_on_disk(model).values()) if of_layout is None else of_layout.written
     of_model = {x.name: x for x in written}
@@ -84,6 +86,11 @@ def _convert(args: argparse.Namespace, model: nn.Module, weights: StoredWeights)
         Part(name, weights.shape(name), x.own if x else (), x is not None and x.is_quantized)
         for name, x in ((name, of_model.get(name)) for name in names)
     ]
+    # Engines read some experts transposed.
+    in_files = hugging_face.transposed_in_files(model, tensors_of(model))
+    known = [x for x in outputs if in_files.intersection(x.own)]
+    transposed = {x.name for x in known if weights.is_transposed(x.name, of_model[x.name].shape)}
+    outputs = [x._replace(shape=of_model[x.name].shape) if x.name in transposed else x for x in outputs]
     quantized = [x.name for x in outputs if x.is_quantized]
     fused = fused_layers(quantized)
     amaxes = _group_amaxes(weights, fused) if layout is not None and layout.format.has_global_scale else {}
@@ -102,6 +109,7 @@ def _convert(args: argparse.Namespace, model: nn.Module, weights: StoredWeights)
             if done.keys() >= {*([x.name] if target is None else target.names(x.name))}:
                 continue
             values, found = weights.values(x.name, torch.bfloat16 if target is None else torch.float32), {}
+            values = values.mT.contiguous() if x.name in transposed else values
             if target is None:
                 found = {x.name: values}
             else:
