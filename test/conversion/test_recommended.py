@@ -70,7 +70,8 @@ def test_mixtures_of_experts(family):
     assert has_weights or family in ("nllb-moe", "switch_transformers")
 
 
-TIED, NO_EXPERTS = "output head, tied to ", "not named like experts"
+TIED, NO_EXPERTS, NARROW = "output head, tied to ", "not named like experts", "fewer than 16 features"
+LAST = "last layer, after the blocks"
 DT_PROJ = "Mamba multiplies by its weight without calling the layer"
 # {what: (family, class, what is left out)}
 OTHERS = {
@@ -82,10 +83,28 @@ OTHERS = {
     "gpt2": ("gpt2", None, {"lm_head": f"{TIED}transformer.wte"}),
     "t5": ("t5", "T5ForConditionalGeneration", {"lm_head": f"{TIED}decoder.embed_tokens"}),
     "image classifier": ("vit", "ViTForImageClassification", {"classifier": "output head"}),
-    "image encoder": ("vit", "ViTModel", {"pooler.dense": "last layer, after the blocks"}),
+    "image encoder": ("vit", "ViTModel", {"pooler.dense": LAST}),
     "mamba": ("mamba", None, {"mixer.dt_proj": DT_PROJ, "lm_head": f"{TIED}backbone.embeddings"}),
     # Heads of attention and recurrent gates are Parameters [E, N, K] too, which no grouped GEMM reads.
     "xlnet": ("xlnet", None, {"rel_attn": NO_EXPERTS, "lm_loss": f"{TIED}transformer.word_embedding"}),
+    # The layers next to its heads of attention are not their routers.
+    "funnel": ("funnel", "FunnelModel", {"attention": NO_EXPERTS, **{f"{i}.attention": NO_EXPERTS for i in range(4)}}),
+    "position biases": ("layoutlmv3", "LayoutLMv3ForTokenClassification", {
+        **{f"layoutlmv3.encoder.rel_pos_{x}bias": "LayoutLMv3Encoder reads its weight directly"
+           for x in ("", "x_", "y_")},
+        "classifier": "output head",
+    }),
+    "wavlm": ("wavlm", "WavLMForSequenceClassification", {
+        **{f"attention.{x}": "WavLMAttention reads its weight directly"
+           for x in ("q_proj", "k_proj", "v_proj", "out_proj", "gru_rel_pos_linear")},
+        "wavlm.encoder.pos_conv_embed.conv.parametrizations.weight": NO_EXPERTS, "classifier": "output head",
+    }),
+    "two heads": ("clip", "CLIPModel", {"visual_projection": LAST, "text_projection": LAST}),
+    "a head of a convolutional model": ("textnet", "TextNetForImageClassification", {"fc": NARROW}),
+    "few inputs": ("gemma3n_text", None, {
+        "altup.correction_coefs": NARROW, "altup.prediction_coefs": NARROW, "altup.modality_router": "router or gate",
+        "per_layer_input_gate": "router or gate", "lm_head": f"{TIED}model.embed_tokens",
+    }),
     "recurrent": ("recurrent_gemma", None, {"temporal_block.rg_lru": NO_EXPERTS,
                                             "lm_head": f"{TIED}model.embed_tokens"}),
 }  # fmt: skip
@@ -160,7 +179,7 @@ class Followed(nn.Module):
 
     def __init__(self, body: nn.Module):
         super().__init__()
-        self.body, self.last = body, nn.Linear(64, 9)
+        self.body, self.last = body, nn.Linear(64, 32)
 
 
 @pytest.mark.parametrize(("model", "expected"), [
@@ -204,6 +223,8 @@ TOWERS = {
     "sequential": ({"body": blocks(7, nn.Sequential)}, NVFP4, None, (2,)),
     "none": ({"layers": blocks(7)}, NVFP4, 0, (0,)),
     "asked for": ({"layers": blocks(7, nn.ModuleDict)}, FP8, 1, (1,)),
+    "asked for, of each": ({"vision": blocks(32), "text": blocks(8)}, FP8, 3, (3, 3)),
+    "more than the shorter has": ({"encoder": blocks(12), "decoder": blocks(2)}, FP8, 4, (4, 2)),
     "a share": ({"layers": blocks(7, nn.Sequential)}, NVFP4, 0.3, (3,)),
 }
 

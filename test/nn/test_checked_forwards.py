@@ -346,3 +346,19 @@ def test_an_inner_module_without_tokens_leaves_the_outer_one_traced():
     model = layer_of(lambda layer, x: F.linear(x, layer.weight) + layer.inner(x[:0]).sum())
     model[0].inner = layer_of(lambda layer, x: F.linear(x, layer.weight) if len(x) else x)[0]
     torch.compile(model, backend="eager", fullgraph=True)(X)
+
+
+@both_formats
+def test_the_linear_layer_of_falcon_is_one(config):
+    """Its forward pass multiplies with `@`; the outputs and gradients are those of `nn.Linear`."""
+    falcon = pytest.importorskip("transformers.models.falcon.modeling_falcon")
+    found = []
+    for kind in (nn.Linear, falcon.FalconLinear):
+        torch.manual_seed(0)
+        layer, x = converted(kind(64, 48), config), X.clone().requires_grad_()
+        out = layer(x)
+        out.square().sum().backward()
+        found.append((out, x.grad, layer.weight.grad, layer.bias.grad))
+    for got, expected in zip(*found):
+        assert_bitwise_equal(got, expected)
+    assert type(unconvert(layer)) is falcon.FalconLinear

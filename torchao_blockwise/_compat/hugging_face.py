@@ -113,6 +113,11 @@ def is_silu(activation: torch.nn.Module) -> bool:
     return cls is torch.nn.SiLU or (cls.__module__, cls.__name__) == ("transformers.activations", "SiLUActivation")
 
 
+def multiplies_as_linear(cls: type) -> bool:
+    """Whether the forward pass of a linear layer of class `cls` computes `x @ weight.T + bias`, like Falcon's."""
+    return (cls.__module__, cls.__name__) == ("transformers.models.falcon.modeling_falcon", "FalconLinear")
+
+
 def kept_in_fp32(model: torch.nn.Module) -> list[str] | None:
     """Return the names of modules that transformers keeps in fp32, whatever dtype the model is loaded in."""
     return getattr(model, "_keep_in_fp32_modules", None)

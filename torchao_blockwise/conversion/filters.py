@@ -30,6 +30,11 @@ _HEAD = re.compile(
 _ROUTER_NAMES = ("gate", "router")
 # The fraction of the blocks, at the end, that NVFP4 pretraining (arXiv 2509.25149) keeps in high precision.
 NVFP4_SHARE_KEPT = 0.15
+# A layer with a smaller dim is not faster: GEMMs pad it to 16. It is a head, a gate, or a projection of coordinates.
+_LEAST_FEATURES = 16
+# The ends of names of classes that read the weights of their layers without calling them.
+_READERS = ("WavLMAttention", "DetrMHAttentionMap")
+_LOOKED_UP = re.compile("rel_pos_([xy]_)?bias")
 
 _GATE = re.compile(r"(.+_)?(gate|gating)")
 _EXPERTS = re.compile("expert|moe", re.IGNORECASE)
@@ -240,28 +245,30 @@ def in_last_blocks(blocks: Sequence[nn.Module], count: int | float) -> dict[nn.M
     # Use the decimal digits of the float, so that 0.1 of 10 blocks is one block, not two.
     number = math.ceil(Fraction(str(count)) * len(blocks)) if isinstance(count, float) else count
     where = "the last block" if number == 1 else f"the last {number} blocks"
-    kept = blocks[len(blocks) - number :]
+    kept = blocks[max(0, len(blocks) - number) :]
     return {m: f"keep_last_blocks: in {where}" for block in kept for m in block.modules()}
 
 
 def keep_last_blocks(model: nn.Module, count: int | float) -> Filter:
-    """Keep the last `count` blocks of `model` in high precision.
+    """Keep the last `count` blocks of `model` in high precision, in each of its towers: encoder and decoder, vision and
+    language.
 
-    Blocks are the entries of the longest ModuleList or numbered ModuleDict that is not itself inside a block (as a list
-    of experts is). Without a list, they are the entries of an `nn.Sequential` with two or more linear layers each.
+    Blocks are the entries of a ModuleList or numbered ModuleDict with two or more that is not itself inside a block (as
+    a list of experts is). Without a list, they are the entries of an `nn.Sequential` with two or more linear layers
+    each.
 
     count: an integer, or a fraction of the blocks as a float from 0 to 1, rounded up: 0.15 of 32 blocks is 5 blocks.
     Source: NVFP4 pretraining (arXiv 2509.25149), which keeps the last 15 % of the layers in bf16.
-    Raises ValueError if the model has no blocks, or fewer than `count`.
+    Raises ValueError if the model has no blocks, or its longest tower has fewer than `count`.
     """
-    lists = block_lists(model)
+    lists = block_lists(model, least=2) or block_lists(model)
     if not lists:
         raise ValueError("keep_last_blocks: the model has no nn.ModuleList of blocks; use skip_fqns with their names")
     fqn, blocks = max(reversed(lists.items()), key=lambda item: len(item[1]))
     if not 0 <= count <= (1.0 if isinstance(count, float) else len(blocks)):
         wanted = "a fraction is from 0.0 to 1.0" if isinstance(count, float) else f"{fqn!r} has {len(blocks)} blocks"
         raise ValueError(f"keep_last_blocks: {wanted}, got count={count}")
-    kept = in_last_blocks(blocks, count)
+    kept = {m: reason for tower in lists.values() for m, reason in in_last_blocks(tower, count).items()}
     return Filter(lambda module, fqn: kept.get(module), f"keep_last_blocks({count})")
 
 
@@ -272,9 +279,10 @@ def recommended_layers(model: nn.Module, config: TrainingConfig | None = None) -
     """Accept the linear layers and experts of `model` that benefit from low precision; the recommended `filter_fn`.
 
     Leaves out output heads (also those tied to an embedding), routers and gates, the `weights_proj` of DeepSeek-V3.2's
-    indexers, layers whose weight is used without calling them (the output projection of `nn.MultiheadAttention`,
-    Mamba's `dt_proj`) and, with an `NVFP4TrainingConfig`, the last 15 % of the blocks. Parameters [E, N, K] count as
-    experts if the name or the class of their module contains "expert" or "moe"; `| experts()` adds all others.
+    indexers, layers with fewer than 16 features, layers whose weight is used without calling them (the output
+    projection of `nn.MultiheadAttention`, Mamba's `dt_proj`, WavLM's attention) and, with an `NVFP4TrainingConfig`, the
+    last 15 % of the blocks of each tower. Parameters [E, N, K] count as experts if the name or the class of their
+    module contains "expert" or "moe"; `| experts()` adds all others.
 
     model: the model that is passed to `quantize_`, or a model that contains it; layers of other models are left out.
     Raises TypeError unless `model` is a module, and `config` a training config or None.
@@ -309,6 +317,9 @@ def recommended(
     """
     reasons: dict[nn.Module, str | None] = dict.fromkeys(model.modules())
     # If a layer has several reasons, the last one is reported.
+    for module in model.modules():
+        if isinstance(module, nn.Linear) and min(module.in_features, module.out_features) < _LEAST_FEATURES:
+            reasons[module] = f"fewer than {_LEAST_FEATURES} features"
     if last_blocks is None:
         for blocks in block_lists(model, least=2).values() if isinstance(config, NVFP4TrainingConfig) else ():
             reasons |= in_last_blocks(blocks, NVFP4_SHARE_KEPT)
@@ -318,12 +329,17 @@ def recommended(
     reasons |= dict.fromkeys(_routers(model), "router or gate")
     if not heads:
         reasons |= _output_heads(model)
-    for fqn, module in model.named_modules():
+    named = dict(model.named_modules())
+    for fqn, module in named.items():
+        path, _, name = fqn.rpartition(".")
+        holder = type(named[path]).__name__
         if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
             reasons[module] = "nn.MultiheadAttention reads its weight directly"
-        elif fqn.rpartition(".")[2] == "dt_proj":
+        elif holder.endswith(_READERS) or _LOOKED_UP.fullmatch(name):
+            reasons[module] = f"{holder} reads its weight directly"
+        elif name == "dt_proj":
             reasons[module] = "Mamba multiplies by its weight without calling the layer"
-        elif fqn.rpartition(".")[2] == "weights_proj" and "indexer" in fqn:
+        elif name == "weights_proj" and "indexer" in fqn:
             reasons[module] = "an indexer's weights, which choose tokens"
         elif not isinstance(module, nn.Linear) and not _EXPERTS.search(f"{fqn}.{type(module).__name__}"):
             reasons[module] = "not named like experts"
@@ -341,8 +357,12 @@ def _output_heads(model: nn.Module) -> dict[nn.Module, str]:
     # If the last linear layer follows all lists of blocks, it is a head, regardless of its name.
     inner = {m for blocks in block_lists(model, least=2).values() for block in blocks for m in block.modules()}
     in_blocks = {m: m in inner for m in model.modules() if isinstance(m, nn.Linear) or expert_weights(m)}
-    if any(in_blocks.values()) and not list(in_blocks.values())[-1]:
-        found[list(in_blocks)[-1]] = "last layer, after the blocks"
+    after = list(itertools.takewhile(lambda m: not in_blocks[m], reversed(in_blocks)))
+    if any(in_blocks.values()) and after:
+        # CLIP has two: projections of images and of text to vectors of one size.
+        width = getattr(after[0], "out_features", after[0])
+        heads = [m for m in after if getattr(m, "out_features", m) == width]
+        found |= dict.fromkeys(heads, "last layer, after the blocks")
     # Only PyTorch ≥ 2.13 has it. It multiplies by the weight without calling its layer.
     loss: Any = getattr(nn, "LinearCrossEntropyLoss", ())
     for fqn, module in model.named_modules():
@@ -372,7 +392,9 @@ def _routers(model: nn.Module) -> list[nn.Module]:
             found += parent.modules()
         numbers = {_number_of_experts(name, child) for name, child in (("", parent), *parent.named_children())}
         counts |= numbers
-        found += [m for m in parent.children() if isinstance(m, nn.Linear) and m.out_features in numbers]
+        # A square layer, such as those next to heads [D, H, D / H] of attention, chooses no experts.
+        children = [m for m in parent.children() if isinstance(m, nn.Linear) and m.out_features != m.in_features]
+        found += [m for m in children if m.out_features in numbers]
     for fqn, parent in model.named_modules():
         linears = {name: m for name, m in parent.named_children() if isinstance(m, nn.Linear)}
         shapes = [(m.out_features, m.in_features) for m in linears.values()]

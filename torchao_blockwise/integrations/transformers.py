@@ -57,8 +57,8 @@ class BlockwiseConfig(QuantizationConfigMixin, metaclass=ConfigClass):
 
     modules_to_not_convert: names or patterns as in transformers; default the output heads, tied weights and modules
         that the model keeps in fp32. `recommended_layers` leaves out further layers.
-    keep_last_blocks: the number of blocks at the end that stay in high precision, or their share; default 15 % in
-        NVFP4, none in FP8.
+    keep_last_blocks: the number of blocks at the end of each tower that stay in high precision, or their share; default
+        15 % in NVFP4, none in FP8.
     fuse: let layers that read the same input share its quantized copies; see `torchao_blockwise.fuse`.
     options: fields of the training config; backend and out_dtype may be names ("triton", "bfloat16").
     Raises TypeError for an unknown option, and the errors of the training config for values.

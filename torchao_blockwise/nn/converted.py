@@ -195,7 +195,7 @@ def why_no_class(module: nn.Module) -> str | None:
 
 @functools.cache
 def _class_of(base: Any) -> Any:
-    if base.forward is nn.Linear.forward:
+    if base.forward is nn.Linear.forward or hugging_face.multiplies_as_linear(base):
         return derived_class((ConvertedLinear, base), _class_of, base)
     # Place it after a linear layer's own class, so that its `super().forward` is the converted one.
     bases = (base, ConvertedLinear) if issubclass(base, nn.Linear) else (ConvertedModule, base)
