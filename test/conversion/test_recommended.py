@@ -16,6 +16,7 @@ from torchao.quantization import quantize_
 
 from torchao_blockwise import (
     MasterWeightTensor,
+    NormLinear,
     conversion_report,
     experts,
     is_linear,
@@ -65,13 +66,14 @@ def test_mixtures_of_experts(family):
     assert indexers <= others
     others -= indexers
     others -= {"mamba.dt_proj"} if family == "jamba" else set()
+    others -= {"model.per_layer_model_projection"} if family == "gemma4_text" else set()
     assert others <= {"lm_head", "score"} and len(others) == (model.get_output_embeddings() is not None)
     has_weights = any(expert_weights(m) for m in model.modules())
     assert has_weights or family in ("nllb-moe", "switch_transformers")
 
 
 TIED, NO_EXPERTS, NARROW = "output head, tied to ", "not named like experts", "fewer than 16 features"
-LAST = "last layer, after the blocks"
+OUTSIDE, MODULATION = "outside of the blocks", "modulation, computed once per sample"
 DT_PROJ = "Mamba multiplies by its weight without calling the layer"
 # {what: (family, class, what is left out)}
 OTHERS = {
@@ -83,7 +85,7 @@ OTHERS = {
     "gpt2": ("gpt2", None, {"lm_head": f"{TIED}transformer.wte"}),
     "t5": ("t5", "T5ForConditionalGeneration", {"lm_head": f"{TIED}decoder.embed_tokens"}),
     "image classifier": ("vit", "ViTForImageClassification", {"classifier": "output head"}),
-    "image encoder": ("vit", "ViTModel", {"pooler.dense": LAST}),
+    "image encoder": ("vit", "ViTModel", {"pooler.dense": OUTSIDE}),
     "mamba": ("mamba", None, {"mixer.dt_proj": DT_PROJ, "lm_head": f"{TIED}backbone.embeddings"}),
     # Heads of attention and recurrent gates are Parameters [E, N, K] too, which no grouped GEMM reads.
     "xlnet": ("xlnet", None, {"rel_attn": NO_EXPERTS, "lm_loss": f"{TIED}transformer.word_embedding"}),
@@ -99,7 +101,7 @@ OTHERS = {
            for x in ("q_proj", "k_proj", "v_proj", "out_proj", "gru_rel_pos_linear")},
         "wavlm.encoder.pos_conv_embed.conv.parametrizations.weight": NO_EXPERTS, "classifier": "output head",
     }),
-    "two heads": ("clip", "CLIPModel", {"visual_projection": LAST, "text_projection": LAST}),
+    "two heads": ("clip", "CLIPModel", {"visual_projection": OUTSIDE, "text_projection": OUTSIDE}),
     "a head of a convolutional model": ("textnet", "TextNetForImageClassification", {"fc": NARROW}),
     "few inputs": ("gemma3n_text", None, {
         "altup.correction_coefs": NARROW, "altup.prediction_coefs": NARROW, "altup.modality_router": "router or gate",
@@ -140,13 +142,71 @@ def test_a_head_by_any_name_and_attention_of_pytorch():
     assert_expected_inline(
         "\n".join(f"{row.fqn}: {row.status}, {row.reason}" for row in rows),
         """\
-patches: converted, fp8_128x128
+patches: skipped, outside of the blocks
 encoder.layers.0.self_attn.in_proj_weight: skipped, nn.MultiheadAttention uses it directly, without an nn.Linear
 encoder.layers.0.self_attn.out_proj: skipped, nn.MultiheadAttention reads its weight directly
 encoder.layers.0.linear1: converted, fp8_128x128
 encoder.layers.0.linear2: converted, fp8_128x128
-to_classes: skipped, last layer, after the blocks""",
+to_classes: skipped, outside of the blocks""",
     )  # fmt: skip
+
+
+class AdaLayerNormZero(nn.Module):
+    """As in diffusers: a norm that computes its scale and shift from a condition, which it may embed itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.emb, self.linear, self.norm = nn.Sequential(nn.Linear(32, 32)), nn.Linear(32, 64), nn.LayerNorm(32)
+
+
+class DiffusionBlock(nn.Module):
+    """The ways in which libraries name what computes scales and shifts."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm1 = AdaLayerNormZero()
+        for name in ("adaLN_modulation", "img_mod"):
+            setattr(self, name, nn.Sequential(nn.SiLU(), nn.Linear(32, 96)))
+        self.time_emb_proj = nn.Linear(32, 64)
+        self.attention, self.model, self.norm_linear = nn.Linear(32, 32), nn.Linear(32, 32), nn.Linear(32, 32)
+        self.mlp = NormLinear.from_modules(nn.RMSNorm(32), nn.Linear(32, 32))
+
+
+class Diffusion(nn.Module):
+    """The output layer is registered before the layers that embed the condition, as in PixArt."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.patches = nn.Linear(16, 32)
+        self.blocks = kind([DiffusionBlock(), DiffusionBlock()]) if kind is nn.ModuleList else kind(DiffusionBlock())
+        self.proj_out = nn.Linear(32, 16)
+        self.caption = nn.Sequential(nn.Linear(8, 32), nn.SiLU(), nn.Linear(32, 32))
+
+
+@pytest.mark.parametrize("kind", [nn.ModuleList, nn.Sequential], ids=("list", "one block"))
+def test_diffusion_models(kind):
+    """The modulation is left out, and what is outside of the blocks. A Sequential of one block is not a list."""
+    modulation = ["norm1.emb.0", "norm1.linear", "adaLN_modulation.1", "img_mod.1", "time_emb_proj"]
+    outside = ["patches", "proj_out", "caption.0", "caption.2"] if kind is nn.ModuleList else []
+    assert left_out(Diffusion(kind)) == dict.fromkeys(modulation, MODULATION) | dict.fromkeys(outside, OUTSIDE)
+
+
+def test_a_tower_in_a_list_and_one_in_a_sequence():
+    """As a vision tower of timm next to a text tower: both have blocks."""
+    made = {"vision": nn.Sequential(*(Gated() for _ in range(2))), "text": nn.ModuleList(Gated() for _ in range(8))}
+    model = nn.ModuleDict(made)
+    assert left_out(model) == {}
+    rows = [fqn for fqn, m in model.named_modules() if isinstance(m, nn.Linear)]
+    chosen = recommended_layers(model, NVFP4)
+    skipped = {fqn.rpartition(".")[0] for fqn in rows if not chosen(model.get_submodule(fqn), fqn)}
+    assert skipped == {"vision.1", "text.6", "text.7"}
+
+
+def test_a_list_of_few_layers_is_not_the_blocks():
+    """Most layers are outside of it, such as a backbone without blocks, so they are converted."""
+    heads = nn.ModuleList(nn.Linear(64, 9) for _ in range(2))
+    model = nn.ModuleDict({"backbone": Gated(), "tasks": heads})
+    assert left_out(model) == {}
 
 
 @pytest.mark.skipif(not hasattr(nn, "LinearCrossEntropyLoss"), reason="needs PyTorch 2.13")
@@ -195,7 +255,7 @@ class Followed(nn.Module):
     (nn.ModuleDict({"mtp_head": nn.Sequential(nn.Linear(8, 8))}), {"mtp_head.0": "output head"}),
     # Experts are not blocks of the model, so a layer after them is not a head.
     (Followed(Routed()), {"body.choose": "router or gate"}),
-    (Followed(nn.Sequential(Gated(), Gated())), {"last": "last layer, after the blocks"}),
+    (Followed(nn.Sequential(Gated(), Gated())), {"last": OUTSIDE}),
 ], ids=("structure", "wide", "gate", "a wide gate", "a gated MLP", "router", "a block of experts", "head",
         "after experts", "after a sequence"))  # fmt: skip
 def test_routers_and_heads(model, expected):

@@ -38,6 +38,9 @@ _LOOKED_UP = re.compile("rel_pos_([xy]_)?bias")
 
 _GATE = re.compile(r"(.+_)?(gate|gating)")
 _EXPERTS = re.compile("expert|moe", re.IGNORECASE)
+# Names and classes of modules that compute scales and shifts from the condition of a diffusion model, once per sample.
+_MODULATION = re.compile(r"(.+_)?(adaln|modulation|mod|time_emb_proj)(_.+)?", re.IGNORECASE)
+_ADAPTIVE_NORM = re.compile("Ada.*Norm|Norm(Zero|Continuous)")
 # The attribute of a module that holds the reason why a filter last left it out.
 SKIP_REASON = "_skip_reason"
 
@@ -220,7 +223,7 @@ def min_features(features: int) -> Filter:
 def block_lists(model: nn.Module, least: int = 1) -> dict[str, list[nn.Module]]:
     """Return {name: blocks} of the outermost lists of at least `least` blocks, one for each tower.
 
-    Lists are ModuleLists and numbered ModuleDicts, or, if there are none, each `nn.Sequential` of blocks.
+    Lists are ModuleLists, numbered ModuleDicts, and each `nn.Sequential` of blocks that holds no such list of blocks.
     """
     named = dict(model.named_modules())
     lists: dict[str, nn.Module] = {
@@ -229,14 +232,19 @@ def block_lists(model: nn.Module, least: int = 1) -> dict[str, list[nn.Module]]:
         if isinstance(m, (nn.ModuleList, nn.ModuleDict)) and len(m) >= least and "expert" not in fqn
         if all(name.isdigit() for name, _ in m.named_children())
     }
-    lists = lists or {fqn: m for fqn, m in named.items() if isinstance(m, nn.Sequential) and _holds_blocks(m)}
+    of_blocks = {m for m in lists.values() if _holds_blocks(m)}
+    lists |= {
+        fqn: m
+        for fqn, m in named.items()
+        if isinstance(m, nn.Sequential) and _holds_blocks(m) and of_blocks.isdisjoint(m.modules())
+    }
     inner = {id(m) for outer in lists.values() for m in outer.modules() if m is not outer}
     return {fqn: list(m.children()) for fqn, m in lists.items() if id(m) not in inner}
 
 
-def _holds_blocks(module: nn.Sequential) -> bool:
+def _holds_blocks(module: nn.Module) -> bool:
     """Whether all entries are blocks, with two or more linear layers each."""
-    linears = [sum(isinstance(m, nn.Linear) for m in block.modules()) for block in module]
+    linears = [sum(isinstance(m, nn.Linear) for m in block.modules()) for block in module.children()]
     return len(linears) > 1 and min(linears) > 1
 
 
@@ -278,11 +286,12 @@ def keep_last_blocks(model: nn.Module, count: int | float) -> Filter:
 def recommended_layers(model: nn.Module, config: TrainingConfig | None = None) -> Filter:
     """Accept the linear layers and experts of `model` that benefit from low precision; the recommended `filter_fn`.
 
-    Leaves out output heads (also those tied to an embedding), routers and gates, the `weights_proj` of DeepSeek-V3.2's
-    indexers, layers with fewer than 16 features, layers whose weight is used without calling them (the output
-    projection of `nn.MultiheadAttention`, Mamba's `dt_proj`, WavLM's attention) and, with an `NVFP4TrainingConfig`, the
-    last 15 % of the blocks of each tower. Parameters [E, N, K] count as experts if the name or the class of their
-    module contains "expert" or "moe"; `| experts()` adds all others.
+    Leaves out output heads (also those tied to an embedding) and other layers outside of the blocks (embeddings of
+    patches, timesteps and captions, poolers), the modulation of diffusion models, routers and gates, the `weights_proj`
+    of DeepSeek-V3.2's indexers, layers with fewer than 16 features, layers whose weight is used without calling them
+    (the output projection of `nn.MultiheadAttention`, Mamba's `dt_proj`, WavLM's attention) and, with an
+    `NVFP4TrainingConfig`, the last 15 % of the blocks of each tower. Parameters [E, N, K] count as experts if the name
+    or the class of their module contains "expert" or "moe"; `| experts()` adds all others.
 
     model: the model that is passed to `quantize_`, or a model that contains it; layers of other models are left out.
     Raises TypeError unless `model` is a module, and `config` a training config or None.
@@ -313,7 +322,8 @@ def recommended(
 ) -> Filter:
     """Return `recommended_layers` with further options.
 
-    heads: also convert output heads. last_blocks: how many blocks to leave out; None for the config's default.
+    heads: also convert output heads and other layers outside of the blocks.
+    last_blocks: how many blocks to leave out; None for the config's default.
     """
     reasons: dict[nn.Module, str | None] = dict.fromkeys(model.modules())
     # If a layer has several reasons, the last one is reported.
@@ -327,8 +337,9 @@ def recommended(
         kept = keep_last_blocks(model, last_blocks)
         reasons |= {m: kept.why_not(m, fqn) for fqn, m in model.named_modules()}
     reasons |= dict.fromkeys(_routers(model), "router or gate")
+    reasons |= dict.fromkeys(_modulations(model), "modulation, computed once per sample")
     if not heads:
-        reasons |= _output_heads(model)
+        reasons |= dict.fromkeys(_outside_of_blocks(model), "outside of the blocks") | _output_heads(model)
     named = dict(model.named_modules())
     for fqn, module in named.items():
         path, _, name = fqn.rpartition(".")
@@ -350,19 +361,27 @@ def recommended(
     )
 
 
+def _outside_of_blocks(model: nn.Module) -> list[nn.Module]:
+    """Return the linear layers and experts before and after the blocks, if most of them are in blocks."""
+    inner = {m for blocks in block_lists(model).values() for block in blocks for m in block.modules()}
+    layers = [m for m in model.modules() if isinstance(m, nn.Linear) or expert_weights(m)]
+    outer = [m for m in layers if m not in inner]
+    return outer if block_lists(model, least=2) and 2 * len(outer) < len(layers) else []
+
+
+def _modulations(model: nn.Module) -> list[nn.Module]:
+    """Return the layers that compute the scales and shifts of adaptive norms, and embed their condition."""
+    found = list[nn.Module]()
+    for fqn, module in model.named_modules():
+        if _MODULATION.fullmatch(fqn.rpartition(".")[2]) or _ADAPTIVE_NORM.search(type(module).__name__):
+            found += module.modules()
+    return found
+
+
 def _output_heads(model: nn.Module) -> dict[nn.Module, str]:
     """Return {output head: reason why it is one}."""
     embeddings = {id(m.weight): fqn for fqn, m in model.named_modules() if isinstance(m, nn.Embedding)}
     found: dict[nn.Module, str] = {}
-    # If the last linear layer follows all lists of blocks, it is a head, regardless of its name.
-    inner = {m for blocks in block_lists(model, least=2).values() for block in blocks for m in block.modules()}
-    in_blocks = {m: m in inner for m in model.modules() if isinstance(m, nn.Linear) or expert_weights(m)}
-    after = list(itertools.takewhile(lambda m: not in_blocks[m], reversed(in_blocks)))
-    if any(in_blocks.values()) and after:
-        # CLIP has two: projections of images and of text to vectors of one size.
-        width = getattr(after[0], "out_features", after[0])
-        heads = [m for m in after if getattr(m, "out_features", m) == width]
-        found |= dict.fromkeys(heads, "last layer, after the blocks")
     # Only PyTorch ≥ 2.13 has it. It multiplies by the weight without calling its layer.
     loss: Any = getattr(nn, "LinearCrossEntropyLoss", ())
     for fqn, module in model.named_modules():

@@ -23,8 +23,8 @@ class Selection:
 
     include, exclude: `fnmatch` patterns of fully qualified names, such as "layers.0.*" or "*.wo". A layer is converted
         if at least one pattern of `include` and none of `exclude` matches. A pattern that matches nothing is an error.
-    experts: whether to convert weights of experts. lm_head: whether to convert output heads. Routers are never
-        converted.
+    experts: whether to convert weights of experts. lm_head: whether to convert output heads and other layers outside of
+        the blocks. Routers are never converted.
     min_features: leave out layers with fewer in_features or out_features.
     keep_last_blocks: the number of blocks at the end to leave in high precision, or their share, such as 0.15; None is
         the default of the recipe: 15 % in NVFP4, none in FP8.
