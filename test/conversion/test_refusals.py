@@ -242,6 +242,17 @@ def test_from_pretrained_takes_its_own_configs_and_no_class(config, tmp_path):
     assert not hasattr(config(), "quant_method")
 
 
+@pytest.mark.parametrize("config", [FP8, NVFP4], ids=("fp8", "nvfp4"))
+def test_the_loader_of_diffusers_is_refused(config):
+    """It calls `quantize_` for one linear layer after the other, as does this function with the name of its module."""
+    names = {"__name__": "diffusers.quantizers.torchao.torchao_quantizer", "quantize_": quantize_}
+    exec("def create_quantized_param(module, config): quantize_(module, config)", names)
+    layer = nn.Linear(64, 64)
+    with pytest.raises(ValueError, match=r"TorchAoConfig .* load the model without it, and call quantize_"):
+        names["create_quantized_param"](layer, config)
+    assert type(layer.weight) is nn.Parameter
+
+
 def test_a_model_that_ddp_has_wrapped(one_rank):
     ddp = nn.parallel.DistributedDataParallel(layers())
     for model in (ddp, nn.Sequential(ddp), ddp.module):

@@ -174,6 +174,12 @@ def convert_module(module: nn.Module, config: TrainingConfig, *, parameter_name:
             f"them unconverted; use quantization_config={name_in_transformers(type(config))}(...) from "
             "torchao_blockwise.integrations.transformers, or call quantize_ on the loaded model"
         )
+    if (caller or "").startswith("diffusers."):
+        raise ValueError(
+            f"from_pretrained: a TorchAoConfig with a {type(config).__name__} would also convert the output layer, and "
+            "diffusers would load the saved model unconverted; load the model without it, and call quantize_(model, "
+            "config, filter_fn=recommended_layers(model, config))"
+        )
     weights = weights_of(module, parameter_name).values()
     if weights and all(_trains_by(weight, config) for weight in weights):
         return module
