@@ -99,13 +99,15 @@ OTHERS = {
     "wavlm": ("wavlm", "WavLMForSequenceClassification", {
         **{f"attention.{x}": "WavLMAttention reads its weight directly"
            for x in ("q_proj", "k_proj", "v_proj", "out_proj", "gru_rel_pos_linear")},
-        "wavlm.encoder.pos_conv_embed.conv.parametrizations.weight": NO_EXPERTS, "classifier": "output head",
+        "wavlm.encoder.pos_conv_embed.conv.parametrizations.weight": NO_EXPERTS,
+        "wavlm.feature_projection.projection": OUTSIDE, "projector": OUTSIDE, "classifier": "output head",
     }),
     "two heads": ("clip", "CLIPModel", {"visual_projection": OUTSIDE, "text_projection": OUTSIDE}),
     "a head of a convolutional model": ("textnet", "TextNetForImageClassification", {"fc": NARROW}),
     "few inputs": ("gemma3n_text", None, {
         "altup.correction_coefs": NARROW, "altup.prediction_coefs": NARROW, "altup.modality_router": "router or gate",
-        "per_layer_input_gate": "router or gate", "lm_head": f"{TIED}model.embed_tokens",
+        "per_layer_input_gate": "router or gate", "model.per_layer_model_projection": OUTSIDE,
+        "lm_head": f"{TIED}model.embed_tokens",
     }),
     "recurrent": ("recurrent_gemma", None, {"temporal_block.rg_lru": NO_EXPERTS,
                                             "lm_head": f"{TIED}model.embed_tokens"}),
@@ -180,7 +182,7 @@ class Diffusion(nn.Module):
         self.patches = nn.Linear(16, 32)
         self.blocks = kind([DiffusionBlock(), DiffusionBlock()]) if kind is nn.ModuleList else kind(DiffusionBlock())
         self.proj_out = nn.Linear(32, 16)
-        self.caption = nn.Sequential(nn.Linear(8, 32), nn.SiLU(), nn.Linear(32, 32))
+        self.caption = nn.Sequential(nn.Linear(16, 32), nn.SiLU(), nn.Linear(32, 32))
 
 
 @pytest.mark.parametrize("kind", [nn.ModuleList, nn.Sequential], ids=("list", "one block"))
@@ -204,7 +206,7 @@ def test_a_tower_in_a_list_and_one_in_a_sequence():
 
 def test_a_list_of_few_layers_is_not_the_blocks():
     """Most layers are outside of it, such as a backbone without blocks, so they are converted."""
-    heads = nn.ModuleList(nn.Linear(64, 9) for _ in range(2))
+    heads = nn.ModuleList(nn.Linear(64, 32) for _ in range(2))
     model = nn.ModuleDict({"backbone": Gated(), "tasks": heads})
     assert left_out(model) == {}
 
