@@ -17,8 +17,7 @@ import peft
 import torch
 import transformers
 from common import driver
-from common.environment import environment
-from common.report import markdown, save
+from common.report import markdown, save_rows
 from torch import nn
 from torchao.quantization import quantize_
 
@@ -59,7 +58,6 @@ def write(folder: Path, hidden: int, layers: int, name: str) -> None:
 
 
 def load(folder: Path, name: str) -> nn.Module:
-    """Load the frozen base that `write` wrote."""
     if BASES[name] is not None:
         return from_pretrained(folder, BASES[name][0], "adapters", dtype=torch.bfloat16)
     # As in QLoRA: constants are quantized too.
@@ -73,7 +71,6 @@ def load(folder: Path, name: str) -> nn.Module:
 
 
 def base_layers(model: nn.Module) -> list[nn.Linear]:
-    """All linear layers except the head."""
     return [layer for name, layer in model.named_modules() if isinstance(layer, nn.Linear) and name != "lm_head"]
 
 
@@ -99,26 +96,16 @@ def measured(hidden: int, layers: int, tokens: int, name: str) -> dict[str, floa
     return dict(zip(COLUMNS, values))
 
 
-def rows_of(hidden: int, layers: int, tokens: int) -> dict[str, dict[str, float]]:
-    has_nf4 = importlib.util.find_spec("bitsandbytes") is not None
-    return {name: measured(hidden, layers, tokens, name) for name, base in BASES.items() if base or has_nf4}
-
-
-def table(rows: dict[str, dict[str, float]]) -> str:
-    cells = ([name, f"{row[COLUMNS[0]]:.3f}", *(f"{row[c]:.1f}" for c in COLUMNS[1:])] for name, row in rows.items())
-    return markdown(["LoRA on", *COLUMNS], cells)
-
-
 def main(arguments: list[str] | None = None) -> None:
     parser = driver.parser(__doc__)
     driver.add_numbers(parser, hidden=1024, layers=4, tokens=512)
     args = parser.parse_args(arguments)
-    rows = rows_of(args.hidden, args.layers, args.tokens)
-    text = table(rows)
-    print(text)
-    shape = {k: v for k, v in vars(args).items() if k != "out"}
-    content = {"shape": shape, "environment": environment(torch.device("cpu")), "rows": rows}
-    save(args.out, "adapter_memory", content, text)
+    has_nf4 = importlib.util.find_spec("bitsandbytes") is not None
+    rows = {
+        name: measured(args.hidden, args.layers, args.tokens, name) for name, base in BASES.items() if base or has_nf4
+    }
+    cells = ([name, f"{row[COLUMNS[0]]:.3f}", *(f"{row[c]:.1f}" for c in COLUMNS[1:])] for name, row in rows.items())
+    save_rows(args, "adapter_memory", torch.device("cpu"), rows, markdown(["LoRA on", *COLUMNS], cells))
 
 
 if __name__ == "__main__":

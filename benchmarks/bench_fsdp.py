@@ -7,18 +7,13 @@ One process a GPU (NCCL; gloo with --smoke on a CPU), blocks and root fully shar
     torchao_fp8_gather      the same, quantized before it, scales precomputed after each optimizer step
     fp8, fp8_128x128, nvfp4  ours; with these `grad_weight_blocks`; fused_once: as in bench_model.py
 
-    gathered MiB   counted: outputs of all `torch.distributed` all-gathers into one tensor, which FSDP2 calls by these
-                   names, over the timed steps; both passes gather
-    ms a step      median between the ends of steps, without a pause between them; the slowest rank's
-    tokens/s       of all ranks
-    peak GiB       most bytes that the model, its optimizer and a step have allocated on a rank
-    sync ms        of scales and, ours, of payload: events around it on the GPU, a wait for slower ranks included
-    reduce ms      of that the MAX all-reduce of ours, the exchange of scales
+    gathered MiB   counted outputs of all-gathers, in both passes
+    ms a step      median of the slowest rank; tokens/s: of all ranks; peak GiB: of the rank with most
+    sync ms        of scales and, ours, of payload, a wait for slower ranks included; reduce ms: of that the all-reduce
     loss           mean over ranks of the last step, of output against a fixed random target
     off            its distance from bf16's, as a share of what bf16 learned in these steps
 
-Each recipe trains in separate processes; one that fails is named below the table with its reason.
-The results of --compile have separate files, fsdp_compiled_<device>.
+Each recipe trains in separate processes. The results of --compile have separate files, fsdp_compiled_<device>.
 
     python benchmarks/bench_fsdp.py [--layers 4 --tokens 8192 --steps 20] [--compile] [--only bf16 fp8] [--ranks 2]
 """
@@ -118,7 +113,6 @@ def convert(model: nn.Module, recipe: str, device: torch.device) -> nn.Module:
 
 
 def build(recipe: str, config: Config, compiled: bool, device: torch.device) -> nn.Module:
-    """The sharded stack, with the same weights for every recipe."""
     torch.manual_seed(0)
     with torch.device(device):
         model = Stack(config)
@@ -136,14 +130,12 @@ class Learner(Trainer):
     """Steps towards a random target, which is what a trainer has for dy."""
 
     def backward(self) -> torch.Tensor:
-        """Forward and backward; returns the loss."""
         loss = (self.model(self.x).float() - self.dy).square().mean()
         loss.backward()
         return loss.detach()
 
 
 def measure(recipe: str, config: Config, args: Namespace, device: torch.device) -> dict:
-    """The figures that this rank saw of `recipe`: a step's figures, JSON-able."""
     held = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
     trainer = Learner(build(recipe, config, args.compile, device), config, args.tokens, device, dist.get_rank())
 
@@ -192,7 +184,6 @@ def measure(recipe: str, config: Config, args: Namespace, device: torch.device) 
 
 
 def join(rank: int, ranks: int, device_type: str, folder: Path) -> torch.device:
-    """Join the process group; the device of this rank."""
     on_gpu = device_type == "cuda"
     device = torch.device(device_type, rank) if on_gpu else torch.device("cpu")
     if on_gpu:
@@ -238,8 +229,6 @@ def run_recipe(recipe: str, mode: str, config: Config, args: Namespace, results:
 
 
 def add_row(recipe: str, mode: str, seen: list[dict], results: Report) -> None:
-    """The row of `recipe` from what its ranks saw."""
-
     def most(name: str, unit: float) -> float | None:
         return max((rank[name] / unit for rank in seen if rank[name] is not None), default=None)
 

@@ -56,7 +56,6 @@ def fused(name: str, inputs: tuple, options: CastOptions) -> tuple:
 
 
 def activation(name: str, inputs: tuple, statistics=None, backend=None) -> torch.Tensor:
-    """The tensor that is quantized."""
     if name in ("rms", "layer"):
         x, weight, bias = inputs
         statistics = statistics or ops.norm_statistics(x, name, _EPS, backend=backend)
@@ -67,7 +66,6 @@ def activation(name: str, inputs: tuple, statistics=None, backend=None) -> torch
 
 
 def job(case: str, rows: int, columns: int, device: torch.device) -> Job:
-    """One case at [rows, columns] of its activation."""
     name, copies = case.rsplit("_", 1)
     (read, quantized), options = ACTIVATIONS[name], COPIES[copies]
     width = quantized * columns

@@ -93,7 +93,6 @@ ON_A_CPU = ("eager", "compiled")
 
 
 def measure(recipe: str, way: str, config: Config, args: Namespace, results: Report) -> None:
-    """Add the row of one recipe launched in one way."""
     torch._dynamo.reset()
     trainer = Trainer(build(config, recipe, results.device), config, args.tokens, results.device)
     WAYS[way](trainer)

@@ -39,10 +39,7 @@ PEERS = ("bf16", "deep_gemm")
 
 @dataclass(frozen=True)
 class GroupedProduct(Product):
-    """One grouped GEMM of experts whose weights are [experts, out_features, in_features].
-
-    kind: of KINDS. sizes: tokens of each expert. recipe: of RECIPES.
-    """
+    """One grouped GEMM of experts with weights [experts, out_features, in_features]. sizes: tokens of each expert."""
 
     sizes: tuple[int, ...] = ()
 
@@ -51,7 +48,6 @@ class GroupedProduct(Product):
         return cls(kind, sum(sizes), out_features, in_features, recipe, sizes)
 
     def ends(self, device: torch.device) -> torch.Tensor:
-        """Where the tokens of each expert end."""
         return torch.tensor(self.sizes).cumsum(0).to(device, torch.int32)
 
     @property
@@ -81,7 +77,6 @@ class GroupedProduct(Product):
         return first, random(len(self.sizes), n, k) if self.along == "m" else random(t, k)
 
     def quantize(self, first: torch.Tensor, second: torch.Tensor, ends: torch.Tensor) -> tuple[Operand, Operand]:
-        """The operands that the GEMM takes."""
         a_fmt, b_fmt = self.formats
         if self.along == "k":
             a, b = (
@@ -94,7 +89,6 @@ class GroupedProduct(Product):
         return ops.quantize(first, a_fmt).rowwise, weights.columnwise if transposed else weights.rowwise
 
     def error(self, out: torch.Tensor, a: Operand, b: Operand) -> float:
-        """Largest `product_error` of the experts."""
         # Along k, each group is padded with zeros to whole blocks.
         block = a.format.block[1] if self.along == "k" else 1
         sizes = [-(-size // block) * block for size in self.sizes]
@@ -107,10 +101,7 @@ class GroupedProduct(Product):
 
 
 def grouped_peer(name: str, product: GroupedProduct, device: torch.device) -> Peer:
-    """The peer of that name for this GEMM; raises Unavailable.
-
-    It prepares (a_hp, b_hp, ends, a, b), both operands in high precision and ours.
-    """
+    """The peer of that name, which prepares (a_hp, b_hp, ends, a, b), both ours too; raises Unavailable."""
     if name != "bf16" and product.recipe != "fp8":
         raise Unavailable("compared in FP8 only")
     return {"bf16": _bf16, "deep_gemm": _deep_gemm}[name](product, device)
@@ -155,8 +146,6 @@ def _deep_gemm(product: GroupedProduct, device: torch.device) -> Peer:
 
 
 def job(product: GroupedProduct, labels: dict[str, str], device: torch.device, backends=None) -> Job:
-    """The job of one GEMM; `labels` say of which experts and weight."""
-
     def make():
         first, second = product.high_precision(device)
         ends = product.ends(device)

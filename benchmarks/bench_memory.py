@@ -14,9 +14,9 @@ from collections.abc import Sequence
 
 import torch
 from common import driver
-from common.environment import environment, slug
+from common.environment import slug
 from common.layers import Layer, step_memory
-from common.report import markdown, save
+from common.report import markdown, save_rows
 from torch import nn
 from torchao.quantization import quantize_
 
@@ -82,10 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     columns = list(rows["bf16"])
     table = markdown(["", *columns], ([name, *(text(row[c]) for c in columns)] for name, row in rows.items()))
-    print(table)
-    shape = {name: getattr(args, name) for name in SMOKE}
-    content = {"shape": shape, "environment": environment(device), "rows": rows}
-    save(args.out, f"memory_{slug(device)}", content, table)
+    save_rows(args, f"memory_{slug(device)}", device, rows, table)
     return 0
 
 

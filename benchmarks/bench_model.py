@@ -1,9 +1,9 @@
 """A Llama-8B-shaped stack, one whole training step: tokens/s, peak memory, and where the time goes.
 
-Layers of Llama 3 8B (grouped-query attention, SwiGLU), without embedding and head, bf16 weights, fused AdamW in bf16.
-Each recipe runs eager and compiled (layer by layer), without and with activation checkpointing of each layer. Checks
-first that the output is bf16's within the recipe's error. Memory is the peak of a step, all it holds counted. Times of
-GEMMs (products), quantization and the rest are from torch.profiler over three steps, with each kernel below the table.
+Layers of Llama 3 8B, without embedding and head, bf16 weights, fused AdamW in bf16, eager and compiled (layer by
+layer), without and with activation checkpointing of each layer. Checks first that the output is bf16's within the
+recipe's error. Times of GEMMs (products), quantization and the rest are from torch.profiler over three steps, with each
+kernel below the table.
 fp8_fused: layers that read one input share its quantization, where q, k, v, gate and up are separate layers (--fuse);
 fp8_fused_once: SwiGLU quantizes what it computes as well. fp8_128x128: with these blocks of grad_weight;
 saved: with `save_weights="quantized"`.
@@ -54,8 +54,6 @@ _BUDGET = 0.5
 
 @dataclass(frozen=True)
 class Config:
-    """The shape of the stack."""
-
     dim: int = 4096
     hidden: int = 14336
     heads: int = 32
@@ -110,7 +108,6 @@ class Trainer:
         return None
 
     def step(self) -> torch.Tensor | None:
-        """Forward, backward, optimizer."""
         self.optimizer.zero_grad(set_to_none=True)
         self.x.grad = None
         loss = self.backward()
@@ -135,7 +132,6 @@ def time_steps(trainer: Trainer, device: torch.device, steps: int) -> tuple[Timi
 
 
 def measure(recipe: str, mode: str, config: Config, args: Namespace, expected: torch.Tensor, results: Report) -> None:
-    """Add the rows of one recipe in one mode."""
     device = results.device
     model = build(config, recipe, device)
     trainer = Trainer(model, config, args.tokens, device)

@@ -31,7 +31,6 @@ _SUM_ERROR, _EAGER_ERROR = 1e-5, 5e-3
 
 
 def job(operation: str, shape: Routing, device: torch.device) -> Job:
-    """The job of that name on random bf16 data."""
     tokens, top_k, experts, dim = shape
 
     def rows(count):

@@ -9,14 +9,12 @@ flavors of torchtitan. `memory_report` predicts a training step. Writes benchmar
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 import transformers
 from common import driver
-from common.environment import environment
-from common.report import markdown, save
+from common.report import markdown, save_rows
 from torch import nn
 from torchao.quantization import quantize_
 
@@ -70,21 +68,14 @@ def row(model_name: str, recipe: str, tokens: int) -> dict[str, Any]:
     return dict(zip(COLUMNS, (model_name, recipe, fused, before.saved / 2**20, after.saved / 2**20, saved, peak)))
 
 
-def table(rows: Iterable[dict[str, Any]]) -> str:
-    formats = ("{}", "{}", "{}", "{:.0f}", "{:.0f}", "{:.3f}", "{:.3f}")
-    cells = [[form.format(value) for form, value in zip(formats, row.values())] for row in rows]
-    return markdown(COLUMNS, cells, left=2)
-
-
 def main(arguments: list[str] | None = None) -> None:
     parser = driver.parser(__doc__, only=(MODELS, MODELS))
     driver.add_numbers(parser, tokens=4096)
     args = parser.parse_args(arguments)
     rows = [row(name, recipe, args.tokens) for name in args.only for recipe in RECIPES]
-    text = table(rows)
-    print(text)
-    content = {"tokens": args.tokens, "environment": environment(torch.device("cpu")), "rows": rows}
-    save(args.out, "fuse_memory", content, text)
+    formats = ("{}", "{}", "{}", "{:.0f}", "{:.0f}", "{:.3f}", "{:.3f}")
+    cells = [[form.format(value) for form, value in zip(formats, row.values())] for row in rows]
+    save_rows(args, "fuse_memory", torch.device("cpu"), rows, markdown(COLUMNS, cells, left=2))
 
 
 if __name__ == "__main__":

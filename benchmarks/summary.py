@@ -45,7 +45,6 @@ TABLES: dict[str, tuple[Callable[[Results], str], tuple[str, ...]]] = {
 
 
 def texts(results: Results) -> dict[str, str]:
-    """{name of the file without .md: its text}."""
     made = {}
     for name, (make, sources) in TABLES.items():
         parts = [make(results), footnote(results, sources)]

@@ -42,7 +42,6 @@ PyTorch's backward kernels may vary, so curves repeat closely, not bitwise.
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The command line."""
     parser = argparse.ArgumentParser(
         prog="train_llm", description=__doc__, epilog=_GUARANTEES, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -94,7 +93,6 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Check everything that can be checked, train every recipe, report."""
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     config = config_from(args, device)
     if config.cuda_graph and device.type != "cuda":
@@ -118,7 +116,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def config_from(args: argparse.Namespace, device: torch.device) -> RunConfig:
-    """The preset with the values of the command line in place."""
     values = {field.name: getattr(args, field.name, None) for field in fields(RunConfig) if field.name != "preset"}
     # In compiled code GEMMs cannot be replaced one by one.
     if device.type == "cpu" and not args.compile:
@@ -127,10 +124,7 @@ def config_from(args: argparse.Namespace, device: torch.device) -> RunConfig:
 
 
 def results_name(config: RunConfig, device: torch.device, kind: str = "train_llm") -> str:
-    """Of the files of results, before the device: train_llm, train_llm_moe_tiny, throughput_125m_fuse_compiled.
-
-    Each kind of model and number of steps has its own; what is training's default is left out.
-    """
+    """Of the files of results, before the device: train_llm, train_llm_moe_tiny, throughput_125m_fuse_compiled."""
     named = kind != "train_llm" or config.preset != default_preset(device)
     words = [kind, *config.preset.split("-") * named, *["fuse"] * config.separate, *["compiled"] * config.compile]
     words += ["graph"] * config.cuda_graph
@@ -144,7 +138,6 @@ def default_preset(device: torch.device) -> str:
 
 
 def opening_line(config: RunConfig, corpus: Corpus, device: torch.device, recipes: list[str]) -> str:
-    """Describe the run in one line."""
     size = f"{config.parameters / 1e6:.1f} M parameters ({config.preset}), {config.layers} layers of width {config.dim}"
     if config.experts:
         active = f"{config.active_parameters / 1e6:.1f} M parameters active"
@@ -158,7 +151,6 @@ def opening_line(config: RunConfig, corpus: Corpus, device: torch.device, recipe
 
 
 def row(result: Result, base: Result | None) -> dict:
-    """The row of a recipe; base: the result of bf16."""
     percent = 100 * (result.held_out_loss / base.held_out_loss - 1) if base else math.nan
     return {
         "recipe": result.recipe,
@@ -180,7 +172,6 @@ def row(result: Result, base: Result | None) -> dict:
 
 
 def footnotes(config: RunConfig, corpus: Corpus, device: torch.device) -> str:
-    """Explain the numbers of the table and their source."""
     tokens = config.steps * config.tokens_per_step
     read = f"{tokens:,} tokens from {len(corpus.train) / 1e6:,.1f} MB of text ({corpus.name})"
     passes = tokens / len(corpus.train)

@@ -1,8 +1,4 @@
-"""How benchmarks run: their options, and their jobs one by one, each checked, then timed together with its peers.
-
-A benchmark describes its jobs as data (`Job`); `run` does the rest. What fails is left out with its reason, and the
-others go on.
-"""
+"""How benchmarks run: their options, and their jobs one by one, each checked, then timed together with its peers."""
 
 from __future__ import annotations
 
@@ -82,10 +78,7 @@ def parser(
     doc: str, shapes: tuple[Mapping[str, list], str | Sequence[str]] | None = None,
     **choices: tuple[Iterable[str], Sequence[str]],
 ) -> argparse.ArgumentParser:  # fmt: skip
-    """The options of every benchmark, and one for each of `choices`: name -> (allowed values, default).
-
-    shapes: (shapes by name, default) of --shapes, as for `add_shapes`.
-    """
+    """The options of every benchmark, --shapes as of `add_shapes`, and each of `choices`: (allowed values, default)."""
     made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, (there, default) in choices.items():
         shown = f"default {' '.join(default)}" if default else "default none"
@@ -134,7 +127,6 @@ def run(results: Report, work: Iterable[tuple[str, str, Callable[[], object]]]) 
 
 
 def run_jobs(name: str, args: argparse.Namespace, device: torch.device, jobs: Sequence[Job], peers: Sequence[str]):
-    """Report on jobs of one kind, with these peers."""
     if not jobs:
         sys.exit(f"{name}: nothing to measure; these options exclude each other")
     columns = [*jobs[0].labels, *_COLUMNS["flops" if jobs[0].flops else "bytes"], *(f"x {name}" for name in peers)]
@@ -218,7 +210,6 @@ def measure(job: Job, names: Sequence[str], results: Report) -> None:
 
 
 def _believed(job: Job, times: Mapping[str, Timing | str], results: Report) -> dict[str, Timing]:
-    """The times that were measured and are possible."""
     fastest = job.flops / (_TOO_FAST * max(results.ceilings.fp8, results.ceilings.bf16) * 1e6)
     good = {}
     for name, t in times.items():
@@ -233,5 +224,4 @@ def _believed(job: Job, times: Mapping[str, Timing | str], results: Report) -> d
 
 
 def ratios(us: float, peers: Mapping[str, float]) -> dict[str, float]:
-    """{"x <peer>": how many times faster than the peer}: peer's µs over `us`."""
     return {f"x {name}": other / us for name, other in peers.items()}

@@ -12,10 +12,7 @@ from common.timing import synchronize
 
 
 def joules(step: Callable[[], object], device: torch.device, seconds: float = 2.0) -> float | None:
-    """Joules of one step, averaged over steps that are repeated for `seconds`; None without such a counter.
-
-    The counter covers the whole board and is updated every 20 to 100 ms, so the average is off by up to 5 %.
-    """
+    """Joules of the board in a step, averaged over `seconds`, up to 5 % off; None without such a counter."""
     millijoules = _counter(device)
     if millijoules is None:
         return None

@@ -33,7 +33,6 @@ def environment(device: torch.device) -> dict:
 
 
 def device_name(device: torch.device) -> str:
-    """The GPU's name, or the processor's."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     try:
@@ -64,7 +63,6 @@ def write_json(path: Path, content: dict) -> None:
 
 
 def _power_limit(device: torch.device) -> float | None:
-    """Watts that a GPU is held to."""
     if device.type != "cuda":
         return None
     gpu = f"GPU-{torch.cuda.get_device_properties(device).uuid}"

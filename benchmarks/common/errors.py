@@ -39,9 +39,7 @@ def check(error: float, budget: float) -> float:
 def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     """‖actual - expected‖ / ‖expected‖, summed in fp64 on the tensors' device; 0 for equal zeros and empty tensors.
 
-    On the host, GiBs of gradients would take minutes.
-    actual, expected: of one shape, any strides and dtypes. NaN or Inf in either gives NaN or Inf.
-    Raises ValueError where the shapes differ.
+    NaN or Inf in either gives NaN or Inf. Raises ValueError where the shapes differ.
     """
     if actual.shape != expected.shape:
         raise ValueError(f"relative_error: shapes differ, got {list(actual.shape)} and {list(expected.shape)}")
@@ -64,7 +62,6 @@ def check_bits(got, expected) -> None:
 
 
 def tensors(x) -> Iterator[torch.Tensor]:
-    """The tensors in nested tuples, lists and dicts."""
     if isinstance(x, torch.Tensor):
         yield x
     elif isinstance(x, (tuple, list, dict)):

@@ -11,8 +11,7 @@ import torch
 from common.report import markdown
 from common.timing import synchronize
 
-# Kernels by what their names hold; the first that fits. torch.compile names a kernel after every operation that it
-# took part in, of which most are no part of it, so that its kernels come first.
+# Kernels by what their names hold; the first that fits. Those of torch.compile are named after many operations.
 KINDS = {
     "compiled": r"^triton_(poi|red|per)_",
     "attention": r"flash|fmha|sdpa|attention|softmax",
@@ -76,7 +75,6 @@ def group_ms(kernels: Sequence[Kernel]) -> dict[str, float]:
 
 
 def longest(kernels: Sequence[Kernel]) -> list[dict]:
-    """As a JSON holds them."""
     return [kernel._asdict() for kernel in kernels[:40]]
 
 

@@ -1,11 +1,8 @@
 """Peers for the same work: their GEMMs, quantizers and layers, each optional, each with its reason.
 
-bf16         torch.mm
 tensorwise   cuBLASLt, e4m3 with one scale a tensor: what no block scaling reaches
-cublaslt     cuBLASLt block scaling through F.scaled_mm, its scales laid out beforehand
-torchao      torchao.prototype.blockwise_fp8_training, its Triton quantizers; its layer multiplies through cuBLASLt
-deep_gemm    DeepGEMM (sgl-deep-gemm), scales laid out beforehand; its grad_weight adds into fp32
-torchao_tensorwise, torchao_rowwise   torchao.float8's layers, compiled
+cublaslt, deep_gemm   scales laid out beforehand; DeepGEMM's grad_weight adds into fp32
+torchao      torchao.prototype.blockwise_fp8_training, whose layer multiplies through cuBLASLt
 """
 
 from __future__ import annotations
@@ -48,10 +45,7 @@ QUICK_PRODUCTS = PRODUCTS[:3]
 
 
 def product_peer(name: str, product: Product, device: torch.device) -> Peer:
-    """The peer of that name for this FP8 product; raises Unavailable, or KeyError for a name that is none.
-
-    It prepares (a_hp, b_hp, a, b), both operands in high precision and ours.
-    """
+    """The peer of that name, which prepares (a_hp, b_hp, a, b): in high precision and ours; raises Unavailable."""
     makers = {"bf16": _bf16, "tensorwise": _tensorwise, "cublaslt": _cublaslt, "deep_gemm": _deep_gemm}
     maker = makers[name]
     if name != "bf16" and product.recipe == "nvfp4":
@@ -140,12 +134,7 @@ COMPILED = ("torchao_tensorwise", "torchao_rowwise", "bf16_compiled")
 
 
 def convert(model: nn.Module, recipe: str, device: torch.device) -> nn.Module:
-    """The model trained by `recipe`: "bf16", one of OUR_CONFIGS, "torchao", "torchao_tensorwise" or "torchao_rowwise".
-
-    Only `nn.Linear` without bias changes.
-
-    Raises Unavailable, or KeyError for a name that is none.
-    """
+    """The model whose linear layers without bias train by `recipe`; raises Unavailable, or KeyError for no recipe."""
     if recipe == "bf16":
         return model
     if recipe in OUR_CONFIGS:
@@ -176,10 +165,8 @@ def compile_model(model: nn.Module, device: torch.device) -> nn.Module:
 
 
 def torchao_grouped_product(device: torch.device, widths: Iterable[int]) -> Callable:
-    """(x [M, K], weight [E, K, N], ends) -> [M, N] by torchao's blockwise FP8 training; raises Unavailable.
-
-    It needs DeepGEMM. Its fallback without DeepGEMM dequantizes, so it is not compared.
-    """
+    """(x [M, K], weight [E, K, N], ends) -> [M, N] by torchao's blockwise FP8 training; raises Unavailable."""
+    # Without DeepGEMM it dequantizes, which is not compared.
     need_capability(device, (9, 0))
     import_deep_gemm(device)
     torchao_kernels()
@@ -194,11 +181,9 @@ def torchao_grouped_product(device: torch.device, widths: Iterable[int]) -> Call
 
 @functools.cache
 def torchao_kernels():
-    """torchao's blockwise kernels.
+    """torchao's blockwise kernels, with fewer variants to compile and to try.
 
-    Its quantizers are tuned over pipeline stages, of which they have none, being without a loop: variants that differ
-    in nothing else are the same code, and two thirds of them are left out to compile the less. Each variant is tried
-    for a fifth of the time that Triton would take by itself.
+    Its quantizers have no loop, so variants that differ only in pipeline stages are the same code.
     """
     from torchao.prototype.blockwise_fp8_training import kernels
     from triton.testing import do_bench

@@ -43,7 +43,6 @@ class Product:
 
     @property
     def mnk(self) -> tuple[int, int, int]:
-        """Rows of a, rows of b, and the contraction."""
         t, n, k = self.tokens, self.out_features, self.in_features
         return {"output": (t, n, k), "grad_input": (t, k, n), "grad_weight": (n, k, t)}[self.kind]
 
@@ -89,7 +88,6 @@ def product_error(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def decoded(x: Operand) -> torch.Tensor:
-    """The values of an operand, in fp64."""
     return ops.dequantize(x, dtype=torch.float64)
 
 

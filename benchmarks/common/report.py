@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -85,6 +86,13 @@ class Report:
         table = [markdown(self.columns, map(self._cells, self.rows), left=2), *[""] * bool(self.left_out)]
         text = "\n\n".join(["\n".join([*table, *self.notes()]), *self.sections])
         return save(folder, f"{self.name}_{environment.slug(self.device)}", content, text)
+
+
+def save_rows(args: Namespace, name: str, device: torch.device, rows: object, table: str) -> None:
+    """Print the table, and write it with its rows and the arguments."""
+    print(table)
+    shape = {k: v for k, v in vars(args).items() if k not in ("out", "smoke", "only")}
+    save(args.out, name, {"shape": shape, "environment": environment.environment(device), "rows": rows}, table)
 
 
 def save(folder: Path, name: str, content: Mapping, table: str) -> Path:

@@ -1,12 +1,7 @@
 """Which shapes a benchmark runs: of linear layers, of a mixture's experts, and of tokens that are sent to experts.
 
-(tokens, out_features, in_features) of linear layers:
-    large       where whole layers are measured
-    tracker     the dense MLPs of DeepSeek-V3 16B and 671B, at the tokens of torchao's tracker of blockwise FP8
-    default     those that others were measured at, and ragged, very small and large ones
-    4096x7168x2048
-(tokens, experts, hidden, dim) of experts are those of one GPU, of large models a part in expert parallelism: `ep8` has
-an eighth of the experts. Tokens are counted as experts see them, top_k times each.
+"tracker" has the dense MLPs of DeepSeek-V3 16B and 671B, at the tokens of torchao's tracker of blockwise FP8. Experts
+are those of one GPU: `ep8` has an eighth of a model's. Tokens are counted as experts see them, top_k times each.
 """
 
 from __future__ import annotations

@@ -74,14 +74,13 @@ def time_runs(
 ) -> dict[str, Timing | str]:
     """Device time of each run side by side: {name: Timing}, or {name: why it failed}.
 
-    runs: name -> (function, its argument tuples as of `input_sets`). Tensors that the function returns are its outputs:
-        they must be computed only from its arguments, and must not be arguments.
+    runs: name -> (function, its argument tuples as of `input_sets`). Tensors that the function returns must be computed
+        only from its arguments, and must not be arguments.
     seconds: how long each is timed, after its warm-up.
 
-    On a GPU a graph calls the function on every set in turn, each output in separate memory: by the time a set comes
-    round again the cache has forgotten it, and what one replay leaves to be written to memory the next one writes. The
-    runs take turns, a replay each without a pause, so that heat and clocks are the same for all. A function that cannot
-    be captured fails, and so does a graph that leaves an output unwritten.
+    On a GPU a graph calls the function on every set in turn: when a set comes round again, the cache has forgotten it.
+    The runs take turns, so that heat and clocks are the same for all. A function that cannot be captured fails, and so
+    does a graph that leaves an output unwritten.
     """
     device = torch.device(device)
     replays: dict[str, _Replay] = {}

@@ -23,7 +23,6 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(dim))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x: [.., dim]."""
         return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), _NORM_EPS)
 
 
@@ -76,7 +75,6 @@ class MLP(Projections):
         self.down = nn.Linear(hidden, config.dim, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x: [B, S, dim]."""
         gate, up = self.project(x)
         return self.down(F.silu(gate) * up)
 
@@ -106,7 +104,6 @@ class Router(nn.Module):
 
     @torch.no_grad()
     def count(self, group_ends: torch.Tensor) -> None:
-        """Add the tokens of each expert to those of the step."""
         self.tokens += group_ends.diff(prepend=group_ends.new_zeros(1))
 
     @torch.no_grad()
@@ -129,7 +126,6 @@ class MixtureOfExperts(nn.Module):
         self.shared = MLP(config, config.shared_experts) if config.shared_experts else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x: [B, S, dim]."""
         from torchao_blockwise.nn import permute, unpermute
 
         flat = x.flatten(0, 1)
@@ -152,7 +148,6 @@ class Block(nn.Module):
         self.mlp = MixtureOfExperts(config) if config.experts else MLP(config)
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """x: [B, S, dim]."""
         x = x + self.attention(self.attention_norm(x), cos, sin)
         return x + self.mlp(self.mlp_norm(x))
 
@@ -204,7 +199,6 @@ class Decoder(Stack):
         return self.lm_head(self.norm(super().forward(x)))
 
     def routers(self) -> list[Router]:
-        """The routers of a mixture of experts."""
         return [module for module in self.modules() if isinstance(module, Router)]
 
 

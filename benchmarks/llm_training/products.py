@@ -50,10 +50,7 @@ def _is_bf16(value: object) -> bool:
 
 
 def pick() -> str:
-    """The precision to compute bf16 GEMMs in on this machine, by a probe of some 0.1 s.
-
-    bf16, unless fp32 is at least twice as fast: no run changes its precision for a chance difference.
-    """
+    """The precision to compute bf16 GEMMs in on this machine, by a probe: bf16, unless fp32 is twice as fast."""
     x, weight, grad = (torch.ones(256, 256, dtype=torch.bfloat16) for _ in range(3))
 
     def seconds(precision: str) -> float:

@@ -79,10 +79,7 @@ class Run:
 
 
 def measure(recipes: Sequence[str], config: RunConfig, corpus: Corpus, args: Namespace, name: str, device) -> int:
-    """Time all recipes, turn by turn, and write the results; 0 where there are any.
-
-    What fails, out of memory too, is left out with its reason. args: `profile`, whether to look at kernels, and `out`.
-    """
+    """Time all recipes, turn by turn, and write the results, without those that fail; 0 where there are any."""
     results = Report(name, device, COLUMNS, vars(args) | asdict(config))
     sequences = config.batch_size * config.grad_accumulation
     batches = [corpus.batch(config.seed, i, sequences).to(device) for i in range(_TURN)]

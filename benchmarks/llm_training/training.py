@@ -61,7 +61,6 @@ class Result:
 
     @property
     def diverged(self) -> bool:
-        """Whether the last training loss was not finite; training stops there."""
         return not all(map(math.isfinite, self.losses))
 
     @property
@@ -176,7 +175,6 @@ class Trainer:
         checkpoint.save(path, self.config, corpus.digest, self.device, **state)
 
     def load(self, path: Path, corpus: Corpus) -> None:
-        """Raises UsageError for a state of another configuration or other data."""
         state = checkpoint.load(path, self.config, corpus.digest, self.device)
         self.model.load_state_dict(state["model"])
         # How steps run is this run's choice: a start trained without a CUDA graph also serves runs that use one.

@@ -34,7 +34,6 @@ def select(rows: Iterable[Mapping], **where: object) -> list[dict]:
 
 
 def column(rows: Iterable[Mapping], name: str) -> list[float]:
-    """The values of a column, of rows that have one."""
     return [row[name] for row in rows if row.get(name) is not None]
 
 
@@ -64,7 +63,6 @@ def span(values: Iterable[float], text: Callable[[float], str] = ratio) -> str:
 
 
 def times(shape: str) -> str:
-    """A shape as pages write it: 4096×7168."""
     return shape.replace("x", "×")
 
 
@@ -73,5 +71,4 @@ def sizes(shape: str) -> list[int]:
 
 
 def link(text: str, name: str) -> str:
-    """Link to a result in the folder of the table."""
     return f"[{text}]({name}.md)"

@@ -111,7 +111,6 @@ CHARTS = {
 
 
 def draw(results: Results, folder: Path) -> list[Path]:
-    """Write the charts as <name>.png; none where matplotlib is missing."""
     plt = pyplot()
     if plt is None:
         return []

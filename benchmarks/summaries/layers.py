@@ -96,7 +96,6 @@ def _parts(results: Results, *parts: Part) -> str:
 
 
 def linear(results: Results) -> str:
-    """Forward and backward of linear layers."""
     # Both matrices of each.
     dense = {"16B": ("4096x10944x2048", "4096x2048x10944"), "671B": ("4096x18432x7168", "4096x7168x18432")}
     return _parts(
@@ -134,7 +133,6 @@ def models(results: Results) -> str:
 
 
 def experts(results: Results) -> str:
-    """Forward and backward of experts' MLPs."""
     rows = []
     for (recipe, key), peer in zip(PARAMETERS.items(), (FP8_AND_PEERS, "fp8_primary"), strict=True):
         for count in sorted({_experts(shape) for shape in PUBLISHED}):

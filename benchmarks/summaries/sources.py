@@ -29,13 +29,11 @@ _SHOWN = re.compile(r"(<!-- results: (\w+)((?:; \w+: [^;>]+)*) -->\n)(.*?)(<!-- 
 
 
 def script(name: str) -> str:
-    """The benchmark that wrote a result."""
     known = next((script for start, script in SCRIPTS.items() if name.startswith(start)), None)
     return known or f"bench_{name.split('_')[0]}"
 
 
 def source(results: Results, name: str) -> str:
-    """In a line of Markdown."""
     made = results.load(name)["environment"]
     versions = ", ".join(f"{what} {made[what]}" for what in PACKAGES if made.get(what))
     # Where its author wrote files to says nothing.
@@ -46,12 +44,10 @@ def source(results: Results, name: str) -> str:
 
 
 def footnote(results: Results, names: tuple[str, ...]) -> str:
-    """The sources of a table, a line each, with links to the whole results."""
     return "\n".join(f"[All figures]({name}.md): {source(results, name)}." for name in names)
 
 
 def pages(root: Path) -> list[Path]:
-    """Pages that may show results."""
     return [root / "README.md", *sorted((root / "docs").glob("*.md"))]
 
 
