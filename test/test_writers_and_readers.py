@@ -2,7 +2,7 @@
 
 Every writer, also those that no version counter sees, against every reader: after the write, output and gradients are
 those of a fresh conversion of the same values, bit for bit. Writers and readers over ranks are in
-`distributed/writers_over_ranks.py`.
+`distributed/fsdp_life_checks.py`.
 """
 
 from __future__ import annotations

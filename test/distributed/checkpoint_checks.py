@@ -104,19 +104,6 @@ def reshards(mesh, config):
             assert_plain_and_equal(torch.load(folder / "whole.pt", weights_only=True)["model"], last)
 
 
-def exchanges_with_unconverted(mesh, config):
-    """A checkpoint of either kind loads into the other one, sharded or not."""
-    for source, target in ((config, None), (None, config)):
-        saved = shard(blocks(source, times=-0.5), mesh)
-        expected = whole_state(saved.state_dict())
-        with shared_folder() as folder:
-            dcp.save(saved.state_dict(), checkpoint_id=folder)
-            for model, options in ((shard(blocks(target), mesh), {}), (blocks(target), {"no_dist": True})):
-                dcp.load(state := model.state_dict(), checkpoint_id=folder, **options)
-                model.load_state_dict(state)
-                assert_plain_and_equal(whole_state(model.state_dict()), expected)
-
-
 def gives_full_state_dicts(mesh, config):
     """Of the model and of the optimizer, only on rank 0, and back: from all ranks, or sent by rank 0."""
     model = shard(blocks(config), mesh)

@@ -12,7 +12,6 @@ from fsdp_models import ANOTHER_ROUNDING, adamw, assert_gathers_exactly, raises
 from helpers import assert_same, replace
 from ranks import device
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
@@ -256,17 +255,6 @@ def multiplies_local_experts(mesh, config):
         result.square().sum().backward()
     for got, one in ((out, whole), (spread.grad.to_local(), weight.grad)):
         assert_bitwise_equal(got, one.chunk(mesh.size())[mesh.get_local_rank()])
-
-
-def saves_whole_experts(mesh, config):
-    one = layer(config)
-    spread = parallelize_module(layer(config), mesh, ExpertParallel())
-    state = get_model_state_dict(spread, options=StateDictOptions(full_state_dict=True))
-    if mesh.get_local_rank() == 0:
-        for name, x in one.state_dict().items():
-            assert type(state[name]) is torch.Tensor
-            assert_bitwise_equal(state[name], x, name)
-        one.load_state_dict(state)
 
 
 def refuses_splits_inside_experts(mesh, config):

@@ -9,6 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from fsdp_models import (
     Block,
     adamw,
@@ -23,11 +24,13 @@ from fsdp_models import (
     shard,
     shards_of,
     train,
+    values,
 )
-from helpers import assert_same, converted, replace
+from helpers import assert_same, converted, mlp, replace
 from ranks import device
 from torch import nn
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.utils import parametrize
@@ -37,6 +40,7 @@ from torchao_blockwise import MasterWeightTensor, weights_unchanged
 from torchao_blockwise._compat import modes
 from torchao_blockwise.distributed import sync_weight_scales
 from torchao_blockwise.ops.device import tables
+from torchao_blockwise.testing import assert_bitwise_equal
 
 
 def starts_on_meta(mesh, config):
@@ -241,8 +245,8 @@ def by_numpy(parameters):
     """Changes values on the first rank, by an alias that PyTorch does not know."""
     for p in parameters:
         if p.device_mesh.get_local_rank() == 0 and isinstance(local := p.to_local(), MasterWeightTensor):
-            values = local.hp.detach()
-            (torch.from_dlpack(values) if values.is_cuda else torch.from_numpy(values.numpy())).mul_(1.5)
+            hp = local.hp.detach()
+            (torch.from_dlpack(hp) if hp.is_cuda else torch.from_numpy(hp.numpy())).mul_(1.5)
 
 
 def by_compiled_optimizer(parameters):
@@ -283,6 +287,34 @@ def follows_every_writer(mesh, config):
             assert torch.equal(after, fresh(batch(7)))
             with torch.no_grad():
                 model(batch(9))
+
+
+def writes_as_to_plain_weights(mesh, config):
+    """Collectives write to `p.data` of master weights, as an optimizer calls them, and one that shares its work."""
+    group = mesh.get_group()
+
+    def send(p):
+        dist.send(p, dst=1, group=group) if mesh.get_rank() == 0 else dist.recv(p, src=0, group=group)
+
+    def zero_redundancy(parameters):
+        options = {"process_group": group, "lr": 0.1, "foreach": False}
+        for p in parameters:
+            p.grad = torch.ones_like(p)
+        ZeroRedundancyOptimizer(parameters, torch.optim.AdamW, **options).step()
+
+    def every(write):
+        return lambda parameters: [write(p.data) for p in parameters]
+
+    broadcast = every(lambda p: dist.broadcast(p, src=0, group=group))
+    for write in (broadcast, every(lambda p: dist.all_reduce(p, group=group)), every(send), zero_redundancy):
+        model, plain, before = (mlp(c, seed=mesh.get_rank()).to(device()) for c in (config, None, None))
+        assert isinstance(model[0].weight, MasterWeightTensor)
+        for m in (model, plain):
+            write(list(m.parameters()))
+        for p, q, old in zip(model.parameters(), plain.parameters(), before.parameters(), strict=True):
+            assert_bitwise_equal(values(p), values(q))
+            # The first rank's values are what is sent.
+            assert mesh.get_rank() == 0 or not torch.equal(q, old)
 
 
 def follows_changes_between_microbatches(mesh, config):

@@ -8,9 +8,8 @@ import torch
 import torch.distributed as dist
 from fsdp_models import raises
 from ranks import device
-from shard_cases import framed
 
-from torchao_blockwise import BlockwiseFP8Tensor, NVFP4Tensor, ops
+from torchao_blockwise import BlockwiseFP8Tensor, NVFP4Tensor
 from torchao_blockwise.distributed import (
     cast_master_weights,
     cast_master_weights_to_fp8,
@@ -101,7 +100,8 @@ def check_whole(group, rank, ranks, kind) -> None:
             weights.hp = [w * -3 for w in weights.hp]
         weights.forget()
         before = [codes(w) for w in weights.model]
-        CASTS[kind](weights.model, *weights.shards(bounds, rank), group)
+        # All ranks are the default group.
+        CASTS[kind](weights.model, *weights.shards(bounds, rank), None if ranks == dist.get_world_size() else group)
         check_scales(weights)
         for i, (got, want) in enumerate(zip(weights.model, weights.expected())):
             start, end = bounds[i][rank : rank + 2]
@@ -109,39 +109,6 @@ def check_whole(group, rank, ranks, kind) -> None:
             assert_bitwise_equal(got[start:end], want[start:end], f"own elements of weight {i}")
             assert_bitwise_equal(got[:start], before[i][:start], f"elements of weight {i} before its own")
             assert_bitwise_equal(got[end:], before[i][end:], f"elements of weight {i} after its own")
-
-
-def check_shards(group, rank, ranks, kind) -> None:
-    """Payload is written to shard buffers, with canaries around them. Gathered and merged, they are the whole."""
-    weights = Weights(kind)
-    bounds = drawn_bounds(weights, ranks, seed=ranks)
-    masters, starts = weights.shards(bounds, rank)
-    buffers, checks = [], []
-    for i, (w, master, start) in enumerate(zip(weights.model, masters, starts)):
-        size = 0 if master is None else ops.shard_entries(start, master.numel(), w.shape[-1], w.fmt)[1]
-        buffer, check = framed(zeros(size, dtype=torch.uint8))
-        if w.fmt.element.bits == 8 and i % 2:
-            buffer = buffer.view(torch.float8_e4m3fn)
-        buffers.append(None if master is None else buffer)
-        checks.append(check)
-    CASTS[kind](weights.model, masters, starts, group, buffers)
-    for check in checks:
-        check()
-    check_scales(weights)
-    for i, (got, want) in enumerate(zip(weights.model, weights.expected())):
-        assert got.qdata.view(torch.uint8).eq(CANARY).all(), f"payload of weight {i} was written"
-        mine = torch.empty(0, dtype=torch.uint8) if buffers[i] is None else buffers[i].view(torch.uint8)
-        pieces = gather(mine, group, ranks)
-        merged = torch.full_like(want.qdata.view(torch.uint8), CANARY, device=device())
-        lengths = [end - start for start, end in zip(bounds[i], bounds[i][1:])]
-        ops.merge_shards_([merged], [pieces], [bounds[i][:-1]], [lengths], [want.shape[-1]], want.fmt)
-        assert_bitwise_equal(merged, want.qdata.view(torch.uint8), f"weight {i}")
-
-
-def gather(mine: torch.Tensor, group, ranks: int) -> list[torch.Tensor]:
-    pieces = [None] * ranks
-    dist.all_gather_object(pieces, mine.to("cpu", copy=True), group=group)
-    return [piece.to(device()) for piece in pieces]
 
 
 def check_nan(group, rank, ranks) -> None:
@@ -201,10 +168,6 @@ def check_mismatch(group, rank, ranks, what: str) -> None:
     check_whole(group, rank, ranks, "fp8")
 
 
-def check_default_group(group, rank, ranks) -> None:
-    check_whole(None, rank, ranks, "mixed")
-
-
 def check_outsider(group, rank, ranks) -> None:
     """Called by all ranks; the last one is not in the group."""
     if rank >= ranks:
@@ -213,24 +176,19 @@ def check_outsider(group, rank, ranks) -> None:
             cast_master_weights_to_fp8([fp8(zeros(8, 8))], [None], [None], group)
 
 
-CHECKS = (
-    check_whole, check_shards, check_nan, check_collectives, check_mismatch, check_default_group, check_outsider,
-)  # fmt: skip
+CHECKS = (check_whole, check_nan, check_collectives, check_mismatch, check_outsider)
 BY_NAME = {check.__name__.removeprefix("check_"): check for check in CHECKS}
 # (check, ranks of its group, its arguments)
 _DEFAULT = [
     ("whole", 3, "mixed"),
     ("whole", 4, "nvfp4"),
-    ("shards", 2, "fp8"),
-    ("shards", 3, "mixed"),
     ("nan", 3),
     ("collectives", 2),
     ("mismatch", 3, "shape"),
     ("mismatch", 3, "length"),
-    ("default_group", 4),
     ("outsider", 2),
 ]
-_ALL = [(check, ranks, kind) for ranks in (1, 2, 3, 4) for check in ("whole", "shards") for kind in CASTS]
+_ALL = [("whole", ranks, kind) for ranks in (1, 2, 3, 4) for kind in CASTS]
 _ALL += [(check, ranks) for ranks in (1, 2, 3, 4) for check in ("nan", "collectives")]
 _ALL += [("mismatch", 3, what) for what in MISMATCHES]
 CASES = {4: (_DEFAULT, [case for case in _ALL if case not in _DEFAULT])}

@@ -1,4 +1,4 @@
-"""MasterWeightOptimizer in one process: the bits of training, groups, schedulers and scalers, refusals."""
+"""MasterWeightOptimizer in one process: training, groups, schedulers and scalers, refusals."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from primary_weight_checks import assert_holds_masters, assert_masters, batch, n
 from torch import nn
 from torch.optim import lr_scheduler
 
-from torchao_blockwise import BlockwiseFP8Tensor, MasterWeightTensor, NVFP4Tensor
+from torchao_blockwise import NVFP4Tensor
 from torchao_blockwise.distributed import MasterWeightOptimizer
-from torchao_blockwise.tensors import QuantizedTensor
 from torchao_blockwise.testing import assert_bitwise_equal
 
 pytestmark = pytest.mark.usefixtures("no_interpreter")
@@ -41,25 +40,6 @@ def trains_alike(run, config="mixed", optimizer_class=torch.optim.AdamW, params=
 
 
 # --- training ---------------------------------------------------------------------------------------------------------
-
-
-@every_config
-def test_trains_as_master_weights_do(config, device):
-    """On a GPU with the backends that AUTO chooses; one loop over parameters: a foreach step may round another way."""
-    steps = 20 if device == "cuda" or config not in ("fp8", "nvfp4") else 105
-
-    def make(config, master_weights):
-        model = net(config, master_weights).to(device)
-        for p in model.parameters():
-            if isinstance(p, (MasterWeightTensor, QuantizedTensor)) and device == "cuda":
-                p.config = replace(p.config, backend="auto")
-        return model
-
-    options = {"make": make, "lr": 1e-2, "foreach": False}
-    _, plain, model, optimizer = trains_alike(lambda m, o: train(m, o, steps), config, **options)
-    assert_holds_masters(optimizer, model)
-    assert {type(p) for p in model.parameters()} <= {nn.Parameter, BlockwiseFP8Tensor, NVFP4Tensor}
-    assert_masters(optimizer, plain.state_dict())
 
 
 @both
@@ -189,7 +169,8 @@ def test_named_parameters():
     assert optimizer.param_groups[0]["param_names"] == names
 
 
-def test_a_scheduler_sets_options():
+@every_config
+def test_a_scheduler_sets_options(config):
     def run(model, optimizer):
         scheduler, seen = lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=8), []
         for step in range(6):
@@ -198,8 +179,10 @@ def test_a_scheduler_sets_options():
             seen += [optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["betas"], scheduler.get_last_lr()]
         return seen
 
-    *_, optimizer = trains_alike(run)
+    _, plain, model, optimizer = trains_alike(run, config)
     assert optimizer.inner.param_groups[0]["lr"] != optimizer.param_groups[0]["lr"], "options pass when stepping"
+    assert_holds_masters(optimizer, model)
+    assert_masters(optimizer, plain.state_dict())
 
 
 def test_grad_scaler():

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import rank_suites
 
-SUITES = (
-    "mesh_cases", "primary_weight_checks", "monitor_run", "writers_over_ranks", "fusion_run", "master_weight_checks",
-)  # fmt: skip
+SUITES = ("mesh_cases", "primary_weight_checks", "monitor_run", "fusion_run", "master_weight_checks")
 NEEDS = {"fusion_run": (("transformers", "5.0"), ("safetensors.torch",))}
 POOLS = ({name: NEEDS.get(name, ()) for name in SUITES},)
 

@@ -206,7 +206,6 @@ WRONG = {
     ],
     "no_weights": [_NO_WORD, "Error"],
     "zero_other_shape": [_ZERO.format(r"up.weight \(fp8_128x128, ")],
-    "zero_other_format": [_ZERO.format(r"up.weight \(fp8_128x128, ")],
     "zero_other_lr": [_ZERO.format("AdamW, shard zero1, .*lr=0.01, rank 1 has AdamW, shard zero1, .*lr=0.02")],
     "zero_other_frozen": [_ZERO.format(r"mid.weight \(fp8_128x128, ")],
     "zero_fails": ["RuntimeError: MasterWeightOptimizer: no answer from rank 1 in 6 s", "FloatingPointError"],
