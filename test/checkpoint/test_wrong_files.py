@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from exported_models import FORMATS, compressed_tensors, export, safetensors, save
+from exported_models import FORMATS, compressed_tensors, export, safetensors, save, tensors_in
 from helpers import FP8, assert_same_tensors, mlp, replace
 
 from torchao_blockwise import checkpoint
@@ -115,7 +115,10 @@ def test_tensors(format, change, message, tmp_path):
 def test_the_last_of_many_files_is_bad(format, tmp_path):
     """Nothing of the others is loaded, and the message names it."""
     checkpoint.export(mlp(FORMATS[format], seed=1), tmp_path, format, shard_bytes=1)
-    name, last = [*json.loads((tmp_path / INDEX).read_text())["weight_map"].items()][-1]
+    index, found = json.loads((tmp_path / INDEX).read_text()), tensors_in(tmp_path)
+    assert index["weight_map"].keys() == found.keys()
+    assert index["metadata"]["total_size"] == sum(x.nbytes for x in found.values())
+    name, last = [*index["weight_map"].items()][-1]
     whole = (tmp_path / last).read_bytes()
     for bad in (None, b"", whole[:-1], b"PK\x03\x04" * 99, {"another": torch.ones(1)}, {name: torch.ones(1, 1, 33)}):
         if bad is None:
