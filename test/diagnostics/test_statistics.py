@@ -156,15 +156,6 @@ def test_values_that_are_not_finite(fmt, columnwise, value):
     assert str(report.amax) == str(abs(value))
 
 
-def test_merging_is_tallying_together():
-    x, y = weight(64, 256), 8 * weight(64, 256, seed=1)
-    whole, total = tally(torch.cat((x, y)), copy_of(torch.cat((x, y)), "fp8_1x128"), 0)[0], Tally.empty(x.device)
-    for t in (x, y):
-        total.merge(tally(t, copy_of(t, "fp8_1x128"), 0)[0])
-    assert torch.equal(total.maxima, whole.maxima)
-    close(total.sums.tolist(), whole.sums.tolist())
-
-
 def probes_of(x, dy, seed=0, ends=None, first_x=0, first_dy=0, first_group=0):
     groups = None if ends is None else formats.Groups(torch.tensor(ends, dtype=torch.int32))
     projected = statistics.project(x, seed, first_x), statistics.project(dy, seed + 1, first_dy)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib
 import sys
+import warnings
 
 import pytest
 import torch
 from expert_modules import EXPERTS, Model, accepted
-from helpers import FP8, mlp
+from helpers import FP8, NVFP4, mlp
+from torch import nn
 
 from torchao_blockwise import BlockwiseFP8TrainingConfig, NVFP4TrainingConfig, _versions, recipe_state
 from torchao_blockwise.integrations import options, recipes
@@ -66,6 +68,17 @@ def test_wrong_options(given, error, message):
         selection.filter_for(Model(), config)
     with pytest.raises(ValueError, match=r"format must be one of \['fp8', 'nvfp4'\], got 'fp4'; did you mean 'nvfp4'"):
         options.parse("fp4", given)
+
+
+def test_conversion_by_the_default_filter():
+    model = nn.ModuleList(mlp(features=(32, 32, 32)) for _ in range(7))
+    recipes.convert(model, NVFP4)
+    assert [hasattr(block[0].weight, "hp") for block in model] == [True] * 5 + [False] * 2
+    with warnings.catch_warnings():
+        # The error says it.
+        warnings.simplefilter("error")
+        with pytest.raises(ValueError, match="Embedding: no layer was converted"):
+            recipes.convert(nn.Embedding(4, 4), FP8)
 
 
 def test_packages_that_are_wanted():
