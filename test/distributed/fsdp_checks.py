@@ -13,6 +13,7 @@ from fsdp_models import (
     adamw,
     assert_gathers_exactly,
     assert_same_losses,
+    assert_same_norms,
     assert_trains_as_unsharded,
     averages_exactly,
     batch,
@@ -170,6 +171,17 @@ def checkpoints_activations(mesh, config):
         with counted_reductions() as count:
             checkpoint(whole, batch().requires_grad_(), use_reentrant=reentrant).square().mean().backward()
         assert count() == (mesh.size() > 1), (reentrant, count())
+
+
+def clips_and_steps(mesh, config):
+    for options in ({"foreach": True}, {"foreach": False}, {"fused": True}):
+        model, reference = shard(blocks(config), mesh), blocks(config)
+        actual = train(model, adamw(model, **options), clip=0.05)
+        # The last bits of a norm depend on how many pieces its squares are summed in: both clip by the same.
+        expected = train(reference, adamw(reference, **options), clip=0.05, norms=actual[1::2])
+        assert actual[::2] == expected[::2], (options, actual, expected)
+        assert_same_norms(actual[1::2], expected[1::2], reference)
+        assert_gathers_exactly(model, config)
 
 
 def compiles_blocks(mesh, config):

@@ -35,6 +35,7 @@ FSDP_CHECKS = (
     (checks.leaves_frozen_weights, (2,), "fp8", BOTH),
     (checks.ties_embeddings, (1, 2), "nvfp4", (*BOTH, FULL)),
     (checks.checkpoints_activations, (2,), FULL, (*BOTH, FULL)),
+    (checks.clips_and_steps, (2,), "nvfp4", BOTH),
     (checks.compiles_blocks, (2,), "nvfp4", (*BOTH, FULL)),
     (life.starts_on_meta, (4,), FULL, ("fp8", FULL)),
     (life.refuses_stale_values, (2,), "fp8", ()),
