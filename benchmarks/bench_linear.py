@@ -1,14 +1,17 @@
 """A linear layer, forward and backward: time, memory and host time, ours compared with bf16 and torchao's recipes.
 
-For each shape and recipe, with bf16 weights and an input that needs its gradient (fp8_128x128: with these
-`grad_weight_blocks`; fp8_primary: the Parameter is FP8, whose cast is the optimizer step's and in no step here):
+For each shape and recipe, with bf16 weights, an input that needs its gradient, and a weight quantized in forward and
+in backward (fp8_128x128: with these `grad_weight_blocks`; fp8_primary: the Parameter is FP8, whose cast is the
+optimizer step's and in no step here):
     graph    a step replayed from a CUDA graph, cold cache
     eager    a step in a loop of eager steps: host and device as in training
     host     until an eager step has been launched
     TFLOP/s  6 · tokens · N · K over the shorter of graph and eager
-    memory   what a step has allocated at its peak, without x and dy (the JSON has the parts)
+    memory   what a step has allocated at its peak, with the weight and gradients, and without x and dy
+             (layers.py; the JSON has the parts)
 Output and gradients must be those of bf16 within FP8's error. Bytes that must move: x, w, dy read once and y, dx, dw
-written once. The results of --shapes tracker have separate files, linear_tracker_<device>.
+written once. "roofline x" and what of it is reached: see layers.py. The results of --shapes tracker have separate
+files, linear_tracker_<device>.
 
     python benchmarks/bench_linear.py [--shapes 4096x18432x7168] [--only fp8 bf16 torchao]
 """
@@ -20,7 +23,7 @@ from collections.abc import Sequence
 
 import torch
 from common import driver, layers, peers, shapes
-from common.layers import Layer, Work
+from common.layers import Layer, Work, quantized_bytes
 from common.shapes import Shape
 from torch import nn
 
@@ -40,6 +43,7 @@ def make_layer(shape: Shape, recipe: str, device: torch.device) -> Layer:
 
 
 def work_of(shape: Shape, device: torch.device) -> Work:
+    """A linear layer of this shape."""
     t, n, k = shape
 
     def inputs():
@@ -55,6 +59,7 @@ def work_of(shape: Shape, device: torch.device) -> Work:
         nbytes,
         6 * t * n * k,
         _BUDGETS,
+        quantized_bytes=quantized_bytes(t, (n, k)),
     )
 
 

@@ -8,8 +8,11 @@ The whole MLP of all experts of one GPU, tokens sorted already, bf16 weights, qu
     fp8_primary      the same as fp8 with Parameters in FP8, whose cast is the optimizer step's and in no step here
     bf16             torch's grouped GEMM, silu and multiply; bf16_compiled: the same by torch.compile
     torchao          the same with torchao's blockwise FP8 grouped GEMM, which runs DeepGEMM
-Columns as in bench_linear; TFLOP/s of 18 · tokens · hidden · dim. "quantize %" is the share of device time in kernels
-that quantize, SwiGLU where it is fused with that. Output and gradients must be those of bf16 within the recipe's error.
+Columns as in bench_linear: graph, eager, host, TFLOP/s of 18 · tokens · hidden · dim. "quantize %" is the share of
+device time in kernels that quantize, SwiGLU where it is fused with that. "memory MiB" is what a step has allocated at
+its peak, with weights and gradients, and without x and dy (layers.py; the JSON has the parts).
+Output and gradients must be those of bf16 within the recipe's error. Bytes that must move: x, the weights and dy read
+once and y, dx and their gradients written once.
 
     python benchmarks/bench_moe.py [--shapes mixtral_8x7b 16384x8x1408x2048] [--routings skewed] [--only fp8 bf16]
 """
@@ -83,6 +86,7 @@ def split(layer: Layer, inputs: tuple) -> dict:
 
 
 def work_of(shape: Experts, routing: str, device: torch.device) -> Work:
+    """The MLP of these experts, with the same weights for every recipe."""
     ends = group_ends(routing, shape.tokens, shape.experts, device)
 
     def inputs():

@@ -1,9 +1,15 @@
-"""Shared by benchmarks of layers: a layer that trains, its step checked against bf16's, its time and its memory."""
+"""Shared by benchmarks of layers: a layer that trains, its step checked against bf16's, its time and its memory.
+
+roofline x   how many times faster than bf16 a step could be: its operations at the peak of bf16, over the same at the
+             peak of fp8 and the bytes of quantization; peaks as measured in this run
+reached      the share of that by which the row is faster than bf16
+"""
 
 from __future__ import annotations
 
 import argparse
 import gc
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -16,19 +22,27 @@ from common.errors import check as within
 from common.errors import relative_error
 from common.report import Report
 from common.timing import Timing, host_time, input_sets, time_eager, time_runs
+from torchao_blockwise.formats import FP8_1X128, FP8_128X128
 
 OURS = tuple(peers.OUR_CONFIGS)
-COLUMNS = ("recipe", "graph us", "eager us", "host us", "TFLOP/s", "roofline us", "of roofline", "memory MiB", "error")
+COLUMNS = (
+    *("recipe", "graph us", "eager us", "host us", "TFLOP/s", "roofline us", "of roofline"),
+    *("memory MiB", "error", "roofline x (measured)", "reached (measured)"),
+)
 
 
 class Layer:
-    """A layer that trains. call: x -> y by `model`, whose Parameters all get a gradient."""
+    """A layer that trains, and one step of it.
+
+    call: x -> y by `model`, whose Parameters all get a gradient.
+    """
 
     def __init__(self, model: nn.Module, call: Callable[[torch.Tensor], torch.Tensor]):
         self.model, self.call = model, call
         self.weights = list(model.parameters())
 
     def step(self, x: torch.Tensor, dy: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """(y, dx, the weights' gradients)."""
         y = self.call(x)
         return y.detach(), *torch.autograd.grad(y, (x, *self.weights), dy)
 
@@ -36,6 +50,7 @@ class Layer:
 def parser(
     doc: str, shapes: Mapping[str, list], recipes: Sequence[str], default: Sequence[str]
 ) -> argparse.ArgumentParser:
+    """The options of benchmarks of layers."""
     made = driver.parser(doc, (shapes, "large"), only=(recipes, default))
     made.add_argument(
         "--seconds", type=float,
@@ -50,6 +65,7 @@ class Work(NamedTuple):
     labels: what the rows' first columns say. make: recipe -> a new layer; may raise.
     inputs: () -> fresh (x, dy). nbytes: that must move in a step. flops: of a step.
     budgets: recipe -> ‖difference to bf16‖ / ‖bf16‖ that it may have. more: (layer, inputs) -> further columns.
+    quantized_bytes: as of the function of that name.
     """
 
     labels: Mapping[str, str]
@@ -59,6 +75,7 @@ class Work(NamedTuple):
     flops: int
     budgets: Mapping[str, float]
     more: Callable[[Layer, tuple], dict] = lambda layer, inputs: {}
+    quantized_bytes: Mapping[str, int] = {}
 
     @property
     def where(self) -> str:
@@ -127,7 +144,34 @@ def step_memory(make: Callable, x: torch.Tensor, dy: torch.Tensor) -> StepMemory
     return StepMemory(resident - base, after - resident, held, *peaks)
 
 
+def quantized_bytes(tokens: int, weight: tuple[int, ...]) -> dict[str, int]:
+    """{recipe: bytes that a step's quantization moves}, for recipes of 1x128 and 128x128 blocks.
+
+    weight: [.., N, K] in bf16. x and dy are read once and both copies written; the weight is read for each of its two
+    copies, or once for both ("saved"), in high precision or, where the Parameter is in FP8, as that, whose rowwise
+    copy is there.
+    """
+    *_, n, k = weight
+    activations = sum(
+        torch.bfloat16.itemsize * tokens * width + FP8_1X128.nbytes(tokens, width) + FP8_1X128.nbytes(width, tokens)
+        for width in (n, k)
+    )
+    high, low = torch.bfloat16.itemsize * math.prod(weight), FP8_128X128.nbytes(*weight)
+    both = dict.fromkeys(("fp8", "fp8_128x128", "torchao"), activations + 2 * (high + low))
+    saved = dict.fromkeys(("fp8_saved", "fp8_128x128_saved"), activations + high + 2 * low)
+    return both | saved | {"fp8_primary": activations + 2 * low}
+
+
+def reached(work: Work, recipe: str, speedup: float, results: Report) -> dict[str, float]:
+    """Columns of the speed-up over bf16 that is possible, and the share of it that `speedup` is."""
+    if recipe not in work.quantized_bytes:
+        return {}
+    possible = results.ceilings.speedup(work.flops, work.quantized_bytes[recipe])
+    return {"roofline x (measured)": possible, "reached (measured)": speedup / possible}
+
+
 def run(name: str, columns: Sequence[str], args: argparse.Namespace, works: Sequence[Work], device) -> int:
+    """Measure every recipe at every work, and write the results."""
     columns = [*columns, *(f"x {recipe}" for recipe in args.only if recipe not in OURS)]
     results = Report(name, device, columns, vars(args))
     results.measure_ceilings()
@@ -169,12 +213,15 @@ def measure(work: Work, recipes: Sequence[str], results: Report, seconds: float 
     times = {recipe: row["us"] for recipe, row in rows.items()}
     for recipe, row in rows.items():
         others = {name: us for name, us in times.items() if name != recipe} if recipe in OURS else {}
-        results.add(work.labels | row | driver.ratios(row["us"], others))
+        more = reached(work, recipe, times["bf16"] / row["us"], results) if "bf16" in times else {}
+        results.add(work.labels | row | driver.ratios(row["us"], others) | more)
 
 
 def _row(
     recipe: str, layer: Layer, work: Work, graph: Timing | None, inputs: tuple, results: Report, seconds: float | None
 ) -> dict:
+    """The row of one recipe."""
+
     def step():
         layer.step(*inputs)
 

@@ -29,6 +29,10 @@ class Ceilings(NamedTuple):
         """Least microseconds of a job: max(nbytes / copy, flops / peak)."""
         return max(nbytes / (self.copy * 1e6), flops / (getattr(self, peak) * 1e6))
 
+    def speedup(self, flops: int, quantized_bytes: int) -> float:
+        """How many times faster than in bf16 `flops` are in fp8, with so many bytes moved to quantize operands."""
+        return (flops / self.bf16) / (flops / self.fp8 + quantized_bytes / self.copy)
+
 
 def measure_ceilings(device: torch.device, *, smoke: bool = False) -> Ceilings:
     """Measure the ceilings on random data; raises RuntimeError where copy or bf16 fails."""

@@ -5,16 +5,13 @@ from __future__ import annotations
 import math
 
 import bench_fused
-import bench_linear
 import bench_permute
 import bench_quantize
 import pytest
 import torch
 from bench_grouped_matmul import KINDS, GroupedProduct
-from common import driver, errors, peers, shapes
-from common.errors import Unavailable, Wrong, check_bits, tensors
-from common.products import KINDS as PRODUCTS
-from common.products import RECIPES, Product, decoded, error_budget, product_error
+from common import driver, errors, roofline, shapes
+from common.errors import Wrong, check_bits, tensors
 from common.shapes import ROUTINGS, Experts, group_ends
 
 from torchao_blockwise import ops
@@ -22,17 +19,22 @@ from torchao_blockwise.testing import relative_error
 
 pytestmark = pytest.mark.usefixtures("no_interpreter", "one_thread")
 CPU = torch.device("cpu")
+QUANTIZED = [
+    (case, recipe)
+    for case in bench_quantize.CASES
+    for recipe in ("fp8", "nvfp4")
+    if recipe == "nvfp4" or case not in bench_quantize.NVFP4_ONLY
+]
 JOBS = [
-    *(bench_quantize.job(case, 33, 64, "fp8", CPU) for case in bench_quantize.CASES),
+    *(bench_quantize.job(case, 33, 64, recipe, CPU) for case, recipe in QUANTIZED if recipe == "fp8"),
     *(bench_fused.job(case, 33, 64, CPU) for case in bench_fused.CASES),
     *(bench_permute.job(operation, *shapes.ROUTED["smoke"], CPU) for operation in bench_permute.OPERATIONS),
 ]
 
 
-@pytest.mark.parametrize("recipe", ("fp8", "nvfp4"))
-@pytest.mark.parametrize("case", bench_quantize.CASES)
+@pytest.mark.parametrize(("case", "recipe"), QUANTIZED)
 def test_bytes_that_quantizers_must_move(case, recipe):
-    # Rows that need no padding, which is not counted.
+    # Rows that need no padding, which is not counted; nor are 24 bytes of a key, and a second tensor scale.
     job = bench_quantize.job(case, 224, 320, recipe, CPU)
     inputs = job.make()
     moved = sum(t.nbytes for t in tensors((inputs[:1], job.ours(inputs)["ours"](*inputs))))
@@ -96,91 +98,6 @@ def test_bits_are_compared_as_bits():
             check_bits(wrong, right)
 
 
-# --- GEMMs of linear layers -------------------------------------------------------------------------------------------
-
-# tokens, which no copy is padded for, N, K
-TOKENS, N, K = LAYER = (64, 320, 192)
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("kind", PRODUCTS)
-def test_a_product_is_the_layers(kind, recipe):
-    product = Product(kind, *LAYER, recipe)
-    torch.manual_seed(0)
-    a, b, qa, qb = product.make(CPU)
-    assert (*a.shape, b.shape[0]) == (product.mnk[0], product.mnk[2], product.mnk[1]) and a.shape[1] == b.shape[1]
-    stored = {"output": (a, b), "grad_input": (a, b.t()), "grad_weight": (a.t(), b.t())}[kind]
-    wanted = {"output": ((TOKENS, K), (N, K)), "grad_input": ((TOKENS, N), (N, K))}
-    assert tuple(tuple(x.shape) for x in stored) == wanted.get(kind, ((TOKENS, N), (TOKENS, K)))
-    assert all(x.is_contiguous() for x in stored) and product.flops == 2 * TOKENS * N * K
-    assert (qa.format_name, qb.format_name) == tuple(fmt.name for fmt in product.formats)
-    out = ops.matmul(qa, qb, out_dtype=torch.bfloat16)
-    assert product.nbytes() == sum(t.nbytes for t in (*qa.tensors, *qb.tensors, out) if t is not None)
-    assert relative_error(out, a.float() @ b.float().t()) < (0.05 if recipe == "fp8" else 0.2)
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("kind", PRODUCTS)
-@pytest.mark.parametrize("layer", ((300, 272, 400), (1, 1, 1), (129, 257, 16)), ids=str)
-def test_the_error_of_a_right_product_is_within_budget_and_of_a_wrong_one_is_not(kind, recipe, layer):
-    product = Product(kind, *layer, recipe)
-    *_, a, b = product.make(CPU)
-    out = ops.matmul(a, b, out_dtype=torch.bfloat16)
-    a, b = decoded(a), decoded(b)
-    assert product_error(out, a, b) < error_budget(product.mnk[2])
-    for row, column in ((0, 0), (-1, -1), (0, -1), (-1, 0)):
-        wrong = out.clone()
-        wrong[row, column] += out.norm()
-        assert product_error(wrong, a, b) > error_budget(product.mnk[2])
-        wrong[row, column] = math.nan
-        assert product_error(wrong, a, b) == math.inf
-
-
-# --- peers ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def any_device(monkeypatch):
-    monkeypatch.setattr(peers, "need_capability", lambda *args, **kwargs: None)
-    monkeypatch.setattr(peers, "import_deep_gemm", lambda device: None)
-
-
-@pytest.mark.parametrize("kind", PRODUCTS)
-@pytest.mark.parametrize("name", ("bf16", "tensorwise"))
-def test_peers_that_quantize_by_themselves_compute_the_same_product(name, kind, device):
-    torch.manual_seed(0)
-    product = Product(kind, 256, 384, 256)
-    *hp, a, b = product.make(torch.device(device))
-    peer = peers.product_peer(name, product, torch.device(device))
-    assert product_error(peer.run(*peer.prepare(*hp, a, b)), decoded(a), decoded(b)) < 0.1
-
-
-@pytest.mark.parametrize(
-    ("name", "shape", "message"),
-    (
-        ("cublaslt", (4097, 256, 256), "rows of 1x128 operands must be multiples of 4, got 4097"),
-        ("tensorwise", (64, 250, 256), "N and K must be multiples of 16, got 250, 256"),
-        ("deep_gemm", (4097, 256, 256), "rows of scales, for their copies by TMA, must be multiples of 4, got 4097"),
-    ),
-)
-def test_a_peer_says_what_it_cannot(name, shape, message, any_device):
-    with pytest.raises(Unavailable, match=message):
-        peers.product_peer(name, Product("output", *shape), CPU)
-
-
-@pytest.mark.parametrize("recipe", [recipe for recipe in bench_linear.RECIPES if recipe != "torchao"])
-def test_a_converted_layer_computes_what_bf16_does(recipe, any_device):
-    torch.manual_seed(0)
-    x, dy = (torch.randn(64, width, dtype=torch.bfloat16) for width in (128, 256))
-    x.requires_grad_()
-    expected = bench_linear.make_layer(shapes.Shape(64, 256, 128), "bf16", CPU).step(x, dy)
-    try:
-        got = bench_linear.make_layer(shapes.Shape(64, 256, 128), recipe, CPU).step(x, dy)
-    except (NotImplementedError, RuntimeError) as error:
-        pytest.skip(f"torchao has no {recipe} without a GPU: {error}")
-    assert max(relative_error(a, b) for a, b in zip(got, expected)) < bench_linear._BUDGETS[recipe]
-
-
 # --- parts ------------------------------------------------------------------------------------------------------------
 
 
@@ -212,6 +129,13 @@ def test_every_token_has_an_expert(routing, count):
     if count > 1:
         spread = (sizes.max() / sizes.float().mean()).item()
         assert {"balanced": spread < 1.1, "skewed": spread > 1.5, "empty": (sizes == 0).sum() >= count // 2}[routing]
+
+
+def test_a_floor_is_the_greater_of_bytes_and_operations():
+    ceilings = roofline.Ceilings(copy=4.0, bf16=800.0, fp8=1250.0)
+    assert ceilings.floor_us(4 * 10**12) == pytest.approx(1e6)
+    assert ceilings.floor_us(0, 80 * 10**12, "bf16") == pytest.approx(1e5)
+    assert ceilings.floor_us(8 * 10**6, 10**6) == pytest.approx(2.0)
 
 
 def test_errors_are_relative_to_what_was_expected(monkeypatch):

@@ -29,7 +29,7 @@ def left_out(content: dict, what: str) -> list[str]:
 
 # Benchmark -> its options, the columns that tell its rows apart, and their values.
 RUNS = {
-    bench_quantize: ("--recipes nvfp4 --only both transpose", "case", {"both", "transpose"}, 4),
+    bench_quantize: ("--recipes nvfp4 --only both transformed", "case", {"both", "transformed"}, 4),
     bench_fused: ("", "case", set(bench_fused.CASES), 2 * len(bench_fused.CASES)),
     bench_permute: ("", "operation", set(bench_permute.OPERATIONS), len(bench_permute.OPERATIONS)),
     bench_matmul: ("", "product", set(bench_matmul.KINDS), 2 * len(bench_matmul.KINDS)),
