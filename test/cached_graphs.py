@@ -7,8 +7,6 @@ graphs were found, and how many were looked for in vain. Layers are bare product
 no code, so results are the same bits.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

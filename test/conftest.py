@@ -8,8 +8,6 @@ With one, and many cores, where ranks and what needs one GPU are better kept apa
 -m "gpu or device" leaves out all that is the same on a machine without one.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import itertools

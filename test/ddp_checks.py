@@ -1,7 +1,5 @@
 """Checks of models under DistributedDataParallel on each rank: eager, and compiled, where buckets split the graph."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 

@@ -1,7 +1,5 @@
 """Models of every layer here, converted or not, for tests of what PyTorch's tools see; and a count of their FLOPs."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

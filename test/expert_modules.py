@@ -1,7 +1,5 @@
 """Modules of experts that tests convert, and what their filters find."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from helpers import weight

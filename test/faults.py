@@ -8,8 +8,6 @@ is turned around, or a call is left out. It is put into a copy of the repository
 first one that fails, which is printed. A fault that survives needs a test, or changes nothing: look at it.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import copy

@@ -1,7 +1,5 @@
 """The Hopper kernel of plain and grouped GEMMs for tests: its builds and operands, launched or simulated."""
 
-from __future__ import annotations
-
 import functools
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Which simulated partition of a Gluon kernel runs next: one at a time, in an order that a seed decides."""
 
-from __future__ import annotations
-
 import random
 import threading
 from collections.abc import Callable

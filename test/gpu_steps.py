@@ -1,7 +1,5 @@
 """Steps on a GPU that must not wait for it, CUDA graphs of them, and comparison of a captured step with eager ones."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 

@@ -1,7 +1,5 @@
 """Tokens in groups and their quantized copies for tests: each group compared with the same tokens by themselves."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

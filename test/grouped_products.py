@@ -1,7 +1,5 @@
 """GEMMs of groups for tests of ops.grouped_matmul, or of one group: operands, routings, and each group by itself."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from product_budgets import accumulation_unit, assert_within_budget, pair_id

@@ -1,7 +1,5 @@
 """Recipes, quantized tensors, models and GEMMs by hand for tests of tensors, layers and conversion."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import io

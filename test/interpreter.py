@@ -1,7 +1,5 @@
 """Triton's interpreter does again and again what it could do once: here it does it once, with the same results."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import threading

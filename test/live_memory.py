@@ -1,7 +1,5 @@
 """What lives while a layer runs, operation by operation, on any device, without an allocator."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 from unittest import mock
 

@@ -4,8 +4,6 @@ Also the one place that knows how to see launches of kernels, and how warnings t
 Tests ask for the fixture `machine`, and ranks and worker processes for `without_interpreter`.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import pytest

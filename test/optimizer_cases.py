@@ -3,8 +3,6 @@
 A case trains plain weights and converted ones with the same gradients, and compares the results bit for bit.
 """
 
-from __future__ import annotations
-
 import contextlib
 import pkgutil
 import re

@@ -1,7 +1,5 @@
 """How far products may be from the fp64 product of what their operands decode to: worked out, not measured."""
 
-from __future__ import annotations
-
 import torch
 
 from torchao_blockwise import ops

@@ -1,7 +1,5 @@
 """Products of a model in low precision, composed by hand: what a converted model must equal, bit for bit."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from helpers import linear_by_hand

@@ -1,7 +1,5 @@
 """Formats, shapes and inputs for tests of ops.quantize, and kernels against the reference."""
 
-from __future__ import annotations
-
 import math
 from types import MappingProxyType
 

@@ -1,7 +1,5 @@
 """Quantized tensors of every kind for tests, and their comparison."""
 
-from __future__ import annotations
-
 import pytest
 from torch import nn
 

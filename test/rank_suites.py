@@ -8,8 +8,6 @@ A suite is a module with
 - ranks_of(*case), if a case may take only the first ranks of the pool; on_gpus(*case), if it may run on GPUs.
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Iterable
 

@@ -4,8 +4,6 @@ Ranks compute on the CPU and talk over gloo. With TORCHAO_BLOCKWISE_TEST_DEVICE=
 there are GPUs run on those, one a rank, over NCCL; all others are skipped.
 """
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import faulthandler

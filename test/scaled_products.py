@@ -5,8 +5,6 @@ those of aten/src/ATen/native/cuda/ScaledBlas.cpp and GroupedBlas.cpp, and of th
 gemm/cutlass/grouped_common.cuh).
 """
 
-from __future__ import annotations
-
 import torch
 from torch.nn.functional import ScalingType, SwizzleType
 

@@ -1,7 +1,5 @@
 """What tests of shards share: splits of tensors over ranks, buffers with canaries, and the cast of a split by hand."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

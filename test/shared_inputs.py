@@ -1,7 +1,5 @@
 """A fused module for tests, and a count of quantizations."""
 
-from __future__ import annotations
-
 import collections
 
 import torch

@@ -1,7 +1,5 @@
 """A default device or dtype changes nothing: every tensor is made on a device that is named."""
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import subprocess

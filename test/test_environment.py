@@ -1,7 +1,5 @@
 """Other packages and folders that are old, missing or broken: a sentence says so where it matters."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import warnings

@@ -1,7 +1,5 @@
 """Who may import whom (design.md, "Folders"), where private names of others live, and what an import pulls in."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import importlib

@@ -1,7 +1,5 @@
 """The public names: what `import torchao_blockwise` offers is listed here; listed names exist and are documented."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 import inspect

@@ -1,7 +1,5 @@
 """Each public name has an example in the reference, and it prints what it says."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The parts of the site: public names, errors and tutorials have their places; docstrings keep their text."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import inspect

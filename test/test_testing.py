@@ -1,7 +1,5 @@
 """The helpers that tests lean on: they see what they should, and fail when they should."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

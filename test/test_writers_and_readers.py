@@ -5,8 +5,6 @@ those of a fresh conversion of the same values, bit for bit. Writers and readers
 `distributed/fsdp_life_checks.py`.
 """
 
-from __future__ import annotations
-
 import copy
 
 import pytest

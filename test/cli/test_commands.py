@@ -1,7 +1,5 @@
 """`python -m torchao_blockwise`: help, exit codes, wrong input in one sentence, and JSON."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """`convert` and `verify`: checkpoints on disk, quantized and compared."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

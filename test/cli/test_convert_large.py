@@ -1,7 +1,5 @@
 """Checkpoints with as many layers, files and tensors as DeepSeek-V3's: work a tensor, and memory, do not grow."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

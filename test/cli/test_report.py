@@ -1,7 +1,5 @@
 """`report`: a Hugging Face model on the meta device, converted and fused as asked for."""
 
-from __future__ import annotations
-
 import json
 import os
 

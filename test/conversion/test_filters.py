@@ -1,7 +1,5 @@
 """Filters: what they accept, how they compose, the reasons that they leave, and what `quantize_` warns of."""
 
-from __future__ import annotations
-
 import warnings
 
 import pytest

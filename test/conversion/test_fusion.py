@@ -1,7 +1,5 @@
 """fuse: known attention and MLPs share inputs with bitwise identical results; others are reported and not changed."""
 
-from __future__ import annotations
-
 import types
 
 import pytest

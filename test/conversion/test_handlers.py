@@ -1,7 +1,5 @@
 """`quantize_` with our configs: what changes, what stays, and that a model is converted whole or not at all."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 

@@ -1,7 +1,5 @@
 """`recommended_layers`: what it leaves out of language models, mixtures of experts and vision models, and why."""
 
-from __future__ import annotations
-
 import copy
 import re
 

@@ -1,7 +1,5 @@
 """Layers that cannot be converted, and mistakes in calls: the error says what to write instead, nothing is changed."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import pickle

@@ -1,7 +1,5 @@
 """The conversion report and the dry run that predicts it."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """State dicts: plain high-precision tensors under the original names, in both directions, and values that they hold."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from expert_modules import Model

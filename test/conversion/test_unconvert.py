@@ -1,7 +1,5 @@
 """unconvert: the plain model again, bit for bit, in the same objects."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """BlockFormat: the registry and the grids. test/ops/test_extending.py makes a new one, which runs at once."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

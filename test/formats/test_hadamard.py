@@ -1,7 +1,5 @@
 """The random Hadamard transform: an orthogonal matrix, in the order of sums that is specified."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -3,8 +3,6 @@
 Nothing of the package's arithmetic is used here: numbers are rounded by exact tables in fp64, fp32 steps are numpy's.
 """
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

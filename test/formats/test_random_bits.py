@@ -1,7 +1,5 @@
 """Philox, the bytes of blocks, and rounding by them: known answers, and neighbors by each of the 256 bytes."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import pytest

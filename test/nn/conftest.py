@@ -1,7 +1,5 @@
 """Layers are computed by the reference on a CPU, except where kernels are tested."""
 
-from __future__ import annotations
-
 import pytest
 
 

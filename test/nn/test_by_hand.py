@@ -1,7 +1,5 @@
 """Layers are the operations that they promise, bit for bit: results and gradients, every shape, dtype and recipe."""
 
-from __future__ import annotations
-
 import grouped_products
 import pytest
 import torch

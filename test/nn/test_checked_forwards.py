@@ -1,7 +1,5 @@
 """Modules that override forward: the first call in each mode checks that a GEMM with each weight ran."""
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import pickle

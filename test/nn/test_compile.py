@@ -1,7 +1,5 @@
 """torch.compile: one graph forward and one backward, the same bits, no recompilation when token counts change."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from every_layer import CONFIGS, every_model, make

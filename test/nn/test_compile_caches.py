@@ -1,7 +1,5 @@
 """Inductor's caches on disk: a process finds graphs of its recipe and of this very package, and no others."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

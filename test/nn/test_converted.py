@@ -1,7 +1,5 @@
 """The class of a converted layer: the layer's own in all but its forward pass."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 

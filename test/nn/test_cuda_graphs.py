@@ -1,7 +1,5 @@
 """Ways to replay training from CUDA graphs: each step has the bits of an eager one, and sees the weights of then."""
 
-from __future__ import annotations
-
 import contextlib
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """DistributedDataParallel: gradients of a converted model are averaged over ranks, like those of any model."""
 
-from __future__ import annotations
-
 import pytest
 import rank_suites
 import torch

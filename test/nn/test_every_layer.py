@@ -1,7 +1,5 @@
 """The promises of all layers: the same bits whatever the options, the order of passes, compiled and checkpointed."""
 
-from __future__ import annotations
-
 import collections
 
 import pytest

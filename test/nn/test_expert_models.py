@@ -3,8 +3,6 @@
 They need `pip install -e .[models]`, which the other tests do not.
 """
 
-from __future__ import annotations
-
 import contextlib
 from dataclasses import replace
 from unittest import mock

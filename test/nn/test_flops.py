@@ -1,7 +1,5 @@
 """`FlopCounterMode` counts of a converted model what it counts of the model before."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from every_layer import CONFIGS, counting, every_model, flops, make, tokens

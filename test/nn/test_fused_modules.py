@@ -1,7 +1,5 @@
 """Fused modules: layers that share their input, MLPs that quantize SwiGLU as they compute it; bits of unfused ones."""
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import copy

@@ -1,7 +1,5 @@
 """Layers on a GPU: inductor, copies to the host, memory that a step leaves, malformed ends of groups."""
 
-from __future__ import annotations
-
 import contextlib
 
 import pytest

@@ -1,7 +1,5 @@
 """The grouped linear layer: every call that comes here, casts, noise, quantized Parameters and refusals."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """Layers by kernels, interpreted on a machine without a GPU: results of the reference, tables of groups once a step."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from every_layer import every_model, make, tokens

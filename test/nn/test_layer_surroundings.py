@@ -1,7 +1,5 @@
 """Every layer where others observe it, hold its weights in a buffer, or change them between forward and backward."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from every_layer import CONFIGS, every_model, make, tokens

@@ -1,7 +1,5 @@
 """The linear layer: no features, quantized Parameters, and what it refuses."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

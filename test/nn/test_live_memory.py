@@ -1,7 +1,5 @@
 """Live memory of a step: nothing that no later operation reads, and the bytes that are saved for backward."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from every_layer import CONFIGS, Halves, make, tokens

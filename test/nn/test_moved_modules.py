@@ -1,7 +1,5 @@
 """`model.bfloat16()`, `.to(..)` and the like on converted models: as on plain ones, or not at all."""
 
-from __future__ import annotations
-
 import copy
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """NormLinear: the gradient of the norm, layers made of modules, and wrong use."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """nn.permute and nn.unpermute: gradients by autograd's own formulas, under torch.compile, and what is saved."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

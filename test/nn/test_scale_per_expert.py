@@ -1,7 +1,5 @@
 """Experts with separate tensor scales: what one computes does not depend on the others, and what cannot be."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from helpers import PER_EXPERT, assert_same, converted, replace

@@ -1,7 +1,5 @@
 """`sac_save_list`: products are not run again, bits stay, and no more is saved than of an unconverted model."""
 
-from __future__ import annotations
-
 import collections
 import functools
 

@@ -1,7 +1,5 @@
 """Layers that round gradients stochastically: which random bits they take, however and wherever they run."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """SwiGLUExperts: weights of several recipes, in high precision, in a whole mixture, and refusals."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

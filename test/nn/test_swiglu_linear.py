@@ -1,7 +1,5 @@
 """swiglu_linear and SwiGLUMLP: weights of other kinds, autocast, layers made of modules, and wrong inputs."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """Operations of tests, which `define` makes in a separate namespace; and memory between guards."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """Backends: names, the choice between implementations, the one warning, refusals."""
 
-from __future__ import annotations
-
 import types
 import warnings
 

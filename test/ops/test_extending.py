@@ -1,7 +1,5 @@
 """docs/extending.md: its files and examples are run, and what they compute is compared with the format's definition."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import importlib

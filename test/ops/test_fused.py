@@ -1,7 +1,5 @@
 """Norms, SwiGLU and its gradients: their accuracy, their bits, and those of copies that are made in the same pass."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

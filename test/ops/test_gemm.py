@@ -1,7 +1,5 @@
 """ops.matmul and ops.grouped_matmul against the fp64 product of the decoded operands, within an error budget."""
 
-from __future__ import annotations
-
 import importlib
 
 import pytest

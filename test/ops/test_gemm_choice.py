@@ -1,7 +1,5 @@
 """Backends of plain and grouped GEMMs: what each takes and why not the rest, AUTO's order on each GPU, and when."""
 
-from __future__ import annotations
-
 import dataclasses
 import sys
 from types import SimpleNamespace

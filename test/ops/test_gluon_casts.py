@@ -3,8 +3,6 @@
 Without a GPU they run in Triton's interpreter (interpreted_gluon.py).
 """
 
-from __future__ import annotations
-
 import itertools
 from types import MappingProxyType
 

@@ -1,7 +1,5 @@
 """The Hopper kernel of plain and grouped GEMMs, simulated on any machine and as it is; the choice of its build."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

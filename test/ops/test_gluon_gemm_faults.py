@@ -4,8 +4,6 @@ Faults of each kind show that the simulator looks for them: in some order each m
 rows, columns and groups need no special order: test_gluon_gemm.py sees them.
 """
 
-from __future__ import annotations
-
 import contextlib
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """Ends and tables of groups against loops over the groups; operations that are given them; tables that are refused."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from grouped_copies import int32

@@ -1,7 +1,5 @@
 """PyTorch's GEMMs, cuBLASLt's and of groups CUTLASS's: what they are handed against index formulas, and on a GPU."""
 
-from __future__ import annotations
-
 import pytest
 import scaled_products
 import torch

@@ -1,7 +1,5 @@
 """NVFP4 products of operands that are decoded to bf16 first: the decoding, the scaling, and both around cuBLAS."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -3,8 +3,6 @@
 The library itself runs on Hopper alone; elsewhere a function that decodes its arguments stands in its place.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import subprocess

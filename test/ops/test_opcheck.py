@@ -1,7 +1,5 @@
 """Each op through `torch.library.opcheck`. Compiled layers: test/nn/test_every_layer.py."""
 
-from __future__ import annotations
-
 import contextlib
 
 import pytest

@@ -1,7 +1,5 @@
 """ops.permute and ops.unpermute: sorted by hand, bits of each backend, every routing, gradients, no sync."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from gpu_steps import capture, no_syncs

@@ -1,7 +1,5 @@
 """ops.quantize and ops.dequantize: kernels against the reference, invariants, special values, any number of tokens."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings

@@ -1,7 +1,5 @@
 """ops.quantize and SwiGLU of tokens in groups: each group as if quantized by itself, and nothing else written."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -6,8 +6,6 @@ the formula in formats/test_numerics.py, which is TransformerEngine's. Groups an
 are quantized one by one in test_quantize_groups.py.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from quantize_cases import LARGEST, nvfp4_input

@@ -1,7 +1,5 @@
 """Transformed and stochastically rounded copies: what they are, and parts against the whole."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from quantize_cases import BOTH, ROUNDING, assert_same, backends

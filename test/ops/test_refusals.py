@@ -1,7 +1,5 @@
 """Refusals of operations, with their words: what is wrong, what was given, how to fix it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from expecttest import assert_expected_inline

@@ -1,7 +1,5 @@
 """Flat shards: quantized apart they are bitwise identical to the whole, for every split, and touch nothing else."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import warnings

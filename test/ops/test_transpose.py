@@ -1,7 +1,5 @@
 """ops.transpose: exact, involutive, equal to quantizing the transpose; refusals."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings

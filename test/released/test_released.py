@@ -3,8 +3,6 @@
 An option that is gone is ignored at its default; a file that has another value is refused, with what to do instead.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import json

@@ -6,8 +6,6 @@ Run it once per release, with the released code, and add the folder. What later 
 folders.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """Tensors are computed by the reference on a CPU."""
 
-from __future__ import annotations
-
 import pytest
 
 

@@ -1,7 +1,5 @@
 """Training configs: defaults, every refusal, and the round trip through torchao's dict."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import inspect

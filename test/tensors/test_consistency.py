@@ -1,7 +1,5 @@
 """Parts of quantized tensors that do not fit each other are refused, wherever a tensor is made of them."""
 
-from __future__ import annotations
-
 import collections
 import copy
 import io

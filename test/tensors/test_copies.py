@@ -1,7 +1,5 @@
 """Copies and files of weights: deepcopy, pickle and torch.save, also of values that begin inside a storage."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import pickle

@@ -1,7 +1,5 @@
 """MasterWeightTensor: to optimizers, initializers and state dicts it is the high-precision tensor that it holds."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from expecttest import assert_expected_inline

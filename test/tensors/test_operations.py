@@ -1,7 +1,5 @@
 """Operations on master weights: no GEMM runs in high precision unseen, a copy or a view is a weight again."""
 
-from __future__ import annotations
-
 import warnings
 
 import pytest

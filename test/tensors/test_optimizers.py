@@ -1,7 +1,5 @@
 """Steps of optimizers on master weights: values and graph breaks of plain weights, and what docs/optimizers.md says."""
 
-from __future__ import annotations
-
 import inspect
 
 import optimizer_cases

@@ -1,7 +1,5 @@
 """Quantized tensors: their values and bytes, copies, moves, casts, views, and refusals that name a remedy."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """QuantizedShard: the rows of a quantized weight that one rank holds, without ranks."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

@@ -1,7 +1,5 @@
 """TransposedWeight: experts as grouped products ask for them, exact in all else; and the source of a cast."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

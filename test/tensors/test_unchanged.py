@@ -1,7 +1,5 @@
 """`weights_unchanged`: each weight is quantized once inside, changes raise, and nothing is left behind."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import importlib

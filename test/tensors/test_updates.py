@@ -1,7 +1,5 @@
 """Updates of weights: by operations of other libraries, by a rule; of quantized ones by adapters."""
 
-from __future__ import annotations
-
 import pickle
 
 import pytest

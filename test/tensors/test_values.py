@@ -1,7 +1,5 @@
 """Code that reads a weight's memory directly: it gets a master weight's values, and only a quantized one's address."""
 
-from __future__ import annotations
-
 import copy
 from concurrent.futures import Future
 
