@@ -5,12 +5,11 @@ import functools
 import threading
 
 import triton.language as tl
-from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
 
 def install() -> None:
-    """Launches patch Triton's language once and not at every call of a device function; types are made once.
+    """Launches patch Triton's language once and not at every call of a device function.
 
     Checks of integers for overflow, of which Triton looks at the result in debug mode alone, are not computed.
     """
@@ -21,9 +20,6 @@ def install() -> None:
         builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
     for name, place in (("create_masked_load", 0), ("create_masked_store", 1)):
         setattr(type(builder), name, _masked_by_booleans(getattr(type(builder), name), place))
-    tl.block_type.__init__ = _blocks_made_once(tl.block_type.__init__)
-    tl.tensor.__init__ = _tensors_of_a_type_alike(tl.tensor.__init__)
-    TritonSemantic.broadcast_impl_value = _broadcasting(TritonSemantic.broadcast_impl_value)
 
 
 def _masked_by_booleans(function, place: int):
@@ -77,47 +73,6 @@ def _once_an_element(np_dtype):
         return found[name]
 
     return np_dtype_of
-
-
-def _blocks_made_once(init):
-    """Types of blocks of one shape have the same parts, but for the element's type, which pointers make anew."""
-    made: dict = {}
-
-    def __init__(self, element_ty, shape):
-        key = element_ty.name, *[size.value if type(size) is tl.constexpr else size for size in shape]
-        if key not in made:
-            init(self, element_ty, shape)
-            made[key] = dict(vars(self))
-        else:
-            vars(self).update(made[key], element_ty=element_ty)
-
-    return __init__
-
-
-def _tensors_of_a_type_alike(init):
-    """Tensors whose types have one name have the same shape, as Triton's language sees it."""
-    made: dict = {}
-
-    def __init__(self, handle, type):
-        if type.name not in made:
-            init(self, handle, type)
-            made[type.name] = {name: value for name, value in vars(self).items() if name in ("shape", "numel")}
-        else:
-            vars(self).update(made[type.name], handle=handle, type=type, dtype=type.scalar)
-
-    return __init__
-
-
-def _broadcasting(broadcast):
-    """Blocks of one shape are as they are to be."""
-
-    def broadcast_impl_value(self, lhs, rhs):
-        types = lhs.type, rhs.type
-        if all(type(of) is tl.block_type for of in types) and types[0].shape.values == types[1].shape.values:
-            return lhs, rhs
-        return broadcast(self, lhs, rhs)
-
-    return broadcast_impl_value
 
 
 @functools.cache
