@@ -1,12 +1,4 @@
-"""Shared set-up: on a machine without a GPU, Triton kernels run in Triton's interpreter.
-
-With one, and many cores, where ranks and what needs one GPU are better kept apart:
-
-    pytest -n 16 --dist loadgroup --ignore test/distributed
-    pytest -n 4 --dist loadgroup test/distributed
-
--m "gpu or device" leaves out all that is the same on a machine without one.
-"""
+"""Shared set-up: on a machine without a GPU, Triton kernels run in Triton's interpreter."""
 
 import contextlib
 import gc
@@ -177,6 +169,14 @@ def no_interpreter():
     with pytest.MonkeyPatch.context() as patch:
         without_interpreter(patch)
         yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def by_the_reference(request):
+    """On a CPU the reference computes tensors, layers and models, except where kernels are tested."""
+    computed = {"tensors", "nn", "conversion", "cli", "released"}
+    if request.path.parent.name in computed and request.path.stem not in ("test_kernels", "test_permute"):
+        request.getfixturevalue("no_interpreter")
 
 
 @pytest.fixture

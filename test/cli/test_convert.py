@@ -14,7 +14,6 @@ from torchao_blockwise.cli import convert, main
 from torchao_blockwise.testing import assert_bitwise_equal
 
 transformers = pytest.importorskip("transformers", "5.0")
-pytestmark = pytest.mark.usefixtures("no_interpreter")
 
 
 def model_of(kind: str):

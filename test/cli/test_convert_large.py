@@ -15,8 +15,6 @@ from torchao_blockwise.cli import convert, main
 
 transformers = pytest.importorskip("transformers", "5.0")
 pytest.importorskip("safetensors.torch")
-pytestmark = pytest.mark.usefixtures("no_interpreter")
-
 LAYERS, DENSE, FILES, SHARD = 61, 3, 163, 2**16
 # One block a weight: the numbers of tensors and files are those of the model, not their sizes.
 SMALL = {

@@ -10,8 +10,6 @@ from torchao_blockwise.cli import main
 from torchao_blockwise.cli.inputs import meta_model
 
 transformers = pytest.importorskip("transformers")
-pytestmark = pytest.mark.usefixtures("no_interpreter")
-
 SIZES = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2}
 CONFIGS = {

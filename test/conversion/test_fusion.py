@@ -14,7 +14,7 @@ from torchao_blockwise import conversion_report, fuse, fusion_report, skip_fqns,
 from torchao_blockwise.conversion.fusion import FUSED, UNFUSED
 from torchao_blockwise.nn.fused_modules import FusedModule
 
-pytestmark = pytest.mark.usefixtures("no_interpreter", "fresh_dynamo")
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 SIZES = {"hidden_size": 64, "head_dim": 16, "intermediate_size": 160, "moe_intermediate_size": 32}
 # {what: (family, own options, modules that are fused: attention of two layers; MLPs, dense and shared by all tokens)}

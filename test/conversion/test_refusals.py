@@ -33,8 +33,6 @@ from torchao_blockwise import (
 )
 from torchao_blockwise.conversion import convert_module
 
-pytestmark = pytest.mark.usefixtures("no_interpreter")
-
 
 class OwnParameter(nn.Parameter):
     pass

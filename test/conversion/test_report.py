@@ -25,8 +25,6 @@ from torchao_blockwise import (
 from torchao_blockwise.conversion.report import human_bytes
 from torchao_blockwise.nn import SwiGLUExperts
 
-pytestmark = pytest.mark.usefixtures("no_interpreter")
-
 
 def test_text():
     model = ExpertModel()

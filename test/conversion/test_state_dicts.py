@@ -34,8 +34,6 @@ from torchao_blockwise.distributed import MasterWeightOptimizer
 from torchao_blockwise.tensors.state_values import plain_values
 from torchao_blockwise.testing import assert_bitwise_equal
 
-pytestmark = pytest.mark.usefixtures("no_interpreter")
-
 
 class Nested(nn.Module):
     def __init__(self):

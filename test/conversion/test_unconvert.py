@@ -13,8 +13,6 @@ from torchao_blockwise import MasterWeightTensor, linears_and_experts, unconvert
 from torchao_blockwise.distributed import MasterWeightOptimizer
 from torchao_blockwise.testing import assert_bitwise_equal
 
-pytestmark = pytest.mark.usefixtures("no_interpreter")
-
 
 def train(model, optimizer, steps: int = 2) -> torch.Tensor:
     for step in range(steps):

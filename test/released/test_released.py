@@ -31,7 +31,6 @@ from torchao_blockwise.integrations.options import parse
 from torchao_blockwise.tensors import config as configs
 from torchao_blockwise.testing import sqnr
 
-pytestmark = pytest.mark.usefixtures("no_interpreter")
 HERE = Path(__file__).parent
 
 
