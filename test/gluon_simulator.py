@@ -17,12 +17,10 @@ Layouts, registers, bank conflicts, proxies' fences and speed are beyond it.
 from __future__ import annotations
 
 import functools
-import importlib.util
 import random
 import threading
 import types
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 from gluon_memories import Barrier, Barriers, Descriptor, Pointer, Shared, SimulationError
@@ -282,15 +280,3 @@ class Launcher:
 
     def multiprocessors(self, device) -> int:
         return self.programs
-
-
-def with_fault(module, old: str, new: str, folder: Path):
-    """A copy of `module` whose source has `new` in the one place of `old`."""
-    source = Path(module.__file__).read_text()
-    assert source.count(old) == 1, "what the fault replaces is no longer there, or several times"
-    path = folder / "copied.py"
-    path.write_text(source.replace(old, new))
-    spec = importlib.util.spec_from_file_location("copied", path)
-    copied = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(copied)
-    return copied

@@ -1,6 +1,7 @@
 """The Hopper kernel of plain and grouped GEMMs, simulated on any machine and as it is; the choice of its build."""
 
 import functools
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -149,6 +150,36 @@ def test_any_order_of_the_partitions_gives_the_same_bits(simulated, programs, se
     of, wanted = in_one_order(kind)
     simulated.programs, simulated.seed = programs, 1000 * (seed + 1)
     assert torch.equal(product(of, torch.bfloat16), wanted)
+
+
+class Trial(NamedTuple):
+    """GEMMs and a build for which every fault of synchronization that was tried shows in one of these orders."""
+
+    kinds: tuple[str, ...] = ("m", "k")
+    build: str = "256x128"
+    # Few, so that the ring goes round often.
+    programs: int = 2
+    routing: str | tuple = ((33, 0, 129), 100)
+    sizes: tuple[tuple[int, int], ...] = ((200, 520),)  # n, k
+    seeds: int = 6
+
+
+TRIALS = {
+    # More blocks than stages, several tiles a program, with and without copies of the output.
+    "plain": Trial(("one_row",), programs=1, routing=((500,), 0), sizes=((256, 2000), (257, 2000)), seeds=5),
+    "grouped": Trial(),
+    "decoded": Trial(("decoded_m", "decoded_k"), routing=((70, 0, 130, 16, 96), 40), seeds=4),
+    "one wave": Trial(build="128x128"),
+    "whole": Trial(routing="whole"),
+}
+
+
+@pytest.mark.parametrize("trial", TRIALS.values(), ids=TRIALS)
+def test_any_order_of_the_partitions_is_right(simulated, trial):
+    simulated.programs = trial.programs
+    for of in (case(kind, trial.routing, n, k) for kind in trial.kinds for n, k in trial.sizes):
+        for simulated.seed in range(trial.seeds):
+            assert_close_to_each_group(of, product(of, torch.bfloat16, trial.build), "gluon")
 
 
 @kinds
