@@ -5,6 +5,31 @@ import itertools
 
 import kernel_builds
 import pytest
+import torch
+
+from torchao_blockwise.formats import (
+    E4M3,
+    FORMATS,
+    FP8_1X128,
+    FP8_128X128,
+    NVFP4_1X16,
+    NVFP4_16X16,
+    CastOptions,
+    Groups,
+    Place,
+    hadamard_number,
+)
+from torchao_blockwise.ops.fused import Norm
+from torchao_blockwise.ops.fused import kernels_gluon as fused_gluon
+from torchao_blockwise.ops.fused import kernels_triton as fused_triton
+from torchao_blockwise.ops.gemm import kernels_decode as decode
+from torchao_blockwise.ops.groups.permutation import MAX_EXPERTS
+from torchao_blockwise.ops.groups.permutation import kernels_triton as permute
+from torchao_blockwise.ops.groups.tables.layout import FIELDS, layout_of
+from torchao_blockwise.ops.quantization import kernels_amax, kernels_chunks, kernels_gluon, kernels_triton
+from torchao_blockwise.ops.shards import kernels_triton as shards
+from torchao_blockwise.ops.shards.flat import Shards, shard_entries
+from torchao_blockwise.ops.transposition import kernels_triton as transpose
 
 BOTH = {"rowwise": True, "columnwise": True}
 COLUMNWISE = {"rowwise": False, "columnwise": True}
@@ -21,21 +46,11 @@ def words_of(name, m, k, dtype, options, groups=0) -> str:
 
 
 def groups_of(count):
-    import torch
-
-    from torchao_blockwise.formats import Groups
-
     return Groups(torch.zeros(count, dtype=torch.int32)) if count else None
 
 
 def cases(target: int):
     """(label, call of a launcher) for every variant of every kernel."""
-    import torch
-
-    from torchao_blockwise.formats import NVFP4_1X16, NVFP4_16X16
-    from torchao_blockwise.ops.gemm import kernels_decode as decode
-    from torchao_blockwise.ops.quantization import kernels_amax as amax
-
     # Quantizing needs conversions to e4m3 in hardware.
     if target >= 89:
         yield from _quantize_cases()
@@ -45,7 +60,7 @@ def cases(target: int):
     yield from _transpose_cases()
     for dtype in (torch.bfloat16, torch.float32):
         x = torch.zeros(512, 1024, dtype=dtype)
-        yield f"tensor_amax {str(dtype)[6:]}", functools.partial(amax.tensor_amax_bits, x, None, False)
+        yield f"tensor_amax {str(dtype)[6:]}", functools.partial(kernels_amax.tensor_amax_bits, x, None, False)
     # Blackwell multiplies NVFP4 as it is.
     if target < 100:
         pair = kernel_builds.operand(NVFP4_1X16, 512, 64), kernel_builds.operand(NVFP4_16X16, 256, 64)
@@ -58,24 +73,15 @@ def cases(target: int):
 
 def _quantize(name, fmt, m, k, dtype=None, groups=0, own=False, key=None, place=None, **options):
     """own: whether each group has its tensor scale."""
-    import torch
-
-    from torchao_blockwise.formats import CastOptions
-    from torchao_blockwise.ops.quantization import kernels_triton as kernels
-
     dtype = dtype or torch.bfloat16
     bits = torch.ones(groups if own else ()).view(torch.int32) if fmt.has_global_scale else None
     cast = CastOptions(fmt, scale_per_group=own, **options)
     label = words_of(f"{name} {fmt.name}", m, k, dtype, options, groups) + " scales" * own
     x = torch.zeros(m, k, dtype=dtype)
-    return label, lambda: kernels.quantize(x, bits, cast, groups_of(groups), key, place)
+    return label, lambda: kernels_triton.quantize(x, bits, cast, groups_of(groups), key, place)
 
 
 def _quantize_cases():
-    import torch
-
-    from torchao_blockwise.formats import E4M3, FORMATS, FP8_1X128, NVFP4_1X16
-
     f32, squares = torch.float32, {**BOTH, "columnwise_format_name": "fp8_128x128"}
     for fmt in FORMATS.values():
         of = functools.partial(_quantize, "quantize", fmt)
@@ -97,18 +103,13 @@ def _quantize_cases():
 
 
 def _gluon_cases():
-    import torch
-
-    from torchao_blockwise.formats import FP8_1X128, CastOptions
-    from torchao_blockwise.ops.quantization import kernels_gluon as kernels
-
     def case(name, m, k, dtype=torch.bfloat16, warps=None, groups=0, **options):
         def launch():
             with pytest.MonkeyPatch.context() as patch:
                 if warps:
-                    patch.setattr(kernels, "BOTH", (128, warps))
+                    patch.setattr(kernels_gluon, "BOTH", (128, warps))
                 cast = CastOptions(FP8_1X128, **options)
-                kernels.quantize(torch.zeros(m, k, dtype=dtype), None, cast, groups_of(groups))
+                kernels_gluon.quantize(torch.zeros(m, k, dtype=dtype), None, cast, groups_of(groups))
 
         return words_of(f"quantize {name}", m, k, dtype, options, groups) + f" warps{warps}", launch
 
@@ -124,11 +125,6 @@ def _gluon_cases():
 
 def _random_cases():
     """Transforms and random bits, with the amaxes that they need."""
-    import torch
-
-    from torchao_blockwise.formats import NVFP4_1X16, Place, hadamard_number
-    from torchao_blockwise.ops.quantization import kernels_amax, kernels_chunks
-
     number, key, amax_bits = hadamard_number(True), torch.zeros(4, dtype=torch.int64), kernels_amax.tensor_amax_bits
     for groups in (8, 256):
         x, of = torch.zeros(512, 1024, dtype=torch.bfloat16), groups_of(groups)
@@ -152,12 +148,6 @@ def _random_cases():
 
 
 def _fused_cases():
-    import torch
-
-    from torchao_blockwise.formats import FP8_1X128, CastOptions, Groups
-    from torchao_blockwise.ops.fused import Norm, kernels_gluon, kernels_triton
-    from torchao_blockwise.ops.groups.tables.layout import FIELDS, layout_of
-
     bf16, f16, f32 = torch.bfloat16, torch.float16, torch.float32
     squares = {**BOTH, "columnwise_format_name": "fp8_128x128"}
 
@@ -165,7 +155,7 @@ def _fused_cases():
         x, row, vector = (torch.zeros(*shape, dtype=x_dtype or dtype) for shape in ((m, k), (m,), (k,)))
         row = row.float()
         if kind == "rms":
-            of = Norm(x, vector if by is kernels_triton else vector.float(), None, None, row, dtype)
+            of = Norm(x, vector if by is fused_triton else vector.float(), None, None, row, dtype)
         else:
             of = Norm(x, vector, vector, row, row, dtype)
         words = words_of(f"{by.__name__.rpartition('_')[2]} {kind}", m, k, dtype, options)
@@ -179,7 +169,7 @@ def _fused_cases():
         dh, (gate, up) = torch.zeros(m, h, dtype=dtype), torch.zeros(m, 2 * h, dtype=dtype).chunk(2, 1)
         words = words_of(by.__name__.rpartition("_")[2], m, h, dtype, options, groups)
         of, cast = groups_of(groups), CastOptions(FP8_1X128, **options)
-        if groups and by is kernels_gluon:
+        if groups and by is fused_gluon:
             # With their tables, which another kernel makes.
             entries = layout_of(m, groups, FP8_1X128.block[1]).length
             of = Groups(of.ends, torch.zeros(entries, FIELDS, dtype=torch.int32))
@@ -191,7 +181,7 @@ def _fused_cases():
             yield f"swiglu {words}", lambda: by.swiglu(gate, up)
             yield f"swiglu_backward {words}", lambda: by.swiglu_backward(dh, gate, up)
 
-    by = kernels_triton
+    by = fused_triton
     for m, k, dtype in ((512, 1024, bf16), (512, 1024, f32), (300, 500, bf16)):
         for kind in ("rms", "layer"):
             yield from norm(by, kind, m, k, dtype, values=True)
@@ -211,7 +201,7 @@ def _fused_cases():
         yield from swiglu(by, m, k, groups=8)
     yield from swiglu(by, 512, 1024, f32, 8)
 
-    by = kernels_gluon
+    by = fused_gluon
     for copies, kind in itertools.product((COLUMNWISE, BOTH), ("rms", "layer")):
         yield from norm(by, kind, 512, 1024, **copies)
     yield from norm(by, "rms", 512, 1024, **squares)
@@ -231,9 +221,6 @@ def _fused_cases():
 
 
 def _transpose_cases():
-    from torchao_blockwise.formats import FP8_128X128, NVFP4_16X16
-    from torchao_blockwise.ops.transposition import kernels_triton as transpose
-
     tiles = transpose._QUADS_TILES
     large = {0: tiles[max(tiles)]}
 
@@ -254,11 +241,6 @@ def _transpose_cases():
 
 def _shard_cases(target: int):
     """Lists of flat shards: on 16 bytes ("aligned"), and anywhere ("ragged"); a longer list is the same build."""
-    import torch
-
-    from torchao_blockwise.formats import FP8_128X128, NVFP4_16X16
-    from torchao_blockwise.ops.shards import kernels_triton as kernels
-    from torchao_blockwise.ops.shards.flat import Shards, shard_entries
 
     def case(fmt, op, alignment, master, dtype, count=1):
         start, n, shape = (1024, 2**18, (1, 512, 1024)) if alignment == "aligned" else (77, 9999, (3, 300, 501))
@@ -278,7 +260,7 @@ def _shard_cases(target: int):
             "block_scales": (encode, scales, global_scales, amax_bits, firsts, fmt, power_of_2),
         }[op]
         label = f"{op} {fmt.name} {alignment} {str(master)[6:]} {str(dtype)[6:]} x{count}"
-        return label, functools.partial(getattr(kernels, f"{op}_"), *args)
+        return label, functools.partial(getattr(shards, f"{op}_"), *args)
 
     pairs = [
         ("aligned", torch.float32, torch.bfloat16),
@@ -297,11 +279,6 @@ def _shard_cases(target: int):
 
 
 def _permute_cases():
-    import torch
-
-    from torchao_blockwise.ops.groups.permutation import MAX_EXPERTS
-    from torchao_blockwise.ops.groups.permutation import kernels_triton as permute
-
     def rows(tokens, width, top_k, dtype=torch.bfloat16):
         x, y = torch.zeros(tokens, width, dtype=dtype), torch.zeros(tokens * top_k, width, dtype=dtype)
         source, weights = torch.zeros(tokens * top_k, dtype=torch.int32), torch.zeros(tokens, top_k)

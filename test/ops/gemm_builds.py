@@ -3,15 +3,17 @@
 import itertools
 
 import kernel_builds
+import torch
+
+from torchao_blockwise.formats import FORMATS, FP8_1X128, FP8_128X128, NVFP4_1X16, NVFP4_16X16, Groups
+from torchao_blockwise.ops.gemm import KERNEL_PAIRS, kernels_blackwell, kernels_gluon, kernels_triton
+from torchao_blockwise.ops.gemm.builds import BUILDS
+from torchao_blockwise.ops.groups.ends import padded_tokens
+from torchao_blockwise.ops.groups.tables.kernels_triton import group_tables
 
 
 def _launch(module, pair, along, m, n, k, groups=8, dtype="bfloat16", bias=False, scaled=False, **build):
     """A launcher's call for a [m, k] · b [n, k]ᵀ; along "m" m, along "k" k counts tokens. dtype "adding": to a sum."""
-    import torch
-
-    from torchao_blockwise.formats import Groups
-    from torchao_blockwise.ops.groups.ends import padded_tokens
-
     ends = Groups(torch.zeros(groups, dtype=torch.int32))
     if along == "k":
         k = padded_tokens(k, groups, pair[0].block[1])
@@ -46,9 +48,6 @@ SCALED_K = [((512, 1024, 4096), {"scaled": True, "dtype": dtype}) for dtype in (
 
 
 def _triton_cases(target: int):
-    from torchao_blockwise.formats import FORMATS, NVFP4_16X16
-    from torchao_blockwise.ops.gemm import KERNEL_PAIRS, kernels_triton
-
     kernels_triton.compute_capability = lambda device: divmod(target, 10)
     for names in sorted(KERNEL_PAIRS):
         pair = [FORMATS[name] for name in names]
@@ -64,10 +63,6 @@ def _triton_cases(target: int):
 
 
 def _gluon_cases():
-    from torchao_blockwise.formats import FP8_1X128, FP8_128X128, NVFP4_1X16, NVFP4_16X16
-    from torchao_blockwise.ops.gemm import kernels_gluon
-    from torchao_blockwise.ops.gemm.builds import BUILDS
-
     kernels_gluon.multiprocessors = lambda device: 132
     plain = [((512, 512, 1024), {}), ((528, 512, 1024), {}), ((531, 512, 1003), {}), ((512, 509, 1024), {})]
     plain += [((512, 512, 1024), option) for option in ({"dtype": "float32"}, {"bias": True}, {"dtype": "adding"})]
@@ -95,12 +90,6 @@ def _gluon_cases():
 
 def cases(target: int):
     """(label, call of a launcher) for every variant of every kernel."""
-    import torch
-
-    from torchao_blockwise.formats import FP8_1X128, NVFP4_1X16, NVFP4_16X16
-    from torchao_blockwise.ops.gemm import kernels_blackwell
-    from torchao_blockwise.ops.groups.tables.kernels_triton import group_tables
-
     for fmt, groups, m in itertools.product((FP8_1X128, NVFP4_1X16), (1, 8, 300), (1, 4096, 4112, 4099)):
         ends = torch.zeros(groups, dtype=torch.int32)
         yield f"tables {fmt.name} {m} E{groups}", lambda ends=ends, m=m, fmt=fmt: group_tables(ends, m, fmt)

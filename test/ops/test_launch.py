@@ -17,6 +17,7 @@ import pytest
 
 pytest.importorskip("triton")
 
+import torch
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -30,7 +31,6 @@ class Launches:
     """A Triton driver that launches nothing: in the place of Triton's extension in C, `made` lists what it is given."""
 
     def __init__(self):
-        import torch
         from triton.backends.compiler import GPUTarget
         from triton.backends.nvidia import driver
         from triton.runtime.jit import JITFunction
@@ -153,8 +153,6 @@ SIZES |= {"2^40": 2**40, "-2^31": -(2**31), "-2^40": -(2**40)}
 
 def _argument_cases():
     """{label: call} of launches that differ in what Triton builds for, and in what it does not."""
-    import torch
-
     from torchao_blockwise.ops.launch import launch
 
     x, y, flat = torch.zeros(256), torch.zeros(256), torch.zeros(1 << 12)
@@ -193,8 +191,6 @@ def _strided(memory, rows, columns, stride):
 
 def _matrices():
     """{label: (matrix, its tile)}: what a map must tell apart, some of them at one address."""
-    import torch
-
     memory, other = torch.zeros(1 << 14, dtype=torch.uint8), torch.zeros(1 << 14, dtype=torch.uint8)
     small, f32 = _tile(16, 64, 8), memory.view(torch.float32)
     whole, e4m3 = _strided(memory, 48, 96, 96), memory.view(torch.float8_e4m3fn)
@@ -217,8 +213,6 @@ def _matrices():
 
 def _tile_cases():
     """({label: call} of launches with maps, {label: call} of those that the copy engine cannot make)."""
-    import torch
-
     from torchao_blockwise.ops.launch import launch
 
     scales, out, matrices = (torch.zeros(4, 64), _tile(1, 64, 32)), torch.zeros(16), _matrices()
@@ -265,8 +259,6 @@ def _watchers(launches):
 
 
 def _main() -> None:
-    import torch
-
     from torchao_blockwise.ops.launch import launch
 
     launches = Launches()
