@@ -85,10 +85,11 @@ def columnwise_of(x: torch.Tensor, fmt: BlockFormat, **options) -> Operand:
 
 
 def assert_same(got, expected) -> None:
-    """Copies, of which some may be None, are bitwise identical."""
+    """Copies, of which some may be None, are bitwise identical, and those in `got` contiguous."""
     for a, b in zip(got, expected, strict=True):
         assert (a is None) == (b is None)
         if b is not None:
+            assert a.qdata.is_contiguous() and a.scale.is_contiguous()
             assert_operands_equal(canonical(a), canonical(b))
 
 

@@ -33,8 +33,3 @@ def test_each_public_name_has_one():
 @pytest.mark.parametrize("name", sorted(documented() & SECTIONS.keys()))
 def test_it_prints_what_it_says(name):
     assert examples.run(name, SECTIONS[name]) == ""
-
-
-def test_another_output_is_seen():
-    assert "Expected:\n    3" in examples.run("sum", ">>> 1 + 1\n3\n")
-    assert examples.with_output("sum", ">>> 1 + 1\n3\n") == ">>> 1 + 1\n2\n"

@@ -1,7 +1,6 @@
 """`quantize_` with our configs: what changes, what stays, and that a model is converted whole or not at all."""
 
 import copy
-import pickle
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ from helpers import (
     FP8_POW2,
     FULL,
     NVFP4,
-    Tied,
     assert_same,
     both_formats,
     both_masters,
@@ -43,8 +41,6 @@ from torchao_blockwise import (
 from torchao_blockwise.conversion import convert_module, handlers
 from torchao_blockwise.nn.converted import ConvertedLinear
 from torchao_blockwise.testing import assert_bitwise_equal
-
-pytestmark = pytest.mark.usefixtures("no_interpreter")
 
 
 def class_of(config) -> type:
@@ -186,29 +182,6 @@ def test_a_config_again_wraps_the_same_values():
         assert model[0].weight.config == config and model[0].weight.quantized().format is config.weight_format
         assert all(torch.equal(v, before[n]) for n, v in model.state_dict().items())
         assert len(model[0]._state_dict_hooks) == len(model[0]._load_state_dict_pre_hooks) == 1
-
-
-COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda m: pickle.loads(pickle.dumps(m))}
-
-
-@both_formats
-@pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
-@both_masters
-def test_copies_of_converted_models(config, copied, masters):
-    config = replace(config, master_weights=masters)
-    model, moe, ids = Tied(), ExpertModel(), torch.tensor([[1, 2, 3]])
-    quantize_(model, config, is_linear() if masters else skip_fqns("lm_head"))
-    quantize_(moe, config, linears_and_experts())
-    other, other_moe = copied(model), copied(moe)
-    assert other.embed.weight is other.lm_head.weight
-    assert kinds(other) == kinds(model) and kinds(other_moe) == kinds(moe)
-    assert_bitwise_equal(other(ids).detach(), model(ids).detach())
-    assert_bitwise_equal(other_moe(X, ENDS).detach(), moe(X, ENDS).detach())
-    other(ids).sum().backward()
-    with torch.no_grad():
-        other.embed.weight.mul_(2)
-    assert not torch.equal(other(ids), model(ids)) and model.embed.weight.grad is None
-    assert {k: type(v) for k, v in other.state_dict().items()} == {k: type(v) for k, v in model.state_dict().items()}
 
 
 @pytest.mark.parametrize("train", (True, False), ids=("train", "eval"))

@@ -20,20 +20,18 @@ from helpers import (
     tokens,
     weight,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from products_by_hand import EPS, Norm, ProductsByHand, SwiGLU
 from torch import nn
 from torchao.quantization import quantize_
 
-from torchao_blockwise import MasterWeightTensor, linears_and_experts
+from torchao_blockwise import linears_and_experts
 from torchao_blockwise.nn import NormLinear, SwiGLUExperts, SwiGLUMLP
 
-WIDTH, HIDDEN = 130, 96
+WIDTH, HIDDEN = 129, 96
 
 
 class Grouped(nn.Module):
-    def __init__(self, experts: int, n: int = 40, k: int = 72):
+    def __init__(self, experts: int, n: int = 41, k: int = 72):
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(experts, n, k))
 
@@ -66,7 +64,7 @@ DENSE = {
         lambda m, x, fused: m.down(swiglu(*m.gate_up(x).chunk(2, -1), fused)),
     ),
     "swiglu_mlp_of_odd_halves": (
-        lambda k: SwiGLUMLP(k, 130, bias=True),
+        lambda k: SwiGLUMLP(k, 129, bias=True),
         lambda m, x, fused: m.down(swiglu(*m.gate_up(x).chunk(2, -1), fused)),
     ),
     "swiglu_linear": (
@@ -78,7 +76,7 @@ DENSE = {
 GROUPED = {
     "grouped": (Grouped, lambda m, x, ends: m(x, ends)),
     "swiglu_experts": (lambda e: SwiGLUExperts(e, 72, HIDDEN), experts_by_hand),
-    "swiglu_experts_of_odd_halves": (lambda e: SwiGLUExperts(e, 72, 130), experts_by_hand),
+    "swiglu_experts_of_odd_halves": (lambda e: SwiGLUExperts(e, 72, 129), experts_by_hand),
 }
 CONFIGS = RECIPES | {
     "quantized": replace(FP8, master_weights=False),
@@ -104,11 +102,7 @@ def pair(make, size: int, config, dtype=torch.float32, device="cpu") -> tuple[nn
             for i, p in enumerate(layer.parameters()):
                 p.copy_(weight(*p.shape, seed=i) / 64 if p.dim() > 1 else 1 + torch.randn(p.shape) / 8)
         made.append(layer.to(device))
-    if isinstance(made[0], Grouped) and min(made[0].weight.shape) < 2:
-        # What conversion takes for no experts.
-        made[0].weight = nn.Parameter(MasterWeightTensor(made[0].weight.detach(), config))
-    else:
-        quantize_(made[0], config, filter_fn=linears_and_experts())
+    quantize_(made[0], config, filter_fn=linears_and_experts())
     return made[0], made[1]
 
 
@@ -204,22 +198,6 @@ def test_autocast_rounds_the_output_of_a_norm(name, dtype):
 
     got = assert_by_hand((layer, plain), by_hand, tokens(9, 72, dtype=dtype), FP8, run=run)
     assert (got["out"].dtype, got["x"].dtype) == (torch.bfloat16, dtype)
-
-
-@every_recipe
-@settings(max_examples=10, deadline=None)
-@given(t=st.integers(0, 140), n=st.integers(1, 140), k=st.integers(1, 140))
-def test_any_features(config, t, n, k):
-    layers = pair(lambda k: nn.Linear(k, n), k, config)
-    assert_by_hand(layers, layers[1], tokens(t, k), config)
-
-
-@every_recipe
-@settings(max_examples=10, deadline=None)
-@given(sizes=st.lists(st.integers(0, 140), min_size=1, max_size=5), tail=st.integers(0, 9),
-       n=st.integers(1, 140), k=st.integers(1, 140))  # fmt: skip
-def test_any_routing(config, sizes, tail, n, k):
-    assert_experts_by_hand(lambda e: Grouped(e, n, k), GROUPED["grouped"][1], sizes, tail, config, k)
 
 
 @every_recipe

@@ -4,11 +4,10 @@ import pytest
 import torch
 from every_layer import CONFIGS, every_model, make
 from every_layer import tokens as tokens_of
-from helpers import FP8, Tied, assert_same, converted, mlp
+from helpers import FP8, assert_same, mlp
 from torch import nn
 from torchao.quantization import quantize_
 
-from torchao_blockwise import linear
 from torchao_blockwise.testing import assert_bitwise_equal
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -54,22 +53,6 @@ def test_compiled_autograd(model, config):
     layer = make(model, CONFIGS[config])
     step()
     assert_same(got, [p.grad for p in layer.parameters()])
-
-
-def test_the_function_and_a_tied_model():
-    model = converted(Tied(), FP8)
-    ids = torch.arange(40).view(2, 20) % 64
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    assert_bitwise_equal(compiled(ids).detach(), model(ids).detach())
-    grads = []
-    for run in (model, compiled):
-        model.zero_grad()
-        run(ids).square().sum().backward()
-        grads.append([p.grad.clone() for p in model.parameters()])
-    assert_same(*grads)
-    function = torch.compile(linear, backend="aot_eager", fullgraph=True)
-    x = tokens(9)
-    assert_bitwise_equal(function(x, model.lm_head.weight).detach(), model.lm_head(x).detach())
 
 
 def test_converting_a_model_that_ran_compiled():

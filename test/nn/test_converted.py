@@ -10,7 +10,6 @@ from helpers import FP8, NVFP4, both_masters, converted, every_recipe, mlp, repl
 from torch import fx, nn
 from torchao.quantization import quantize_
 
-from torchao_blockwise import MasterWeightTensor
 from torchao_blockwise.nn.converted import ConvertedLinear, restore_class
 from torchao_blockwise.testing import assert_bitwise_equal
 
@@ -75,8 +74,9 @@ def test_a_layer_with_its_own_forward_that_shares_the_weight():
     (lambda: nn.Linear(64, 64), lambda: Named(64, "mine"), lambda: Doubling(64, 64)),
     ids=("linear", "subclass", "own_forward"),
 )
-def test_copies_and_pickles(make):
-    layer = converted(make(), FP8)
+@both_masters
+def test_copies_and_pickles(make, masters):
+    layer = converted(make(), replace(FP8, master_weights=masters))
     expected = layer(X)
     for twin in (
         copy.deepcopy(layer),
@@ -84,9 +84,10 @@ def test_copies_and_pickles(make):
         pickle.loads(pickle.dumps(layer)),
         saved_and_loaded(layer, weights_only=False),
     ):
-        assert type(twin) is type(layer) and isinstance(twin.weight, MasterWeightTensor)
+        assert type(twin) is type(layer) and type(twin.weight) is type(layer.weight)
         assert vars(twin).keys() == vars(layer).keys()
         assert_bitwise_equal(twin(X), expected)
+        assert all(type(x) is torch.Tensor for x in twin.state_dict().values())
 
 
 def test_a_class_that_another_wrapper_derives_stays():

@@ -129,12 +129,3 @@ def test_compiled(model, config):
 
     assert 0 < nbytes(held) <= nbytes(plain)
     assert not any(t.dtype in (torch.uint8, torch.float8_e4m3fn) for t in held if isinstance(t, torch.Tensor))
-
-
-@both_formats
-def test_inductor(config):
-    module, x = make("fused_mlp", config), tokens("fused_mlp")
-    run = torch.compile(checkpointed(module, sac_save_list()), fullgraph=True)
-    got = forward_backward(module, x, run)
-    expected = forward_backward(module, x, torch.compile(whole(module), fullgraph=True))
-    assert_same(got, expected)

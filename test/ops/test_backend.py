@@ -134,22 +134,6 @@ def test_triton_needs_a_gpu_that_is_new_enough(monkeypatch, machine):
     assert why_no_triton(gpu, min_capability=(8, 9)) == "the kernel needs sm_89 or newer, got sm_86"
 
 
-def test_without_triton_auto_computes_by_reference_on_a_cpu_in_silence(machine):
-    machine.has_triton(False)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        a = ops.quantize(torch.randn(4, 32), "nvfp4_1x16").rowwise
-        b = ops.quantize(torch.randn(16, 32), "nvfp4_16x16").rowwise
-        ops.matmul(a, ops.transpose(ops.transpose(b)), out_dtype=torch.float32)
-    for call in (
-        lambda: ops.quantize(torch.randn(16, 32), "nvfp4_16x16", backend="triton"),
-        lambda: ops.transpose(b, backend="triton"),
-        lambda: ops.matmul(a, b, out_dtype=torch.float32, backend="triton"),
-    ):
-        with pytest.raises(ValueError, match=r"triton cannot run: triton is not installed \(pip install triton\)"):
-            call()
-
-
 @pytest.mark.parametrize("given", ("reference", "triton", None, "cublas", "gluon"), ids=str)
 def test_what_only_multiplies_leaves_casts_to_auto(given):
     expected = Backend.AUTO if given in (None, "cublas", "gluon") else Backend(given)

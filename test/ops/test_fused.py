@@ -22,8 +22,8 @@ SHAPES = (
     (0, 128), (128, 0), (1, 1), (16, 16), (63, 500), (129, 127), (130, 48), (16, 256), (272, 128), (144, 400),
 )  # fmt: skip
 shapes = pytest.mark.parametrize("shape", SHAPES, ids=shape_id)
-COPIES = {"rowwise": (True, False), "columnwise": (False, True), "both": (True, True)}
 ROWWISE, BOTH = CastOptions(FP8_1X128), CastOptions(FP8_1X128, columnwise=True)
+COLUMNWISE = BOTH._replace(rowwise=False)
 SQUARES = CastOptions(FP8_1X128, columnwise=True, columnwise_format_name="fp8_128x128")
 EPS, ULP = 1e-5, torch.finfo(torch.float32).eps
 
@@ -227,16 +227,6 @@ def not_finite(x):
 
 
 @backends
-@activations
-@pytest.mark.parametrize("copies", COPIES.values(), ids=COPIES)
-@pytest.mark.parametrize("power_of_2", (False, True), ids=("scales", "powers of 2"))
-def test_copies(power_of_2, copies, activation, backend, device):
-    for x in (tensors(33, 144, device=device), map(not_finite, tensors(33, 256, device=device))):
-        inputs = activation.inputs(*x)
-        assert_quantized(activation, inputs, CastOptions(FP8_1X128, *copies, power_of_2), backend)
-
-
-@backends
 @pytest.mark.parametrize("parts", ((False, False), (True, False), (False, True)), ids=("bare", "weight", "bias"))
 @pytest.mark.parametrize("of", DTYPES, ids=lambda d: f"vectors_{str(d)[6:]}")
 @dtypes
@@ -248,12 +238,14 @@ def test_norms_of_other_vectors_and_to_other_dtypes(dtype, of, parts, backend, d
 
 @backends
 @activations
-@pytest.mark.parametrize("change", INPUTS.values(), ids=INPUTS)
-def test_dtypes_and_strides(change, activation, backend, device):
+@pytest.mark.parametrize("change", (*INPUTS.values(), not_finite), ids=(*INPUTS, "not finite"))
+def test_values_dtypes_and_strides(change, activation, backend, device):
     inputs = activation.inputs(*(change(x / 16) for x in tensors(48, 145, device=device)))
     if isinstance(inputs[0], ops.Norm):
         inputs = (inputs[0]._replace(weight=torch.arange(2 * inputs[0].x.shape[1], device=device).float()[::2]),)
-    assert_quantized(activation, inputs, BOTH, backend)
+    powers_of_2 = (options._replace(power_of_2_scales=True) for options in (ROWWISE, BOTH))
+    for options in (BOTH, COLUMNWISE, *powers_of_2):
+        assert_quantized(activation, inputs, options, backend)
 
 
 @backends

@@ -92,37 +92,6 @@ def test_leading_dims_are_independent_matrices(fmt, backend, device):
         assert_operands_equal(whole._replace(qdata=whole.qdata[i, j], scale=whole.scale[i, j]), part)
 
 
-@backends
-@nvfp4_formats
-def test_tensor_amax_gives_a_part_the_bits_it_has_in_the_whole(fmt, backend, device):
-    x = random_tensor(64, 96, dtype=torch.bfloat16, device=device)
-    amax = torch.ops.torchao_blockwise.tensor_amax_bits(x, None, False, "auto").view(torch.float32)
-    assert amax == x.abs().max()
-    whole = rowwise_of(x, fmt, backend="reference")
-    part = rowwise_of(x[16:48, 32:64], fmt, backend=backend, tensor_amax=amax)
-    block_rows, block_columns = fmt.block
-    scale = whole.scale[16 // block_rows : 48 // block_rows, 32 // block_columns : 64 // block_columns]
-    assert_bitwise_equal(part.qdata, whole.qdata[16:48, 16:32], "qdata")
-    assert_bitwise_equal(part.scale, scale, "scale")
-    assert_bitwise_equal(part.global_scale, whole.global_scale, "global_scale")
-
-
-@backends
-@formats
-def test_input_is_left_alone_and_outputs_are_contiguous(fmt, backend, device):
-    x = random_tensor(40, 144, device=device).mT.contiguous().mT
-    before = x.clone().requires_grad_()
-    for tokens in (40, 37):
-        for padded in (False, True):
-            options = {"columnwise": True, "padded": padded, "backend": backend}
-            made = ops.quantize(x[:tokens], fmt, **options)
-            assert all(q.qdata.is_contiguous() and q.scale.is_contiguous() for q in made)
-            # A tensor that requires grad gives the same bits.
-            for q, again in zip(made, ops.quantize(before[:tokens], fmt, **options), strict=True):
-                assert_operands_equal(q, again)
-    assert torch.equal(x, before)
-
-
 # --- any number of tokens ---------------------------------------------------------------------------------------------
 
 # The last: eight of the highest tiles, and a row.

@@ -95,15 +95,6 @@ def test_in_place_operations_and_copies():
             parameter.copy_(weight(3, 24))
 
 
-@pytest.mark.parametrize("source", ("plain", "master"))
-def test_assigning_data_takes_over_the_values(source):
-    parameter, new = master(40, 24), weight(40, 24, seed=5)
-    parameter.data = new if source == "plain" else MasterWeightTensor(new, NVFP4)
-    assert_bitwise_equal(parameter.hp, new)
-    parameter.data = new.bfloat16()
-    assert parameter.dtype == parameter.hp.dtype == torch.bfloat16 and parameter.requires_grad
-
-
 def test_prints():
     parameter = master(40, 24, dtype=torch.bfloat16)
     assert f"{parameter[3, 2]:.4f}" == f"{parameter.hp[3, 2]:.4f}" and f"{parameter}" == repr(parameter)

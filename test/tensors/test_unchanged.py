@@ -31,9 +31,8 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torchao.quantization import quantize_
 
-from torchao_blockwise import MasterWeightTensor, linears_and_experts, weights_unchanged
+from torchao_blockwise import MasterWeightTensor, weights_unchanged
 from torchao_blockwise._compat import modes
-from torchao_blockwise.nn import SwiGLUExperts
 from torchao_blockwise.testing import assert_bitwise_equal
 
 
@@ -200,24 +199,6 @@ def test_backward_runs_after_the_scope_is_left(calls):
     loss.backward()
     assert take(calls) == (2, 2, 0)
     assert_same((p.grad for p in model.parameters()), expected)
-
-
-def test_weights_that_are_cast_on_every_use_are_quantized_once(calls):
-    """As torchtitan casts its experts."""
-    experts, x = SwiGLUExperts(3, 64, 32), tokens().bfloat16()
-    quantize_(experts, FP8, filter_fn=linears_and_experts())
-    ends = torch.tensor([10, 10, 30], dtype=torch.int32)
-
-    def run():
-        out = torch.nn.functional.grouped_mm(x, experts.gate_up.bfloat16().transpose(-2, -1), offs=ends)
-        out.float().sum().backward()
-        return out.detach()
-
-    expected = run()
-    take(calls)
-    with weights_unchanged(experts, keep="both"):
-        assert all(torch.equal(run(), expected) for _ in range(3))
-    assert take(calls) == (1, 0, 1)
 
 
 VIEWS = {
