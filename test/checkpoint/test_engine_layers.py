@@ -170,6 +170,22 @@ def test_all_experts_in_one_tensor_are_warned_of_because_transformers_loads_thei
     assert model.model.layers[0].mlp.experts.gate_up_proj.abs().max() == expected
 
 
+def test_a_name_that_ends_with_that_of_a_plain_layer_is_warned_of(tmp_path):
+    """transformers leaves out both, but not what ends with the name after a dot."""
+    transformers = pytest.importorskip("transformers", "5.0")
+    config = transformers.DistilBertConfig(vocab_size=64, dim=128, hidden_dim=256, n_layers=1, n_heads=2)
+    model = transformers.DistilBertForSequenceClassification(config)
+    quantize_(model, FP8, filter_fn=skip_fqns("classifier"))
+    with pytest.warns(UserWarning, match=r"codes of pre_classifier as values, .* not converted, classifier; convert"):
+        written = settings(model, tmp_path / "out")
+    assert transformers_skips("pre_classifier", ignored_in(written), set())
+    model = transformers.DistilBertForSequenceClassification(config)
+    quantize_(model, FP8, filter_fn=skip_fqns("classifier", "pre_classifier"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        checkpoint.export(model, tmp_path / "again")
+
+
 @pytest.mark.parametrize("name", ("Llama", "Qwen3Moe"))
 def test_a_model_that_transformers_has_dequantized_is_exported(name, tmp_path):
     transformers = pytest.importorskip("transformers", "5.0")

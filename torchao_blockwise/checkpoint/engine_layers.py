@@ -120,8 +120,8 @@ def warn_of_readers(tensors: Iterable[Part], layout: Layout) -> None:
     if the rows of any but the last are not a multiple of the block's; NVFP4 files have scales for each row.
     transformers computes the height of a block as the number of rows over the number of rows of scales. That is right
     if the block divides the rows, or if there is only one row of scales. Else its values are wrong, or it raises. The
-    same holds for columns. It does not decode a tensor that holds all experts of a layer. In NVFP4, it ignores the
-    tensor scale of experts.
+    same holds for columns. It does not decode a tensor that holds all experts of a layer. It takes a layer for one that
+    is not quantized if its name ends with the name of such a layer. In NVFP4, it ignores the tensor scale of experts.
     Source: transformers 5.23, integrations/finegrained_fp8.py, `Fp8Dequantize`; integrations/compressed_tensors.py,
     `CompressedTensorsDequantize`.
     """
@@ -163,6 +163,15 @@ def warn_of_readers(tensors: Iterable[Part], layout: Layout) -> None:
             "if transformers dequantizes the files, as it does without an FP8 GPU, it loads the codes of "
             f"{shown(whole)} as values, because each holds all experts of a layer; use checkpoint.load instead, or "
             "leave these experts unconverted"
+        )
+    plain = [name for names in plain_layers(tensors) for name in names]
+    quantized = {_layer(x.name) for x in tensors if x.is_quantized and block}
+    pairs = [(layer, name) for layer in quantized for name in plain if layer.endswith(name)]
+    if alike := sorted((layer, name) for layer, name in pairs if not layer.endswith(f".{name}")):
+        found.append(
+            "on an FP8 GPU, transformers loads the codes of "
+            f"{shown([layer for layer, _ in alike])} as values, because the name ends with that of a layer that is not "
+            f"converted, {shown([name for _, name in alike])}; convert both or neither (filter_fn; convert: --skip)"
         )
     if layout is COMPRESSED_TENSORS and (experts := [x.name for x in tensors if x.is_quantized and _is_of_experts(x)]):
         found.append(
