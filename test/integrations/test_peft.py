@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import os
 import pickle
+from unittest import mock
 
 import pytest
 import torch
@@ -30,6 +32,13 @@ pytestmark = pytest.mark.usefixtures("no_interpreter")
 IDS = torch.arange(20).view(1, 20)
 LINEAR = {"target_modules": ["q_proj", "o_proj"]}
 EXPERTS = {"target_modules": [], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
+
+
+@pytest.fixture(autouse=True)
+def environment():
+    """BOFT leaves CXX=gcc behind if it cannot build its extension, and what PyTorch compiles then lacks libstdc++."""
+    with mock.patch.dict(os.environ):
+        yield
 
 
 def base(config, masters, chosen=None, prepare=lambda model: model):
