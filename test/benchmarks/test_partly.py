@@ -17,7 +17,10 @@ from torchao.quantization import quantize_
 from torchao_blockwise import BlockwiseFP8TrainingConfig, NVFP4TrainingConfig
 from torchao_blockwise.testing import random_tensor, relative_error
 
-CONFIGS = {"fp8": BlockwiseFP8TrainingConfig(), "nvfp4": NVFP4TrainingConfig(hadamard=False, stochastic_rounding=False)}
+CONFIGS = {
+    "fp8": BlockwiseFP8TrainingConfig(grad_weight_blocks="1x128"),
+    "nvfp4": NVFP4TrainingConfig(hadamard=False, stochastic_rounding=False),
+}
 # Part -> the results that read it.
 CHANGES = {
     "x": {"output", "grad_weight"},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 import shutil
@@ -171,7 +172,7 @@ def test_all_experts_in_one_tensor_are_warned_of_because_transformers_loads_thei
 
 
 def test_a_name_that_ends_with_that_of_a_plain_layer_is_warned_of(tmp_path):
-    """transformers leaves out both, but not what ends with the name after a dot."""
+    """transformers leaves out both, also where there is a dot before the end of the name."""
     transformers = pytest.importorskip("transformers", "5.0")
     config = transformers.DistilBertConfig(vocab_size=64, dim=128, hidden_dim=256, n_layers=1, n_heads=2)
     model = transformers.DistilBertForSequenceClassification(config)
@@ -179,6 +180,10 @@ def test_a_name_that_ends_with_that_of_a_plain_layer_is_warned_of(tmp_path):
     with pytest.warns(UserWarning, match=r"codes of pre_classifier as values, .* not converted, classifier; convert"):
         written = settings(model, tmp_path / "out")
     assert transformers_skips("pre_classifier", ignored_in(written), set())
+    model.attention = nn.ModuleDict({"classifier": copy.deepcopy(model.pre_classifier)})
+    with pytest.warns(UserWarning, match=r"codes of attention\.classifier, pre_classifier as values"):
+        written = settings(model, tmp_path / "with_a_dot")
+    assert transformers_skips("attention.classifier", ignored_in(written), set())
     model = transformers.DistilBertForSequenceClassification(config)
     quantize_(model, FP8, filter_fn=skip_fqns("classifier", "pre_classifier"))
     with warnings.catch_warnings():

@@ -86,6 +86,22 @@ def test_files_of_released_models_are_loaded(family, tmp_path):
         assert_same_tensors(export(third, tmp_path / f"{folder}_again"), written)
 
 
+@pytest.mark.parametrize("family", ("llava", "gemma3"))
+def test_files_of_both_kinds_are_loaded_in_turn(family, tmp_path):
+    """Also after a load that failed, and into a model that transformers has loaded."""
+    model, found = released(family, tmp_path)
+    (tmp_path / "broken").mkdir()
+    save({name: x for name, x in found.items() if "q_proj" not in name}, tmp_path / "broken")
+    loaded = type(model).from_pretrained(tmp_path / "released")
+    for again in (filled(model_of(family, FP8)), loaded):
+        for folder in ("saved", "broken", "saved", "released", "saved", "released"):
+            if folder == "broken":
+                with pytest.raises(KeyError, match="q_proj"):
+                    checkpoint.load(again, tmp_path / folder)
+            else:
+                checkpoint.load(again, tmp_path / folder)
+
+
 @every_family
 def test_files_of_released_models_train(family, tmp_path):
     pytest.importorskip("accelerate")

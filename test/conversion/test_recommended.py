@@ -71,7 +71,7 @@ def test_mixtures_of_experts(family):
 
 
 TIED, NO_EXPERTS, NARROW = "output head, tied to ", "not named like experts", "fewer than 16 features"
-OUTSIDE, MODULATION = "outside of the blocks", "modulation, computed once per sample"
+OUTSIDE, MODULATION = "outside of the blocks", "computes scales and shifts of norms"
 DT_PROJ = "Mamba multiplies by its weight without calling the layer"
 # {what: (family, class, what is left out)}
 OTHERS = {
@@ -189,6 +189,53 @@ def test_diffusion_models(kind):
     modulation = ["norm1.emb.0", "norm1.linear", "adaLN_modulation.1", "img_mod.1", "time_emb_proj"]
     outside = ["patches", "proj_out", "caption.0", "caption.2"] if kind is nn.ModuleList else []
     assert left_out(Diffusion(kind)) == dict.fromkeys(modulation, MODULATION) | dict.fromkeys(outside, OUTSIDE)
+
+
+@pytest.mark.parametrize("compiled", ["model", "block"])
+def test_what_is_compiled_is_chosen_as_before(compiled):
+    """`torch.compile` holds it under the name `_orig_mod`."""
+    model = nn.ModuleDict({"layers": nn.ModuleList(Gated() for _ in range(3)), "last": nn.Linear(64, 64)})
+    if compiled == "model":
+        model = torch.compile(model)
+    else:
+        model["layers"][1] = torch.compile(model["layers"][1])
+    assert list(left_out(model).values()) == [OUTSIDE]
+
+
+def named(name: str, *layers: nn.Module) -> nn.Module:
+    """Layers in a module of a class with this name."""
+    module = type(name, (nn.Module,), {})()
+    for i, layer in enumerate(layers):
+        setattr(module, f"part{i}", layer)
+    return module
+
+
+def test_what_is_only_named_like_modulation_is_converted():
+    """The tokens of FocalNet's modulation are mixed by convolutions."""
+    names = ("AdapterWithNorm", "GPTAdamNorm", "NormZeroes")
+    parts = {name: named(name, nn.Linear(64, 128)) for name in names[:2]}
+    parts |= {"modulation": named("FocalNetModulation", nn.Linear(64, 129), nn.Conv2d(64, 64, 3))}
+    parts |= {"cross_mod_attn": nn.Linear(64, 64), "mod_projection": nn.Linear(64, 64)}
+    assert left_out(nn.ModuleDict(parts)) == {}
+    # A model of such a name has blocks, and no condition.
+    assert left_out(named("MyAdaNormModel", nn.ModuleList(Gated() for _ in range(2)))) == {}
+
+
+def test_blocks_that_are_in_no_list():
+    """A prediction of further tokens, or a middle, has a block of the same class; towers may have stages."""
+    layers = nn.ModuleList(Gated() for _ in range(8))
+    model = nn.ModuleDict({"layers": layers, "mtp": nn.ModuleDict({"proj": nn.Linear(128, 64), "block": Gated()})})
+    assert left_out(model) == {"mtp.proj": OUTSIDE}
+    stages = {f"stage{i}": nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)) for i in range(8)}
+    assert left_out(nn.ModuleDict({**stages, "layers": layers})) == {}
+
+
+def test_layers_that_have_no_weight_yet_are_not_narrow():
+    """They are refused by name when they are converted."""
+    lazy = nn.ModuleList(nn.Sequential(nn.LazyLinear(128), nn.Linear(128, 128)) for _ in range(2))
+    assert left_out(lazy) == {}
+    with pytest.raises(ValueError, match="its weight is not initialized yet"):
+        quantize_(lazy, FP8, filter_fn=recommended_layers(lazy))
 
 
 def test_a_tower_in_a_list_and_one_in_a_sequence():

@@ -1,5 +1,6 @@
 """The conversion report and the dry run that predicts it."""
 
+import dataclasses
 import json
 
 import pytest
@@ -71,6 +72,17 @@ def test_text_of_one_layer():
     assert str(conversion_report(layer)).splitlines()[2].split() == row.split()
     module = converted(SwiGLUExperts(2, 16, 16), FP8, experts())
     assert [row.fqn for row in conversion_report(module).layers] == ["gate_up", "down"]
+
+
+def test_blocks_of_grad_weight_are_named_unless_they_are_the_default():
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Named(type(FP8)):
+        team: str
+
+    model = converted(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), RECIPES["fp8_1x128"])
+    model[1].weight.config = Named(team="a")
+    reasons = [layer.reason for layer in conversion_report(model).layers]
+    assert reasons == ["fp8_128x128, grad_weight 1x128", "fp8_128x128"]
 
 
 def test_to_dict_is_json():

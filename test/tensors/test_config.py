@@ -49,6 +49,20 @@ def test_only_master_weights_of_fp8_are_saved_quantized():
         NVFP4TrainingConfig(save_weights="quantized")
 
 
+def test_versions_of_saved_configs():
+    """Of version 1 the blocks are others; a later one may have options that are not known here."""
+    fp8, nvfp4 = (config_to_dict(cls()) for cls in CONFIGS)
+    older = {name: x for name, x in fp8["_data"].items() if name != "grad_weight_blocks"}
+    with pytest.warns(UserWarning, match="Stored version"):
+        assert config_from_dict(fp8 | {"_data": older, "_version": 1}).grad_weight_blocks == "1x128"
+    for later in (fp8, nvfp4):
+        with (
+            pytest.warns(UserWarning, match="Stored version"),
+            pytest.raises(ValueError, match="version 3 is later than"),
+        ):
+            config_from_dict(later | {"_version": 3})
+
+
 def test_blocks_of_grad_weight_belong_to_fp8():
     fp8, nvfp4 = (cls() for cls in CONFIGS)
     assert (fp8.grad_weight_format, nvfp4.grad_weight_format) == (FP8_128X128, NVFP4_1X16)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import itertools
 import re
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -253,14 +254,25 @@ def count_stored_bytes(kind: type) -> None:
     PreTrainedModel.get_memory_footprint = footprint  # type: ignore[method-assign]
 
 
-def take_prefixes(model: torch.nn.Module, names: Collection[str]) -> None:
+@contextlib.contextmanager
+def prefixes_of(model: torch.nn.Module, names: Collection[str]) -> Iterator[None]:
     """Make `reverted` write the prefixes of names in files that transformers drops or adds when it loads them.
 
     Most files of LLaVA, Gemma 3 and PaliGemma have "vision_tower.vision_model.". transformers saves that only if it has
-    loaded it, and remembers this in the model. This does nothing if it has loaded the model.
+    loaded it, and remembers this in the model. The model keeps the prefixes of these files unless the context raises.
     """
-    if not is_model(model) or getattr(model, "_weight_conversions", None) is not None:
-        return
+    before = getattr(model, "_weight_conversions", None)
+    try:
+        if is_model(model):
+            _take_prefixes(model, names)
+        yield
+    except BaseException:
+        if getattr(model, "_weight_conversions", None) is not before:
+            model._weight_conversions = before  # type: ignore[assignment]
+        raise
+
+
+def _take_prefixes(model: torch.nn.Module, names: Collection[str]) -> None:
     from transformers import core_model_loading
 
     # Later versions of transformers 5
@@ -276,7 +288,8 @@ def take_prefixes(model: torch.nn.Module, names: Collection[str]) -> None:
             if isinstance(x, core_model_loading.WeightRenaming):
                 name, _ = x.rename_source_key(name)
     kept = [x for x in conversions if not isinstance(x, kind) or x.was_used()]
-    if any(isinstance(x, kind) for x in kept):
+    has_other = len(kept) < len(conversions) and getattr(model, "_weight_conversions", None) is not None
+    if has_other or any(isinstance(x, kind) for x in kept):
         model_of_theirs._weight_conversions = kept
 
 

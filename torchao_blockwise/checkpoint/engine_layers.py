@@ -166,8 +166,7 @@ def warn_of_readers(tensors: Iterable[Part], layout: Layout) -> None:
         )
     plain = [name for names in plain_layers(tensors) for name in names]
     quantized = {_layer(x.name) for x in tensors if x.is_quantized and block}
-    pairs = [(layer, name) for layer in quantized for name in plain if layer.endswith(name)]
-    if alike := sorted((layer, name) for layer, name in pairs if not layer.endswith(f".{name}")):
+    if alike := sorted((layer, name) for layer in quantized for name in plain if layer.endswith(name)):
         found.append(
             "on an FP8 GPU, transformers loads the codes of "
             f"{shown([layer for layer, _ in alike])} as values, because the name ends with that of a layer that is not "

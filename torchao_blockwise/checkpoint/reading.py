@@ -74,8 +74,12 @@ def check(model: nn.Module, weights: StoredWeights) -> dict[str, list[Part]]:
 
     Raises KeyError or ValueError unless the files hold these parts and nothing else.
     """
+    with hugging_face.prefixes_of(model, weights.names):
+        return _parts_in(weights, model)
+
+
+def _parts_in(weights: StoredWeights, model: nn.Module) -> dict[str, list[Part]]:
     tensors, there = tensors_of(model), weights.names
-    hugging_face.take_prefixes(model, there)
     found = parts_on_disk(model)
     for name, parts in found.items():
         # Files may store experts as the model does, in one tensor.

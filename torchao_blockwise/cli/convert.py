@@ -74,8 +74,8 @@ def run(args: argparse.Namespace) -> int:
 def _convert(args: argparse.Namespace, model: nn.Module, weights: StoredWeights) -> tuple[int, float]:
     """Convert, and return (number of quantized tensors, bits per element in the files)."""
     layout, files = LAYOUTS.get(args.to), weights.files
-    hugging_face.take_prefixes(model, weights.names)
-    of_layout = None if layout is None else QuantizedWeights("convert", model, args.to)
+    with hugging_face.prefixes_of(model, weights.names):
+        of_layout = None if layout is None else QuantizedWeights("convert", model, args.to)
     written = itertools.chain(*parts_on_disk(model).values()) if of_layout is None else of_layout.written
     of_model = {x.name: x for x in written}
     names = sorted(name for name in weights.names if name in of_model or not re.search(ENGINE_SCALES, name))

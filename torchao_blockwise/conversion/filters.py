@@ -30,7 +30,8 @@ _HEAD = re.compile(
 _ROUTER_NAMES = ("gate", "router")
 # The fraction of the blocks, at the end, that NVFP4 pretraining (arXiv 2509.25149) keeps in high precision.
 NVFP4_SHARE_KEPT = 0.15
-# A layer with a smaller dim is not faster: GEMMs pad it to 16. It is a head, a gate, or a projection of coordinates.
+# A layer with a smaller dim is not faster, since GEMMs pad it to 16: a head, or a projection of coordinates. In a block,
+# engines may fuse a layer with few outputs, such as a gate for each head, with others, so it is converted.
 _LEAST_FEATURES = 16
 # The ends of names of classes that read the weights of their layers without calling them.
 _READERS = ("WavLMAttention", "DetrMHAttentionMap")
@@ -38,9 +39,9 @@ _LOOKED_UP = re.compile("rel_pos_([xy]_)?bias")
 
 _GATE = re.compile(r"(.+_)?(gate|gating)")
 _EXPERTS = re.compile("expert|moe", re.IGNORECASE)
-# Names and classes of modules that compute scales and shifts from the condition of a diffusion model, once per sample.
-_MODULATION = re.compile(r"(.+_)?(adaln|modulation|mod|time_emb_proj)(_.+)?", re.IGNORECASE)
-_ADAPTIVE_NORM = re.compile("Ada.*Norm|Norm(Zero|Continuous)")
+# Names and classes of modules that compute scales and shifts from the condition of a diffusion model.
+_MODULATION = re.compile(r"(.+_)?(adaln|modulation)(_.+)?|((img|txt)_)?mod|time_emb_proj", re.IGNORECASE)
+_ADAPTIVE_NORM = re.compile(r"\w*Ada(ptive)?(Layer|RMS|Group)?Norm\w*|\w*Norm(Zero|Continuous)\w*")
 # The attribute of a module that holds the reason why a filter last left it out.
 SKIP_REASON = "_skip_reason"
 
@@ -288,7 +289,7 @@ def recommended_layers(model: nn.Module, config: TrainingConfig | None = None) -
 
     Leaves out output heads (also those tied to an embedding) and other layers outside of the blocks (embeddings of
     patches, timesteps and captions, poolers), the modulation of diffusion models, routers and gates, the `weights_proj`
-    of DeepSeek-V3.2's indexers, layers with fewer than 16 features, layers whose weight is used without calling them
+    of DeepSeek-V3.2's indexers, layers with fewer than 16 inputs, layers whose weight is used without calling them
     (the output projection of `nn.MultiheadAttention`, Mamba's `dt_proj`, WavLM's attention) and, with an
     `NVFP4TrainingConfig`, the last 15 % of the blocks of each tower. Parameters [E, N, K] count as experts if the name
     or the class of their module contains "expert" or "moe"; `| experts()` adds all others.
@@ -327,8 +328,11 @@ def recommended(
     """
     reasons: dict[nn.Module, str | None] = dict.fromkeys(model.modules())
     # If a layer has several reasons, the last one is reported.
-    for module in model.modules():
-        if isinstance(module, nn.Linear) and min(module.in_features, module.out_features) < _LEAST_FEATURES:
+    in_blocks = {m for blocks in block_lists(model, least=2).values() for block in blocks for m in block.modules()}
+    for module in (m for m in model.modules() if isinstance(m, nn.Linear)):
+        least = module.in_features if module in in_blocks else min(module.in_features, module.out_features)
+        # A LazyLinear has 0.
+        if 0 < least < _LEAST_FEATURES:
             reasons[module] = f"fewer than {_LEAST_FEATURES} features"
     if last_blocks is None:
         for blocks in block_lists(model, least=2).values() if isinstance(config, NVFP4TrainingConfig) else ():
@@ -337,9 +341,9 @@ def recommended(
         kept = keep_last_blocks(model, last_blocks)
         reasons |= {m: kept.why_not(m, fqn) for fqn, m in model.named_modules()}
     reasons |= dict.fromkeys(_routers(model), "router or gate")
-    reasons |= dict.fromkeys(_modulations(model), "modulation, computed once per sample")
+    reasons |= dict.fromkeys(_modulations(model), "computes scales and shifts of norms")
     if not heads:
-        reasons |= dict.fromkeys(_outside_of_blocks(model), "outside of the blocks") | _output_heads(model)
+        reasons |= _outside_of_blocks(model) | _output_heads(model)
     named = dict(model.named_modules())
     for fqn, module in named.items():
         path, _, name = fqn.rpartition(".")
@@ -361,20 +365,29 @@ def recommended(
     )
 
 
-def _outside_of_blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the linear layers and experts before and after the blocks, if most of them are in blocks."""
-    inner = {m for blocks in block_lists(model).values() for block in blocks for m in block.modules()}
+def _outside_of_blocks(model: nn.Module) -> dict[nn.Module, str]:
+    """Return {layer before or after the blocks: why it is left out}: all if they are few, else the last one, a head."""
+    blocks = [block for blocks in block_lists(model, least=2).values() for block in blocks]
+    # A block that is not in a list, such as that of a prediction of further tokens, is one by its class.
+    entries = [m for block in blocks for inner in block.modules() if isinstance(inner, nn.ModuleList) for m in inner]
+    kinds = {type(m) for m in blocks + entries} - {nn.Linear, nn.Sequential, nn.ModuleList, nn.ModuleDict}
+    inner = {m for block in (*blocks, *(m for m in model.modules() if type(m) in kinds)) for m in block.modules()}
     layers = [m for m in model.modules() if isinstance(m, nn.Linear) or expert_weights(m)]
     outer = [m for m in layers if m not in inner]
-    return outer if block_lists(model, least=2) and 2 * len(outer) < len(layers) else []
+    if 4 * len(outer) < len(layers):
+        return dict.fromkeys(outer, "outside of the blocks")
+    is_last = len(outer) < len(layers) and layers[-1] not in inner
+    return {layers[-1]: "last layer, after the blocks"} if is_last else {}
 
 
 def _modulations(model: nn.Module) -> list[nn.Module]:
     """Return the layers that compute the scales and shifts of adaptive norms, and embed their condition."""
     found = list[nn.Module]()
     for fqn, module in model.named_modules():
-        if _MODULATION.fullmatch(fqn.rpartition(".")[2]) or _ADAPTIVE_NORM.search(type(module).__name__):
-            found += module.modules()
+        if _MODULATION.fullmatch(fqn.rpartition(".")[2]) or _ADAPTIVE_NORM.fullmatch(type(module).__name__):
+            # FocalNet's modulation mixes tokens with convolutions.
+            inner = [*module.modules()]
+            found += [] if any(isinstance(m, (nn.Conv2d, nn.ModuleList)) for m in inner) else inner
     return found
 
 

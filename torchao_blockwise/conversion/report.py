@@ -178,8 +178,7 @@ def _state(
 
 
 def _format(config: TrainingConfig) -> str:
-    is_default = config.grad_weight_format == type(config)().grad_weight_format
-    blocks = "" if is_default else f", grad_weight {config.grad_weight_blocks}"  # type: ignore[attr-defined]  # FP8
+    blocks = ", grad_weight 1x128" if getattr(config, "grad_weight_blocks", "") == "1x128" else ""
     return config.weight_format.name + blocks + ("" if config.master_weights else ", no master")
 
 

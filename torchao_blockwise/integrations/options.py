@@ -26,7 +26,7 @@ class Selection:
     experts: whether to convert weights of experts. lm_head: whether to convert output heads and other layers outside of
         the blocks. Routers are never converted.
     min_features: leave out layers with fewer in_features or out_features.
-    keep_last_blocks: the number of blocks at the end to leave in high precision, or their share, such as 0.15; None is
+    keep_last_blocks: the number of blocks at the end of each tower to leave in high precision, or their share; None is
         the default of the recipe: 15 % in NVFP4, none in FP8.
     fuse: let layers that read the same input share its quantized copies; see `torchao_blockwise.fuse`.
     """

@@ -83,9 +83,9 @@ class BlockwiseConfig(QuantizationConfigMixin, metaclass=ConfigClass):
         self.fuse = fuse
         self.keep_last_blocks = keep_last_blocks
         # Files contain the method, and those of version 0.1 an option `fused`.
-        options.pop("quant_method", None)
-        if options.pop("fused", None) is not None and self.recipe is BlockwiseFP8TrainingConfig:
-            options = VERSION_1 | options
+        if options.pop("quant_method", None) is not None and "fused" in options:
+            del options["fused"]
+            options = (VERSION_1 if self.recipe is BlockwiseFP8TrainingConfig else {}) | options
         self.training_config = config_of(self.recipe, options)
 
     def to_dict(self) -> dict[str, Any]:

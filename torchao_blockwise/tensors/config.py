@@ -71,9 +71,11 @@ class ConfigClass(ABCMeta):
     """Metaclass of configs: drops removed options, and raises where a class is passed instead of a config."""
 
     def __call__(cls, *args: Any, **options: Any) -> Any:
-        # torchao's `config_from_dict` passes the version of a saved config if it is an earlier one.
-        if options.pop("version", None) == 1:
-            options = VERSION_1 | options
+        # torchao's `config_from_dict` passes the version of a saved config if it is another one.
+        if "version" in options and (current := getattr(cls, "version", None)):
+            if (version := options.pop("version")) > current:
+                raise ValueError(f"{cls.__name__}: version {version} is later than {current}; update this package")
+            options = (VERSION_1 if version < current else {}) | options
         return super().__call__(*args, **without_removed(cls.__name__, options))
 
     @property
