@@ -30,8 +30,8 @@ _HEAD = re.compile(
 _ROUTER_NAMES = ("gate", "router")
 # The fraction of the blocks, at the end, that NVFP4 pretraining (arXiv 2509.25149) keeps in high precision.
 NVFP4_SHARE_KEPT = 0.15
-# A layer with a smaller dim is not faster, since GEMMs pad it to 16: a head, or a projection of coordinates. In a block,
-# engines may fuse a layer with few outputs, such as a gate for each head, with others, so it is converted.
+# A layer with a smaller dim is not faster, since GEMMs pad it to 16: a head, or a projection of coordinates. In a
+# block, engines may fuse a layer with few outputs (a gate for each head) with others, so it is converted.
 _LEAST_FEATURES = 16
 # The ends of names of classes that read the weights of their layers without calling them.
 _READERS = ("WavLMAttention", "DetrMHAttentionMap")
