@@ -1,5 +1,6 @@
 """Conversion with `quantize_`: configs, filters, handlers and reports."""
 
+from torchao_blockwise.conversion.default_filter import recommended_layers
 from torchao_blockwise.conversion.filters import (
     Filter,
     custom,
@@ -8,7 +9,6 @@ from torchao_blockwise.conversion.filters import (
     keep_last_blocks,
     linears_and_experts,
     min_features,
-    recommended_layers,
     skip_fqns,
     skip_lm_head,
     skip_routers,

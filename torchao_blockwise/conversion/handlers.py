@@ -20,7 +20,8 @@ from torchao.quantization.transform_module import register_quantize_module_handl
 
 from torchao_blockwise import _compat, _versions
 from torchao_blockwise._compat import hugging_face, torch_fsdp
-from torchao_blockwise.conversion.filters import SKIP_REASON, FilterFn, warn_of_plain
+from torchao_blockwise.conversion.default_filter import warn_of_plain
+from torchao_blockwise.conversion.filters import SKIP_REASON, FilterFn
 from torchao_blockwise.conversion.state_dicts import keep_state_dicts_no_longer, keep_state_dicts_plain
 from torchao_blockwise.conversion.weights import Held, expert_weights, held_parameters, matrices, weights_of
 from torchao_blockwise.formats import FP8_128X128, HIGH_PRECISION_DTYPES, StochasticRounding

@@ -11,7 +11,7 @@ from torch import nn
 
 from torchao_blockwise._names import did_you_mean
 from torchao_blockwise.conversion import Filter, custom, experts, is_linear, min_features, skip_fqns
-from torchao_blockwise.conversion.filters import recommended
+from torchao_blockwise.conversion.default_filter import recommended
 from torchao_blockwise.integrations.recipes import RECIPES, config_of, nearest
 from torchao_blockwise.tensors import TrainingConfig
 from torchao_blockwise.tensors.config import without_removed

@@ -26,7 +26,7 @@ from torchao_blockwise import _versions
 from torchao_blockwise._compat import hugging_face
 from torchao_blockwise.checkpoint.files import config_and_settings
 from torchao_blockwise.conversion import custom, recipe_state, unconvert
-from torchao_blockwise.conversion.filters import recommended
+from torchao_blockwise.conversion.default_filter import recommended
 from torchao_blockwise.conversion.handlers import refuse_config
 from torchao_blockwise.integrations.recipes import config_of, convert, resume_recipe
 from torchao_blockwise.ops import Backend

@@ -21,7 +21,7 @@ from torchao_blockwise import (
     recommended_layers,
     skip_fqns,
 )
-from torchao_blockwise.conversion.filters import recommended
+from torchao_blockwise.conversion.default_filter import recommended
 from torchao_blockwise.conversion.weights import expert_weights
 
 OPTIONS = {
