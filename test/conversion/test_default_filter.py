@@ -373,3 +373,11 @@ def test_another_model_is_left_alone():
     assert reasons == {"not part of the model that recommended_layers was called with"}
     quantize_(model.layers[0], FP8, filter_fn=recommended_layers(model))
     assert isinstance(model.layers[0].experts.up, MasterWeightTensor)
+
+
+@pytest.mark.parametrize("last_blocks", [None, 0, 1, 0.5])
+def test_a_number_of_last_blocks_leaves_other_reasons_alone(last_blocks):
+    layers = nn.ModuleList(nn.Sequential(nn.Linear(2, 64), nn.Linear(64, 64)) for _ in range(4))
+    chosen = recommended(layers, FP8, last_blocks=last_blocks)
+    assert [chosen.why_not(block[0], "") is None for block in layers] == [False] * 4
+    assert chosen.why_not(layers[0][1], "") is None

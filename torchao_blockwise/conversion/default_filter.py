@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import nn
@@ -83,23 +83,20 @@ def recommended(
     last_blocks: how many blocks to leave out; None for the config's default.
     """
     reasons: dict[nn.Module, str | None] = dict.fromkeys(model.modules())
+    towers = list(block_lists(model, least=2).values())
+    blocks = [block for tower in towers for block in tower]
     # If a layer has several reasons, the last one is reported.
-    in_blocks = {m for blocks in block_lists(model, least=2).values() for block in blocks for m in block.modules()}
-    for module in (m for m in model.modules() if isinstance(m, nn.Linear)):
-        least = module.in_features if module in in_blocks else min(module.in_features, module.out_features)
-        # A LazyLinear has 0.
-        if 0 < least < _LEAST_FEATURES:
-            reasons[module] = f"fewer than {_LEAST_FEATURES} features"
     if last_blocks is None:
-        for blocks in block_lists(model, least=2).values() if isinstance(config, NVFP4TrainingConfig) else ():
-            reasons |= in_last_blocks(blocks, NVFP4_SHARE_KEPT)
+        for tower in towers if isinstance(config, NVFP4TrainingConfig) else ():
+            reasons |= in_last_blocks(tower, NVFP4_SHARE_KEPT)
     elif last_blocks:
         kept = keep_last_blocks(model, last_blocks)
         reasons |= {m: kept.why_not(m, fqn) for fqn, m in model.named_modules()}
+    reasons |= dict.fromkeys(_narrow(model, blocks), f"fewer than {_LEAST_FEATURES} features")
     reasons |= dict.fromkeys(_routers(model), "router or gate")
     reasons |= dict.fromkeys(_modulations(model), "computes scales and shifts of norms")
     if not heads:
-        reasons |= _outside_of_blocks(model) | _output_heads(model)
+        reasons |= _outside_of_blocks(model, blocks) | _output_heads(model)
     named = dict(model.named_modules())
     for fqn, module in named.items():
         path, _, name = fqn.rpartition(".")
@@ -121,9 +118,17 @@ def recommended(
     )
 
 
-def _outside_of_blocks(model: nn.Module) -> dict[nn.Module, str]:
+def _narrow(model: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Linear]:
+    """Return the linear layers with few inputs, and those outside of the blocks with few outputs."""
+    in_blocks = {m for block in blocks for m in block.modules()}
+    linears = [m for m in model.modules() if isinstance(m, nn.Linear)]
+    least = {m: m.in_features if m in in_blocks else min(m.in_features, m.out_features) for m in linears}
+    # A LazyLinear has 0.
+    return [m for m in linears if 0 < least[m] < _LEAST_FEATURES]
+
+
+def _outside_of_blocks(model: nn.Module, blocks: list[nn.Module]) -> dict[nn.Module, str]:
     """Return {layer before or after the blocks: why it is left out}: all if they are few, else the last one, a head."""
-    blocks = [block for blocks in block_lists(model, least=2).values() for block in blocks]
     # A block that is not in a list, such as that of a prediction of further tokens, is one by its class.
     entries = [m for block in blocks for inner in block.modules() if isinstance(inner, nn.ModuleList) for m in inner]
     kinds = {type(m) for m in blocks + entries} - {nn.Linear, nn.Sequential, nn.ModuleList, nn.ModuleDict}
