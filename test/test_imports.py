@@ -260,3 +260,17 @@ ours = [name for name in new if name.startswith("torchao_blockwise")]
 print(sorted(name for name in ours if any(part.startswith({(*TRITON_KERNELS, *UNUSED)}) for part in name.split("."))))
 """
     assert python(code).splitlines() == ["[]", "[]"]
+
+
+def test_files_of_a_model_like_those_of_transformers_need_no_transformers(tmp_path):
+    """Parts of its models may be copied to where it is not installed."""
+    code = f"""
+import sys
+import torch; from torch import nn; from torchao.quantization import quantize_
+from torchao_blockwise import BlockwiseFP8TrainingConfig, checkpoint
+model = nn.ModuleDict({{"proj": nn.Linear(128, 128)}}); model._tied_weights_keys = None
+quantize_(model, BlockwiseFP8TrainingConfig())
+checkpoint.export(model, {str(tmp_path / "out")!r}); checkpoint.load(model, {str(tmp_path / "out")!r})
+print("transformers" in sys.modules)
+"""
+    assert python(code) == "False"

@@ -126,7 +126,7 @@ def kept_in_fp32(model: torch.nn.Module) -> list[str] | None:
 
 def is_model(model: object) -> bool:
     """Whether `model` is a model of transformers, or of a library that derives from its class."""
-    return hasattr(model, "_tied_weights_keys")
+    return "transformers" in sys.modules and hasattr(model, "_tied_weights_keys")
 
 
 def ignored_on_load(model: torch.nn.Module) -> set[str]:
@@ -298,7 +298,7 @@ def transposed_in_files(model: torch.nn.Module, tensors: Mapping[str, torch.Tens
 
     These are the experts of Qwen3-VL-MoE. transformers writes [E, N, K] and reads both, by shape; N = K is left out.
     """
-    if "transformers" not in sys.modules or not is_model(model):
+    if not is_model(model):
         return set()
     from transformers.conversion_mapping import get_model_conversion_mapping
 
@@ -317,7 +317,7 @@ def reverted(model: torch.nn.Module, state: dict[str, torch.Tensor]) -> dict[str
 
     The state dict of a model of another library is returned unchanged.
     """
-    if "transformers" not in sys.modules or not is_model(model):
+    if not is_model(model):
         return state
     from transformers import core_model_loading
 
