@@ -182,23 +182,27 @@ def _from_each_start(records: Sequence[Mapping[str, Any]], metric: str, *recipes
     return out
 
 
+def _spread(records: Sequence[Mapping[str, Any]], metric: str, *recipes: str) -> tuple[float | None, int]:
+    """Standard deviation of the draws around the mean of their recipe and start, in %, and its degrees of freedom."""
+    samples = [values for recipe in recipes for (values,) in _from_each_start(records, metric, recipe)]
+    degrees = sum(len(values) - 1 for values in samples)
+    return math.sqrt(sum(x**2 for values in samples for x in values) / degrees) if degrees else None, degrees
+
+
 def gap(records: Sequence[Mapping[str, Any]], recipe: str, metric: str, base: str = BASE) -> Gap | None:
     """The gap of a recipe to `base`, start by start; None where no start has runs of both.
 
-    The spread is that of the draws around the mean of their recipe and start, of both recipes and bf16 together.
+    The spread is that of the draws of both recipes and of bf16 together, over all starts.
     """
-    groups = _from_each_start(records, metric, *dict.fromkeys((base, recipe, BASE)))
+    groups = _from_each_start(records, metric, base, recipe)
     if not groups:
         return None
-    mean = statistics.fmean(statistics.fmean(own) for _, own, *_ in groups)
-    samples = [values for group in groups for values in group]
-    degrees = sum(len(values) - 1 for values in samples)
-    runs = sum(len(own) for _, own, *_ in groups)
-    if not degrees:
+    mean = statistics.fmean(statistics.fmean(own) for _, own in groups)
+    runs = sum(len(own) for _, own in groups)
+    deviation, degrees = _spread(records, metric, *dict.fromkeys((base, recipe, BASE)))
+    if deviation is None:
         return Gap(mean, None, runs)
-    squares = sum((x - statistics.fmean(values)) ** 2 for values in samples for x in values)
-    compared = [values for group in groups for values in group[:2]]
-    error = math.sqrt(squares / degrees * sum(1 / len(values) for values in compared)) / len(groups)
+    error = deviation * math.sqrt(sum(1 / len(values) for group in groups for values in group)) / len(groups)
     return Gap(mean, quantile(degrees) * error, runs)
 
 
@@ -225,9 +229,7 @@ def quantile(degrees: int) -> float:
 
 def chance(records: Sequence[Mapping[str, Any]], metric: str) -> float | None:
     """Standard deviation of the draws of bf16, in % of their mean, over all starts; None with fewer than two."""
-    samples = [values for (values,) in _from_each_start(records, metric, BASE)]
-    degrees = sum(len(values) - 1 for values in samples)
-    return math.sqrt(sum(x**2 for values in samples for x in values) / degrees) if degrees else None
+    return _spread(records, metric, BASE)[0]
 
 
 def table(study: Study, records: Sequence[Mapping[str, Any]]) -> str:

@@ -167,7 +167,7 @@ def records(start: str, **losses: list[float]) -> list[dict]:
 
 
 def test_a_gap_is_that_of_means_with_the_interval_of_draws():
-    runs = records("a", bf16=[0.99, 1.01], fp8=[1.02, 1.04])
+    runs = records("a", bf16=[0.99, 1.01], fp8=[1.0197, 1.0403])
     # Deviations of ±1 % in both, with 2 degrees of freedom: variance 2 (%²); error √(2 · (1/2 + 1/2)).
     found = gap(runs, "fp8", "last_third")
     assert found.mean == pytest.approx(3.0) and found.runs == 2
@@ -194,6 +194,14 @@ def test_starts_are_compared_one_by_one():
     assert gap(runs, "fp8", "held_out_loss").mean == pytest.approx(2.0)
     # A recipe without bf16 from its start says nothing.
     assert gap([*runs, *records("c", fp8=[9.0])], "fp8", "held_out_loss").mean == pytest.approx(2.0)
+
+
+def test_the_spread_of_bf16_is_that_of_all_starts():
+    """A start with one run of each recipe has the interval that the other starts give."""
+    runs = records("a", bf16=[1.0], fp8=[1.02]) + records("b", bf16=[1.98, 2.02])
+    found = gap(runs, "fp8", "last_third")
+    assert found.mean == pytest.approx(2.0)
+    assert found.half_width == pytest.approx(12.71 * math.sqrt(2) * math.sqrt(2))
 
 
 def test_a_diverged_run_is_in_no_mean(study_file):
