@@ -26,6 +26,7 @@ TABLES: dict[str, tuple[Callable[[Results], str], tuple[str, ...]]] = {
     "loss_sizes": (studies.sizes, studies.STUDIES + studies.OTHERS),
     "loss_blocks": (studies.blocks, ()),
     "loss_tokens": (studies.tokens, ()),
+    "loss_speeds": (studies.speeds, tuple(studies.SPEEDS.values())),
     "loss_nvfp4": (runs.nvfp4_parts, (runs.NVFP4,)),
     "fsdp": (runs.fsdp, runs.FSDP),
     "grad_weight": (kernels.grad_weight, (kernels.GROUPED,)),

@@ -10,14 +10,21 @@ from common.report import MISSING, markdown
 from llm_training.config import RunConfig
 from llm_training.study import BASE, METRICS, Gap, gap, growth
 
-from summaries.cells import Results
+from summaries.cells import Results, ratio
 
 # Of one family of models, trained about equally long; longer or shorter ones; of a mixture of experts.
 STUDIES = ("study_6m", "study_12m", "study_25m", "study_50m", "study_85m")
-OTHERS = ("study_6m_long", "study_350m", "study_1b")
+OTHERS = ("study_6m_long", "study_85m_long", "study_350m", "study_1b")
 EXPERTS = "study_moe_400m"
 # Study -> the same with more tokens.
-LONGER = {"study_6m": "study_6m_long"}
+LONGER = {"study_6m": "study_6m_long", "study_85m": "study_85m_long"}
+# Study -> where the speed of its model is measured: in a CUDA graph if it is small.
+SPEEDS = {
+    "study_85m": "throughput_125m_compiled_graph_nvidia_h100_80gb_hbm3",
+    "study_350m": "throughput_350m_compiled_graph_nvidia_h100_80gb_hbm3",
+    EXPERTS: "throughput_moe_400m_compiled_graph_nvidia_h100_80gb_hbm3",
+    "study_1b": "study_1b",
+}
 METRIC = next(iter(METRICS))
 
 
@@ -56,23 +63,50 @@ def tokens(results: Results) -> str:
     with the same seeds.
     """
     rows, recipes = [], _recipes(run for name in LONGER for run in results.rows(name))
-    for name, longer in LONGER.items():
-        runs, config = results.rows(name), config_of(results, name)
-        doublings = math.log2(_tokens(config_of(results, longer)) / _tokens(config))
-        seeds = tuple({run["seed"] for run in results.rows(longer)})
-        level, lower = (
-            statistics.fmean(run[METRIC] for run in results.rows(of, recipe=BASE, seed=seeds)) for of in (name, longer)
-        )
-        fall = 100 * (1 - lower / level) / doublings
+    for name in LONGER:
+        runs, config, fall = results.rows(name), config_of(results, name), _fall(results, name)
         gaps = [gap(runs, recipe, METRIC) for recipe in recipes]
         more = [MISSING if above is None else _more_tokens(above, fall) for above in gaps]
         rows.append([_millions(config.parameters), _millions(_tokens(config)), f"{fall:.1f} %", *more])
     return markdown(("parameters", "tokens", "bf16 with twice the tokens: lower by", *recipes), rows)
 
 
+def speeds(results: Results) -> str:
+    """The speed of a recipe against bf16, and what is left of it after the tokens that it needs more for bf16's loss.
+
+    Twice the tokens lower the loss as much as at the largest size in LONGER.
+    """
+    rows, fall = [], _fall(results, list(LONGER)[-1])
+    for name, measured in SPEEDS.items():
+        runs, per_second = results.rows(name), {}
+        for row in results.rows(measured):
+            per_second.setdefault(row["recipe"], []).append(row.get("tokens/s") or row["tokens_per_second"])
+        for recipe in ("fp8", "fp8_128x128"):
+            speed = statistics.fmean(per_second[recipe]) / statistics.fmean(per_second[BASE])
+            left = [speed / more for more in _tokens_factor(gap(runs, recipe, METRIC), fall)]
+            size = _millions(config_of(results, name).parameters) + ", mixture of experts" * (name == EXPERTS)
+            rows.append([size, recipe, ratio(speed), f"{left[0]:.2f} ± {left[0] - left[1]:.2f}"])
+    return markdown(("parameters", "recipe", "× bf16", "× bf16 at the same loss"), rows)
+
+
+def _fall(results: Results, name: str) -> float:
+    """How much twice the tokens lower the training loss of bf16, in %."""
+    longer = LONGER[name]
+    seeds = tuple({run["seed"] for run in results.rows(longer)})
+    level, lower = (
+        statistics.fmean(run[METRIC] for run in results.rows(of, recipe=BASE, seed=seeds)) for of in (name, longer)
+    )
+    doublings = math.log2(_tokens(config_of(results, longer)) / _tokens(config_of(results, name)))
+    return 100 * (1 - lower / level) / doublings
+
+
+def _tokens_factor(above: Gap, fall: float) -> tuple[float, float]:
+    """How many times the tokens make up for a gap, and for the upper end of its interval."""
+    return 2 ** (above.mean / fall), 2 ** ((above.mean + above.half_width) / fall)
+
+
 def _more_tokens(above: Gap, fall: float) -> str:
-    """fall: how much twice the tokens lower the loss, in %."""
-    mean, high = (100 * (2 ** (g / fall) - 1) for g in (above.mean, above.mean + above.half_width))
+    mean, high = (100 * (more - 1) for more in _tokens_factor(above, fall))
     return f"{mean:+.1f} % ± {high - mean:.1f}"
 
 
