@@ -16,6 +16,12 @@ CONFIGS = {
     "dense": lambda: transformers.Qwen3Config(**SIZES),
     "experts": lambda: transformers.MixtralConfig(**SIZES, num_local_experts=4),
     "named": lambda: transformers.LlamaConfig(**SIZES, architectures=["LlamaForSequenceClassification"]),
+    "translation": lambda: transformers.T5Config(
+        vocab_size=512, d_model=256, d_ff=512, num_layers=2, num_heads=4, architectures=["T5ForConditionalGeneration"]
+    ),
+    "vision": lambda: transformers.ViTConfig(
+        hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4, architectures=["ViTModel"]
+    ),
 }
 
 
@@ -47,6 +53,8 @@ def test_memory(report):
     for memory in (plain, fused):
         assert memory["notes"] == [] and memory["predicted"]["peak"] > memory["predicted"]["weights"]
     assert fused["predicted"]["saved"] < plain["predicted"]["saved"]
+    translation = report("translation", "--tokens", "64")["memory"]
+    assert translation["notes"] == [] and translation["predicted"]["saved"] > 0
 
 
 def test_the_architecture_of_the_configuration_is_taken(report):
@@ -123,12 +131,14 @@ WRONG = {
     "number": (["dense", "--filter", "min_features=x"], "--filter min_features=x: invalid literal for int()"),
     "blocks": (["dense", "--filter", "keep_last_blocks=9"], "has 2 blocks, got count=9"),
     "tokens": (["dense", "--tokens", "0"], "--tokens must be 1 or more, got 0"),
+    "images": (["vision", "--tokens", "64"], "needs a model of token ids, but ViTModel takes pixel_values; leave it"),
 }
 
 
 @pytest.mark.parametrize(("argv", "said"), WRONG.values(), ids=WRONG)
 def test_wrong_input_is_one_sentence(argv, said, tmp_path, monkeypatch, capsys):
-    CONFIGS["dense"]().save_pretrained(tmp_path / "dense")
+    for kind in ("dense", "vision"):
+        CONFIGS[kind]().save_pretrained(tmp_path / kind)
     os.mkdir(tmp_path / "broken")
     (tmp_path / "broken" / "config.json").write_text("{")
     monkeypatch.chdir(tmp_path)

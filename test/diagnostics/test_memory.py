@@ -223,7 +223,7 @@ class Asks(nn.Linear):
 
 def test_what_needs_values_is_measured_all_the_same():
     report = memory_report(Asks(D, D), torch.randn(T, D))
-    assert len(report.notes) == 2 and "needs values: " in str(report)
+    assert len(report.notes) == 2 and "activations are missing from the prediction: " in str(report)
     assert report.predicted.saved is None and report.measured.peak > 0
 
 

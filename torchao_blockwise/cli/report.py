@@ -79,8 +79,17 @@ def _batch(model: nn.Module, tokens: int | None) -> tuple[dict[str, torch.Tensor
     """Return the batch for a step: a sequence, with labels for a language model; empty if `tokens` is None."""
     if tokens is None:
         return ()
+    name, takes = type(model).__name__, getattr(model, "main_input_name", "input_ids")
+    if takes != "input_ids":
+        remedy = "leave it out, or call torchao_blockwise.diagnostics.memory_report with a batch"
+        raise UsageError(f"--tokens needs a model of token ids, but {name} takes {takes}; {remedy}")
     ids = torch.zeros(1, tokens, dtype=torch.long, device="meta")
-    return ({"input_ids": ids, **({"labels": ids} if type(model).__name__.endswith("ForCausalLM") else {})},)
+    batch = {"input_ids": ids}
+    if name.endswith(("ForCausalLM", "ForConditionalGeneration")):
+        batch["labels"] = ids
+    if getattr(model.config, "is_encoder_decoder", False):
+        batch["decoder_input_ids"] = ids
+    return (batch,)
 
 
 def _filter(model: nn.Module, text: str) -> Filter:

@@ -138,7 +138,7 @@ def memory_report(
                 raise
             except Exception as error:
                 # For example, the model reads values. The real step can still be measured.
-                notes.append(f"{name} needs values: {type(error).__name__}: {error}".splitlines()[0])
+                notes.append(f"activations are missing from {name}: {type(error).__name__}: {error}".splitlines()[0])
         if batch and not any(p.is_meta for p in weights):
             measured = _measured(model, batch, loss, columns["the prediction"], microbatches)
     dtypes = " and ".join(sorted({str(p.dtype).removeprefix("torch.") for p in weights}))
