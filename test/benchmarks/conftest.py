@@ -1,7 +1,5 @@
 """Shared set-up of the benchmarks' tests: where scripts lie, threads, and runs that find no GPU, whatever there is."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The smallest models, and some text, for tests of train_llm.py."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """The benchmark of sharded training on two processes of a CPU: bytes as counted, and what becomes of failures."""
 
-from __future__ import annotations
-
 import json
 
 import bench_fsdp

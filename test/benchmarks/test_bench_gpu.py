@@ -1,7 +1,5 @@
 """Every benchmark on the GPU, on small shapes: it finds its own results right and has figures for them."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The jobs of benchmarks, their shapes, rooflines and errors: bytes that must move, checks that find wrong results."""
 
-from __future__ import annotations
-
 import math
 
 import bench_fused

@@ -1,7 +1,5 @@
 """Every benchmark from end to end on tiny shapes on the CPU, and how those of layers and models make their rows."""
 
-from __future__ import annotations
-
 import re
 
 import bench_fused

@@ -1,7 +1,5 @@
 """Studies: which runs are trained in which order, how results of several machines merge, and what they answer."""
 
-from __future__ import annotations
-
 import json
 import math
 import statistics

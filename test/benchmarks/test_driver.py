@@ -1,7 +1,5 @@
 """The driver of the benchmarks with jobs that do little: what it checks, times, compares, leaves out and writes."""
 
-from __future__ import annotations
-
 import json
 from functools import partial
 from types import SimpleNamespace

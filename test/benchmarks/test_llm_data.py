@@ -1,7 +1,5 @@
 """Text and precision of benchmarks/train_llm.py: what is read and held out, and bf16 products in fp32."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

@@ -1,7 +1,5 @@
 """Training of benchmarks/train_llm.py: same start and data for every recipe, exact resumption, experts and memory."""
 
-from __future__ import annotations
-
 import functools
 import math
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Memory of LoRA on quantized bases, and with and without `fuse`: what formats and saved copies take."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

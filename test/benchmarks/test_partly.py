@@ -1,7 +1,5 @@
 """Layers of which parts are quantized: what changes, and by how much."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

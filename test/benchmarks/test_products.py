@@ -1,7 +1,5 @@
 """The GEMMs that benchmarks time and those of peers: shapes, operands and bytes are a layer's, errors are found."""
 
-from __future__ import annotations
-
 import math
 
 import bench_linear

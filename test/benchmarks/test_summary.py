@@ -1,7 +1,5 @@
 """Tables of pages are what summary.py makes of the committed results; ranges are of existing rows."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The command benchmarks/train_llm.py: clear refusals, a full report."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

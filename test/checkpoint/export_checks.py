@@ -1,7 +1,5 @@
 """Exports and loads of models that ranks share, compared with the model on one device; bytes that are gathered."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from typing import Any

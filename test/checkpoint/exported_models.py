@@ -1,7 +1,5 @@
 """Tiny models of transformers, and what is in the folders that they are exported to."""
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import warnings

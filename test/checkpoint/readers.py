@@ -3,8 +3,6 @@
 The rules of engines are written down here; compressed-tensors' own function is asked too, if it is installed.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import re

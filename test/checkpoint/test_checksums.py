@@ -1,7 +1,5 @@
 """Checksums: the same of the same bytes wherever they lie, others of others; a receiver and `verify` compare them."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

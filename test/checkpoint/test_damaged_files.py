@@ -1,7 +1,5 @@
 """Files that are damaged or made to deceive: refused with file and fix, or read in bounds, in little memory."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

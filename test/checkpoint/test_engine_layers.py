@@ -1,7 +1,5 @@
 """Layers that files name as not quantized, which readers find by name; and layers that engines fuse."""
 
-from __future__ import annotations
-
 import copy
 import json
 import re

@@ -3,8 +3,6 @@
 Where their code does not decode our files to our values, a warning says so.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import re

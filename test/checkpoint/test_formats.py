@@ -1,7 +1,5 @@
 """Files of each format: they hold the bytes that GEMMs read, and config.json has the settings of engines."""
 
-from __future__ import annotations
-
 import json
 import re
 

@@ -1,7 +1,5 @@
 """`load` takes payloads as they are, or gives values that quantize to them again; from plain files their values."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

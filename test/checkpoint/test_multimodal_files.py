@@ -1,7 +1,5 @@
 """Files of vision-language models: other prefixes than the model has, and experts that are stored transposed."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Exports of models that ranks share: the bytes of the model on one device."""
 
-from __future__ import annotations
-
 import rank_suites
 
 POOLS = ({"export_checks": (("safetensors.torch",),)},)

@@ -1,7 +1,5 @@
 """Weights of zeros, tiny and huge values, NaN and Inf: what files hold stands for them, or nothing is written."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from exported_models import FORMATS, decoded, every_format, export, filled, language_model, tensors_in

@@ -1,7 +1,5 @@
 """Where an export goes: places that cannot be written, disks that fill up, processes that are killed, two at once."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Modules around a model, or around a part of it, do not change the names in files."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

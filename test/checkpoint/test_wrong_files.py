@@ -1,7 +1,5 @@
 """Files that are not what they seem: refused with the file and a fix, before a value of the model changes."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """The doctor's text, verdict and data, and its self-test: right results pass, and wrong ones are found."""
 
-from __future__ import annotations
-
 import functools
 import json
 import sys

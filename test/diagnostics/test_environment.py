@@ -1,7 +1,5 @@
 """Findings about an environment: each problem is reported, and nothing where all is right."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

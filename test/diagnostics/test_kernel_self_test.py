@@ -1,7 +1,5 @@
 """The self-test of kernels: on a GPU, or in Triton's interpreter."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

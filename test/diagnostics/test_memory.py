@@ -1,7 +1,5 @@
 """The memory report: predictions are what a step takes, by hand too, and nothing of the model changes."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """The monitor's life: which steps it looks at, what it costs the others, what it leaves, and what it refuses."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import warnings

@@ -1,7 +1,5 @@
 """Every kind of layer is seen, by its name in the model, with the tensors that it quantizes."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import sys

@@ -1,7 +1,5 @@
 """Reports: which layers stand out, the printed table, and what another recipe would lose."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Tallies against the same figures computed in float64 from the values that `ops.dequantize` gives."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Writers: what they write can be read again, what they lack is named, and none disturbs training."""
 
-from __future__ import annotations
-
 import csv
 import json
 import math

@@ -1,7 +1,5 @@
 """Checks of checkpoints over ranks: each runs on every rank of a mesh and raises what is wrong."""
 
-from __future__ import annotations
-
 import copy
 
 import torch

@@ -1,7 +1,5 @@
 """Checks of experts spread over ranks, sharded by FSDP2, and both; each runs on every rank."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 from unittest import mock
 
@@ -48,7 +46,7 @@ class Tokens(NamedTuple):
         ends = [0, *self.group_ends.tolist()]
         return slice(ends[expert], ends[expert + 1])
 
-    def to(self, where) -> Tokens:
+    def to(self, where):
         return Tokens(*(x.to(where) for x in self))
 
 

@@ -1,7 +1,5 @@
 """Checks of FSDP2 on how a sharded model lives: begun, loaded, changed, entered, freed, grouped."""
 
-from __future__ import annotations
-
 import gc
 import warnings
 import weakref

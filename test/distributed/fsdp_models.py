@@ -1,7 +1,5 @@
 """Models, training loops and comparisons that the checks of FSDP2 share; they run on every rank."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 from unittest import mock

@@ -1,7 +1,5 @@
 """A Llama of transformers, fused or not, under FSDP2 or a plan of tensor parallelism: the bits are the same."""
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 from exported_models import language_model

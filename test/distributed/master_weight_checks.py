@@ -1,7 +1,5 @@
 """Partial cast of sharded masters over ranks: bitwise identical to the whole, one all-reduce, clear errors."""
 
-from __future__ import annotations
-
 from unittest import mock
 
 import torch

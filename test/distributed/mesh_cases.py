@@ -1,7 +1,5 @@
 """Checks that run on meshes of ranks, as data: FSDP2, checkpoints, quantized Parameters, experts, TP and pipelines."""
 
-from __future__ import annotations
-
 import checkpoint_checks as checkpoints
 import expert_checks as experts
 import fsdp_checks as checks

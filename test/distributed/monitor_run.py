@@ -1,7 +1,5 @@
 """The numerics monitor on two and four ranks: the figures of one process, however tensors are split."""
 
-from __future__ import annotations
-
 import math
 import warnings
 

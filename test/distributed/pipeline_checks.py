@@ -1,7 +1,5 @@
 """Checks of pipeline parallelism: ranks hold stages of a converted model; each runs on every rank of a mesh."""
 
-from __future__ import annotations
-
 import torch
 from fsdp_models import adamw, blocks, values
 from ranks import device

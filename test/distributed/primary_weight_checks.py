@@ -3,8 +3,6 @@
 The models and comparisons serve tests in one process too.
 """
 
-from __future__ import annotations
-
 import copy
 
 import pytest

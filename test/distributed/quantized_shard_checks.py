@@ -1,7 +1,5 @@
 """Checks of quantized Parameters under FSDP2 that those of master weights do not make; each runs on every rank."""
 
-from __future__ import annotations
-
 import copy
 
 import torch

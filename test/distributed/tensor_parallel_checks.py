@@ -1,7 +1,5 @@
 """Checks of tensor parallelism on bits, GEMMs and gradients, and what they share: all run on every rank of a mesh."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 from unittest import mock

@@ -1,7 +1,5 @@
 """Checks of tensor parallelism on training, refusals, compilation and FSDP2: each runs on every rank of a mesh."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 

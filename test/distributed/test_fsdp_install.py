@@ -3,8 +3,6 @@
 This file, run with the name of a check, is a process that has not imported the package.
 """
 
-from __future__ import annotations
-
 import os
 import pickle
 import subprocess

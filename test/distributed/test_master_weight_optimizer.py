@@ -1,7 +1,5 @@
 """MasterWeightOptimizer in one process: training, groups, schedulers and scalers, refusals."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

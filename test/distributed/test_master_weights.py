@@ -1,7 +1,5 @@
 """Partial cast of sharded masters: bitwise identical to the whole on any ranks, one all-reduce, clear errors."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

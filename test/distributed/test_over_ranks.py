@@ -1,7 +1,5 @@
 """FSDP2, tensor and expert parallelism, ZeRO and DDP over ranks: bitwise identical to one device."""
 
-from __future__ import annotations
-
 import rank_suites
 
 SUITES = ("mesh_cases", "primary_weight_checks", "monitor_run", "fusion_run", "master_weight_checks")

@@ -1,7 +1,5 @@
 """Values kept for the masters of quantized weights, values loaded into these weights, and checkpoints of both."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import io

@@ -1,7 +1,5 @@
 """Scales of sharded weights: which part a rank holds, when gathers are refused, and errors where ranks disagree."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """Ranks that tests spawn, one of which goes wrong."""
 
-from __future__ import annotations
-
 import time
 
 import torch

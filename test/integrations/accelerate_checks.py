@@ -1,7 +1,5 @@
 """Models that accelerate shards with FSDP2: every weight trains, as by `fully_shard` called by hand."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 

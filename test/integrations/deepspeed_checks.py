@@ -1,7 +1,5 @@
 """Checks that ranks run on converted models that DeepSpeed trains, on the CPU over gloo."""
 
-from __future__ import annotations
-
 import importlib.util
 
 import pytest

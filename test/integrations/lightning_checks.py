@@ -1,7 +1,5 @@
 """Converted LightningModules, and what ranks check of those that Lightning shards, on the CPU over gloo."""
 
-from __future__ import annotations
-
 import lightning
 import pytest
 import torch

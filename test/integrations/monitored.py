@@ -1,7 +1,5 @@
 """A monitor for tests of callbacks, which keeps its reports and checks them."""
 
-from __future__ import annotations
-
 from torchao_blockwise.diagnostics import NumericsMonitor
 
 

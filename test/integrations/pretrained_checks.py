@@ -1,7 +1,5 @@
 """Checks on every rank of models that `from_pretrained` shards with FSDP2 before they have values."""
 
-from __future__ import annotations
-
 import functools
 from pathlib import Path
 

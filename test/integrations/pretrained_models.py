@@ -1,7 +1,5 @@
 """Tiny models of ten families, their files in every format, and the values that other packages decode from these."""
 
-from __future__ import annotations
-
 import warnings
 
 import pytest

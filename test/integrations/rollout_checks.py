@@ -1,7 +1,5 @@
 """Rollouts of a model that FSDP2 trains, in vLLM's layers and by its loaders: only the cast of activations differs."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterable
 

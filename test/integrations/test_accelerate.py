@@ -1,8 +1,6 @@
 """accelerate: models that it loads and dispatches are converted after that, or offloaded converted to the CPU; its
 float8 recipe over one is refused."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from helpers import FP8, both_formats, both_masters, converted, mlp, replace, saved_and_loaded

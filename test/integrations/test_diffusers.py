@@ -1,7 +1,5 @@
 """Models of diffusers: which layers are converted, training with its tools, and what its loader refuses."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from helpers import FP8, NVFP4, assert_bitwise_equal

@@ -4,8 +4,6 @@ Neither is installed. What the stand-ins are asked is what vLLM 0.33 (distribute
 (srt/entrypoints, srt/managers) ask of a trainer, and what they refuse.
 """
 
-from __future__ import annotations
-
 import functools
 import sys
 import types

@@ -1,7 +1,5 @@
 """The programs of docs/examples, and tutorials that train in frameworks, run offline, and their losses fall."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import re

@@ -1,7 +1,5 @@
 """`integrations.transformers.from_pretrained`: quantized and plain files of ten families give models that train."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import json

@@ -1,7 +1,5 @@
 """Lightning with the precision plugin and callbacks: bitwise identical to the same steps by hand."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from helpers import FP8, NVFP4, assert_same_tensors, mlp, replace

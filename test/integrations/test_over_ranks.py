@@ -1,7 +1,5 @@
 """Frameworks over ranks: bitwise identical to the same steps by hand, and after a run resumes."""
 
-from __future__ import annotations
-
 import rank_suites
 
 TRANSFORMERS, ACCELERATE, LIGHTNING = ("transformers", "5.0"), ("accelerate", "1.6"), ("lightning", "2.4")

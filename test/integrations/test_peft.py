@@ -1,7 +1,5 @@
 """PEFT's LoRA on frozen quantized bases: adapters are saved, loaded, merged and unloaded; experts, too."""
 
-from __future__ import annotations
-
 import copy
 import os
 import pickle

@@ -1,7 +1,5 @@
 """Helpers that integrations share: names of recipes, required packages, scopes of callbacks."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 import warnings

@@ -1,7 +1,5 @@
 """transformers with our quantization configs, offline: load, train, save, load again, merge adapters."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """TRL's trainers on converted models: SFT as after `quantize_`, and references that equal the policy."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Checks on ranks of models that torchtitan's trainer trains converted."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """torchtitan's trainer on a CPU, over gloo: its debug models with fewer layers, on random tokens."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 import tempfile

@@ -1,7 +1,5 @@
 """Checks on ranks of converted models under Trainer and accelerate, by DDP and FSDP2, on the CPU over gloo."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import os

@@ -8,8 +8,6 @@ $VLLM_SOURCE is a folder that holds `vllm/`, such as a checkout of 0.33, or a wh
 Only the modules in `_REAL` are executed. Every other module of vLLM is replaced by mocks.
 """
 
-from __future__ import annotations
-
 import ast
 import importlib
 import importlib.abc
