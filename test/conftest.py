@@ -174,8 +174,8 @@ def no_interpreter():
 @pytest.fixture(scope="module", autouse=True)
 def by_the_reference(request):
     """On a CPU the reference computes tensors, layers and models, except where kernels are tested."""
-    computed = {"tensors", "nn", "conversion", "cli", "released"}
-    if request.path.parent.name in computed and request.path.stem not in ("test_kernels", "test_permute"):
+    kernels = ("test_kernels", "test_permute", "test_kernel_self_test", "test_master_weights")
+    if request.path.parent.name not in ("formats", "ops", "test") and request.path.stem not in kernels:
         request.getfixturevalue("no_interpreter")
 
 

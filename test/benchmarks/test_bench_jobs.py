@@ -15,7 +15,7 @@ from common.shapes import ROUTINGS, Experts, group_ends
 from torchao_blockwise import ops
 from torchao_blockwise.testing import relative_error
 
-pytestmark = pytest.mark.usefixtures("no_interpreter", "one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread")
 CPU = torch.device("cpu")
 QUANTIZED = [
     (case, recipe)

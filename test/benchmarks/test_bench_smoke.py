@@ -17,7 +17,7 @@ from common import kernel_times
 from common.kernel_times import Kernel
 from common.shapes import ROUTINGS
 
-pytestmark = pytest.mark.usefixtures("no_interpreter", "one_thread", "without_gpu")
+pytestmark = pytest.mark.usefixtures("one_thread", "without_gpu")
 EXPERTS = ("--shapes", "40x3x128x128", "--routings", "empty")
 
 

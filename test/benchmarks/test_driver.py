@@ -15,7 +15,6 @@ from common.timing import input_sets, time_eager, time_runs
 
 from torchao_blockwise.ops.backend import Backend, Implementation
 
-pytestmark = pytest.mark.usefixtures("no_interpreter")
 CPU = torch.device("cpu")
 
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 pytest.importorskip("transformers", "5.0")
-pytestmark = pytest.mark.usefixtures("no_interpreter", "without_gpu")
+pytestmark = pytest.mark.usefixtures("without_gpu")
 # {model: (fused modules of two blocks, copies that are not saved, width of the input)}
 MODELS = {
     "transformers Qwen3": (4, 2 * (2 + 1), 4096),

@@ -13,7 +13,6 @@ from torchao_blockwise import ops
 from torchao_blockwise.testing import relative_error
 
 CPU = torch.device("cpu")
-pytestmark = pytest.mark.usefixtures("no_interpreter")
 # tokens, which no copy is padded for, N, K
 TOKENS, N, K = LAYER = (64, 320, 192)
 

@@ -11,8 +11,6 @@ from torchao_blockwise import checkpoint
 from torchao_blockwise.checkpoint import checking
 from torchao_blockwise.cli import main
 
-pytestmark = pytest.mark.usefixtures("no_interpreter")
-
 
 def by_hand(data: bytes) -> int:
     padded = data + bytes(-len(data) % 4)

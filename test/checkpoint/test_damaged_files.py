@@ -16,8 +16,6 @@ from torchao_blockwise.checkpoint.stored_weights import StoredWeights
 from torchao_blockwise.diagnostics.live_memory import LiveMemory
 from torchao_blockwise.testing import assert_bitwise_equal
 
-pytestmark = pytest.mark.usefixtures("no_interpreter")
-
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 every_kind = pytest.mark.parametrize("format", [format for format in FORMATS if format != "fp8_block_ue8m0"])
 DTYPES = ("F64", "F32", "BF16", "F16", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F4", "F6_E2M3", "C64", "U8", "I8", "U64", "")

@@ -32,7 +32,6 @@ from torchao_blockwise.checkpoint.model_tensors import Part, parts_on_disk, tens
 from torchao_blockwise.cli import main
 from torchao_blockwise.tensors import MasterWeightTensor
 
-pytestmark = pytest.mark.usefixtures("no_interpreter")
 MIXTURES = ("Qwen3Moe", "Mixtral", "DeepseekV3")
 # Of the second layer's experts: what the files call their module, and what transformers does.
 EXPERTS = {

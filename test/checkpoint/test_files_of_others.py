@@ -32,7 +32,6 @@ from torchao_blockwise.checkpoint.files import config_and_settings
 from torchao_blockwise.cli import main
 from torchao_blockwise.testing import assert_bitwise_equal
 
-pytestmark = pytest.mark.usefixtures("no_interpreter")
 FEATURES = (208, 304, 130)
 OUR_FEATURES = (208, 304, 144)
 PLAIN = ["lm_head"], []

@@ -42,7 +42,6 @@ from torchao_blockwise.formats import NVFP4_16X16
 from torchao_blockwise.nn import SwiGLUExperts
 from torchao_blockwise.testing import assert_bitwise_equal
 
-pytestmark = pytest.mark.usefixtures("no_interpreter")
 # Ragged blocks; NVFP4 wants columns of whole ones.
 FEATURES = (208, 304, 130)
 

@@ -32,7 +32,6 @@ from torchao_blockwise.formats import NVFP4_16X16, global_scale_of
 from torchao_blockwise.tensors import QuantizedTensor
 from torchao_blockwise.testing import assert_bitwise_equal
 
-pytestmark = pytest.mark.usefixtures("no_interpreter")
 FEATURES = (208, 304, 130)
 QUANTIZED = replace(NVFP4, master_weights=False)
 

@@ -17,7 +17,6 @@ from torchao_blockwise.checkpoint.model_tensors import tensors_of
 from torchao_blockwise.cli import main
 
 transformers = pytest.importorskip("transformers", "5.20")
-pytestmark = pytest.mark.usefixtures("no_interpreter")
 # All dims above 128 are multiples of it, as transformers' decoder of FP8 needs.
 _TEXT = SMALL | {"hidden_size": 128, "head_dim": 32, "intermediate_size": 256}
 _VISION = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}

@@ -9,7 +9,6 @@ from torch import nn
 from torchao_blockwise import checkpoint
 from torchao_blockwise.cli import main
 
-pytestmark = pytest.mark.usefixtures("no_interpreter")
 # By which random values are multiplied, the largest of which becomes one that fp32 still holds.
 FACTORS = (0.0, 1e-42, 1e-38, 8e-36, 1.0, 7e37)
 BOTH_NVFP4 = tuple(FORMATS)[2:]

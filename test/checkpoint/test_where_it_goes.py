@@ -19,7 +19,6 @@ from torchao_blockwise.testing import assert_bitwise_equal
 
 SafetensorError = pytest.importorskip("safetensors").SafetensorError
 
-pytestmark = pytest.mark.usefixtures("no_interpreter")
 
 REMEDY = "give a directory that can be written, or free some space"
 

@@ -14,7 +14,6 @@ from torchao_blockwise import checkpoint, ops
 from torchao_blockwise.formats import FP8_128X128
 from torchao_blockwise.testing import assert_bitwise_equal
 
-pytestmark = pytest.mark.usefixtures("no_interpreter")
 CONFIGS = {"fp8_block": FP8, "nvfp4_compressed_tensors": NVFP4}
 
 

@@ -13,7 +13,6 @@ from helpers import FP8, assert_same_tensors, mlp, replace
 from torchao_blockwise import checkpoint
 from torchao_blockwise.testing import assert_bitwise_equal
 
-pytestmark = pytest.mark.usefixtures("no_interpreter")
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 CT, MODELOPT = "nvfp4_compressed_tensors", "nvfp4_modelopt"
 

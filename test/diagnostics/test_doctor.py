@@ -20,7 +20,6 @@ from torchao_blockwise.ops.gemm.plain import matmul_op
 from torchao_blockwise.ops.registry import Operation
 from torchao_blockwise.ops.transposition import transpose_op
 
-pytestmark = pytest.mark.usefixtures("no_interpreter")
 CPU = torch.device("cpu")
 OPERATIONS = [
     OperationReport("matmul", "fp8", "triton", {"gluon": "no Hopper"}, {"reference": "", "triton": ""}),

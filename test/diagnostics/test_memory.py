@@ -17,7 +17,7 @@ from torchao_blockwise.diagnostics.live_memory import LiveMemory
 from torchao_blockwise.distributed import MasterWeightOptimizer, sync_weight_scales
 from torchao_blockwise.nn import NormLinear, SwiGLUExperts, SwiGLUMLP
 
-pytestmark = pytest.mark.usefixtures("no_interpreter", "small_heap")
+pytestmark = pytest.mark.usefixtures("small_heap")
 T, D, H = 96, 64, 160
 STEP = ("weights", "buffers", "copies", "gradients", "saved", "peak")
 

@@ -16,8 +16,6 @@ from torchao_blockwise.diagnostics import NumericsMonitor
 from torchao_blockwise.nn import activations as layer_activations
 from torchao_blockwise.testing import sqnr
 
-pytestmark = pytest.mark.usefixtures("no_interpreter")
-
 TOKENS = 50
 
 

@@ -18,8 +18,6 @@ from torchao_blockwise.diagnostics import NumericsMonitor
 from torchao_blockwise.distributed import MasterWeightOptimizer
 from torchao_blockwise.nn import SwiGLUExperts, SwiGLUMLP
 
-pytestmark = pytest.mark.usefixtures("no_interpreter")
-
 
 def report_of(model, run, **options):
     """The report of one pass, in which all layers must have been seen."""

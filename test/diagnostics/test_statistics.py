@@ -23,8 +23,6 @@ from torchao_blockwise.diagnostics.statistics import (
 from torchao_blockwise.ops.groups.ends import padded_rows
 from torchao_blockwise.testing import SHAPES, relative_error, shape_id
 
-pytestmark = pytest.mark.usefixtures("no_interpreter")
-
 ROW_FORMATS = ("fp8_1x128", "nvfp4_1x16")
 every_format = pytest.mark.parametrize("fmt", (*ROW_FORMATS, "fp8_128x128", "nvfp4_16x16"))
 row_formats = pytest.mark.parametrize("fmt", ROW_FORMATS)

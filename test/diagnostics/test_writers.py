@@ -20,8 +20,6 @@ from torchao_blockwise.diagnostics import (
     writers,
 )
 
-pytestmark = pytest.mark.usefixtures("no_interpreter")
-
 
 def reports(*to, steps: int = 2, model=None):
     """Reports of some steps of a model with layers that are converted, and others that are not."""

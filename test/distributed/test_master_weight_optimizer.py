@@ -14,8 +14,6 @@ from torchao_blockwise import NVFP4Tensor
 from torchao_blockwise.distributed import MasterWeightOptimizer
 from torchao_blockwise.testing import assert_bitwise_equal
 
-pytestmark = pytest.mark.usefixtures("no_interpreter")
-
 
 def trains_alike(run, config="mixed", optimizer_class=torch.optim.AdamW, params=None, make=net, **options):
     """`run(model, optimizer)` returns the same for master weights and for quantized Parameters with masters.

@@ -18,8 +18,6 @@ from torchao.quantization import quantize_
 from torchao_blockwise import MasterWeightTensor, is_linear, load_recipe_state, recipe_state, skip_fqns
 from torchao_blockwise.testing import assert_bitwise_equal
 
-pytestmark = pytest.mark.usefixtures("no_interpreter")
-
 
 @pytest.fixture(autouse=True)
 def unexpected_warnings_fail():

@@ -20,9 +20,6 @@ from torchao_blockwise.distributed import sync_weight_scales
 from torchao_blockwise.tensors import QuantizedShard
 from torchao_blockwise.tensors.fsdp import ShardLayout, attach
 
-pytestmark = pytest.mark.usefixtures("no_interpreter")
-
-
 # --- gathers ----------------------------------------------------------------------------------------------------------
 
 

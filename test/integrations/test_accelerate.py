@@ -15,8 +15,6 @@ accelerate = pytest.importorskip("accelerate", "1.6")
 from accelerate.state import AcceleratorState  # noqa: E402
 from accelerate.utils import AORecipeKwargs  # noqa: E402
 
-pytestmark = pytest.mark.usefixtures("no_interpreter")
-
 
 def dispatched(folder, device_map, config=None):
     plain = mlp()

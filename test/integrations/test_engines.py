@@ -18,8 +18,6 @@ from torchao_blockwise import checkpoint
 from torchao_blockwise.integrations import sglang, vllm
 from torchao_blockwise.testing import assert_bitwise_equal
 
-pytestmark = pytest.mark.usefixtures("no_interpreter")
-
 
 @dataclass(frozen=True)
 class ParamMeta:

@@ -32,7 +32,6 @@ from torchao_blockwise.integrations.transformers import (  # noqa: E402
     from_pretrained,
 )
 
-pytestmark = pytest.mark.usefixtures("no_interpreter")
 RECIPE_OF = {"fp8_block": "fp8", "nvfp4_compressed_tensors": "nvfp4", "nvfp4_modelopt": "nvfp4", "plain": "fp8"}
 # Pairs in the default tier: every format, and families whose names or layouts differ between files and model.
 QUICK = {

@@ -16,7 +16,6 @@ from monitored import Monitored  # noqa: E402
 
 from torchao_blockwise.integrations import lightning as ours  # noqa: E402
 
-pytestmark = pytest.mark.usefixtures("no_interpreter")
 BATCHES = torch.randn(8, 16, 64, generator=torch.Generator().manual_seed(0))
 
 

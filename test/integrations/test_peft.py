@@ -26,7 +26,6 @@ pytest.importorskip("transformers", "5.0")
 
 from exported_models import language_model, logits, losses  # noqa: E402
 
-pytestmark = pytest.mark.usefixtures("no_interpreter")
 IDS = torch.arange(20).view(1, 20)
 LINEAR = {"target_modules": ["q_proj", "o_proj"]}
 EXPERTS = {"target_modules": [], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}

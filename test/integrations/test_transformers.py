@@ -23,7 +23,6 @@ from monitored import Monitored  # noqa: E402
 
 from torchao_blockwise.integrations import transformers as ours  # noqa: E402
 
-pytestmark = pytest.mark.usefixtures("no_interpreter")
 both = pytest.mark.parametrize(
     ("cls", "config"), ((ours.BlockwiseFP8Config, FP8), (ours.NVFP4Config, NVFP4TrainingConfig())), ids=("fp8", "nvfp4")
 )

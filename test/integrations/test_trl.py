@@ -19,7 +19,6 @@ tokenizers = pytest.importorskip("tokenizers")
 
 from torchao_blockwise.integrations import transformers as ours  # noqa: E402
 
-pytestmark = pytest.mark.usefixtures("no_interpreter")
 SIZES = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
 ARGUMENTS = {
     "max_steps": 2, "per_device_train_batch_size": 2, "learning_rate": 1e-2, "lr_scheduler_type": "constant",
