@@ -36,9 +36,6 @@ def last_line(done: subprocess.CompletedProcess) -> str:
     return done.stderr.strip().splitlines()[-1]
 
 
-# --- Triton's cache of kernels ----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", ("cache", "file/cache", "."))
 def test_kernels_are_kept_elsewhere_where_tritons_cache_cannot_be_written(name, tmp_path, monkeypatch):
     """A folder below a file, because permissions would not stop root. A new folder and an existing one are kept."""
@@ -76,9 +73,6 @@ def test_a_gpu_trains_without_a_cache_of_kernels(tmp_path, monkeypatch):
     assert done.stderr.count("Triton cannot cache kernels in") == 1
 
 
-# --- versions ---------------------------------------------------------------------------------------------------------
-
-
 def test_an_older_package_is_refused_at_conversion():
     """By both ways to convert, of which the first one changes nothing; the import works."""
     plan = CONVERT.replace("quantize_(model", "torchao_blockwise.dry_run(model").replace("\n", "\n    ")
@@ -105,9 +99,6 @@ def test_newer_versions_and_those_that_say_nothing_convert(monkeypatch):
         assert _versions.why_too_old() is None, version
     monkeypatch.setattr(torchao, "__version__", "0.16.0")
     assert "torchao 0.16.0; pip install -U" in _versions.why_too_old()
-
-
-# --- messages of torchao ----------------------------------------------------------------------------------------------
 
 
 def test_an_import_prints_nothing():

@@ -66,16 +66,10 @@ def rule_breaks(room: str, imported: set[str]) -> list[str]:
     return sorted(name for name in imported - COMPAT - {room} if RANKS.get(name, 99) >= own)
 
 
-# --- direction --------------------------------------------------------------------------------------------------------
-
-
 def test_imports_point_one_way():
     assert {room_of(path) for path in FILES} <= RANKS.keys() | EXEMPT | COMPAT
     breaks = {relative(path): rule_breaks(room_of(path), rooms_imported(tree)) for path, tree in TREES.items()}
     assert {path: broken for path, broken in breaks.items() if broken} == {}
-
-
-# --- names ------------------------------------------------------------------------------------------------------------
 
 
 def hidden_modules(tree: ast.Module, package: str, modules: set[str]) -> set[str]:
@@ -98,9 +92,6 @@ def test_no_module_has_the_name_of_what_its_package_exports():
     assert {path: hidden for path, hidden in found.items() if hidden} == {}
     for code in ("from package.layers import f as linear", "def linear(): ..."):
         assert hidden_modules(ast.parse(code), "package", {"linear", "layers"}) == {"linear"}
-
-
-# --- kernels ----------------------------------------------------------------------------------------------------------
 
 
 def stems_imported(path: Path) -> set[str]:

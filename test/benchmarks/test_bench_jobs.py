@@ -96,9 +96,6 @@ def test_bits_are_compared_as_bits():
             check_bits(wrong, right)
 
 
-# --- parts ------------------------------------------------------------------------------------------------------------
-
-
 def chosen(named: dict, *argv: str, smoke: bool = False) -> list:
     args = driver.parser("", (named, "large")).parse_args(argv)
     args.smoke = smoke

@@ -62,8 +62,6 @@ def test_chosen_backends_peers_shapes_and_recipes(smoke):
     assert row["TFLOP/s"] == pytest.approx(2 * 16 * 32 * 64 / row["us"] / 1e6)
 
 
-# --- layers and models ------------------------------------------------------------------------------------------------
-
 LAYERS = {bench_linear: ((), 6 * 48 * 256 * 384), bench_moe: (EXPERTS, 18 * 40 * 128 * 128)}
 
 

@@ -152,9 +152,6 @@ def test_studies_of_the_repository_can_be_read(file):
     assert tokens <= 2**28 and study.config.bf16_steps <= 0.4 * study.config.steps
 
 
-# --- the answer -------------------------------------------------------------------------------------------------------
-
-
 def records(start: str, **losses: list[float]) -> list[dict]:
     return [
         {"start": start, "recipe": recipe, "seed": 0, "draw": draw, "last_third": loss, "held_out_loss": loss}
@@ -247,9 +244,6 @@ def test_a_lost_start_needs_new_draws_of_bf16(study_file):
     elsewhere = missing_runs(study, done, {})
     assert elsewhere[:3] == [Run("bf16", 0, 0), Run("bf16", 0, 1), Run("fp8", 0, 1)]
     assert [run for run in elsewhere if run.seed == 1][:2] == [Run("bf16", 1, 0), Run("bf16", 1, 1)]
-
-
-# --- draws and operands -----------------------------------------------------------------------------------------------
 
 
 def test_a_draw_moves_each_weight_by_one_bit():

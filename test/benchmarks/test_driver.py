@@ -115,9 +115,6 @@ def test_a_backend_of_several_rows_runs_if_one_of_them_can():
     assert driver.by_backend(op, (1,), None, lambda backend: backend) == ways
 
 
-# --- timing -----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("nbytes", "count"), ((1, 1024), (10**6, 240), (120 * 10**6, 4), (2**30, 4), (2**31, 2), (2**33, 1))
 )

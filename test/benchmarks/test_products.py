@@ -51,9 +51,6 @@ def test_the_error_of_a_right_product_is_within_budget_and_of_a_wrong_one_is_not
         assert product_error(wrong, a, b) == math.inf
 
 
-# --- peers ------------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def any_device(monkeypatch):
     monkeypatch.setattr(peers, "need_capability", lambda *args, **kwargs: None)

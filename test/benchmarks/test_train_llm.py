@@ -50,9 +50,6 @@ def test_a_checkpoint_of_another_configuration_names_the_fields(tmp_path):
         assert part in str(raised.value)
 
 
-# --- report -----------------------------------------------------------------------------------------------------------
-
-
 def test_the_command_leaves_table_json_and_picture(text_file, tmp_path, capsys, monkeypatch):
     results = tmp_path / "results"
     monkeypatch.setattr(train_llm, "RESULTS", results)

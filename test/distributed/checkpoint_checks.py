@@ -44,9 +44,6 @@ def assert_plain_and_equal(actual: dict, expected: dict) -> None:
         assert_bitwise_equal(actual[name], x, name)
 
 
-# --- checks -----------------------------------------------------------------------------------------------------------
-
-
 def holds_plain_shards(mesh, config):
     """The state dict of an unconverted model, in the memory of the masters; a change there is gathered."""
     model, plain = shard(blocks(config), mesh), shard(blocks(None), mesh)

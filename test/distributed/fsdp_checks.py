@@ -39,9 +39,6 @@ from torchao_blockwise.testing import assert_bitwise_equal, random_tensor
 ROWS = (512, 300, 129, 64, 33, 3, 1)
 
 
-# --- checks -----------------------------------------------------------------------------------------------------------
-
-
 def gathers_exactly_at_any_split(mesh, config):
     """Before any optimizer, from its masters, and after values are copied in; in the policy's dtype."""
     for rows, columns in itertools.product(ROWS, (160, 33)):

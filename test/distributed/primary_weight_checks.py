@@ -124,9 +124,6 @@ def is_trained(p: torch.Tensor) -> bool:
     return isinstance(p, QuantizedTensor) and p.requires_grad
 
 
-# --- checks -----------------------------------------------------------------------------------------------------------
-
-
 def trains_as_high_precision(group, config: str, steps: int, modes) -> None:
     """The loss of every step, and all values in the end, are those of high-precision parameters."""
     rank = dist.get_rank(group)

@@ -162,8 +162,6 @@ def assert_trains_alike(model, expected) -> None:
         torch.testing.assert_close(actual, wanted, rtol=close(), atol=0)
 
 
-# --- checks -----------------------------------------------------------------------------------------------------------
-
 # Of each of the three products, in the order that they run: the dim of operand a and of operand b that is split.
 COLWISE = {"weight": 0, "x": None, "dy": 2, "products": ((None, 0), (1, 1), (0, None))}
 ROWWISE = {"weight": 1, "x": 2, "dy": None, "products": ((1, 1), (None, 0), (None, 0))}

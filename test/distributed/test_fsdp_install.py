@@ -72,9 +72,6 @@ def is_installed() -> bool:
     return hasattr(FSDPModule.unshard, "__wrapped__")
 
 
-# --- the checks -------------------------------------------------------------------------------------------------------
-
-
 def import_replaces_nothing():
     import torch._dynamo
 

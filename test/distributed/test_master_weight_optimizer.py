@@ -35,9 +35,6 @@ def trains_alike(run, config="mixed", optimizer_class=torch.optim.AdamW, params=
     return results[1], *models, optimizer
 
 
-# --- training ---------------------------------------------------------------------------------------------------------
-
-
 @both
 def test_weights_of_bf16_models_have_fp32_masters(config):
     """By hand: fp32 master and states, gradients cast to fp32, the weight quantized from the rounded master."""
@@ -118,9 +115,6 @@ def test_a_step_changes_weights_only_by_gradients_and_backward_sees_it():
     optimizer.step()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.backward()
-
-
-# --- groups, schedulers, scalers --------------------------------------------------------------------------------------
 
 
 def groups_of(model):
@@ -211,9 +205,6 @@ def test_hooks_and_state():
     assert len(optimizer.state) == len([p for p in model.parameters() if p.requires_grad]) - 2, "idle ones have none"
 
 
-# --- refusals ---------------------------------------------------------------------------------------------------------
-
-
 def _load_other_shape(model):
     state = adamw(primary()[0]).state_dict()
     state["state"][0]["master"] = torch.zeros(76, 37)
@@ -240,9 +231,6 @@ REFUSALS = {
 def test_refusals(make, kind, message):
     with pytest.raises(kind, match=message):
         make(primary()[0])
-
-
-# --- schedule-free optimizers -----------------------------------------------------------------------------------------
 
 
 class Averaging(torch.optim.SGD):

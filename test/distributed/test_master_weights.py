@@ -17,8 +17,6 @@ from torchao_blockwise.distributed import (
 )
 from torchao_blockwise.testing import assert_bitwise_equal, random_tensor
 
-# --- one process ------------------------------------------------------------------------------------------------------
-
 
 # AUTO: Triton's interpreter on a CPU, so that these go through the kernels.
 @pytest.mark.parametrize("kind", CASTS)
@@ -92,8 +90,6 @@ def test_shards_alone_leave_freed_payload_alone():
 def test_nothing_to_do():
     cast_master_weights_to_fp8([], [], [])
 
-
-# --- refusals ---------------------------------------------------------------------------------------------------------
 
 FP8, NVFP4 = BlockwiseFP8Tensor.from_hp(torch.zeros(4, 16)), NVFP4Tensor.from_hp(torch.zeros(4, 16))
 ONE_ROW = NVFP4Tensor.from_hp(torch.zeros(4, 16), block_size=(1, 16))

@@ -27,9 +27,6 @@ def unexpected_warnings_fail():
         yield
 
 
-# --- what is kept of weights ------------------------------------------------------------------------------------------
-
-
 def layer(config, **options):
     torch.manual_seed(0)
     made = nn.Linear(64, 48, **options)
@@ -171,9 +168,6 @@ def test_values_are_rounded_to_the_dtype_of_the_weight_first(config):
     optimizer = adamw(model)
     assert_bitwise_equal(optimizer.master(model.up.weight), values)
     assert_holds_masters(optimizer, model)
-
-
-# --- checkpoints ------------------------------------------------------------------------------------------------------
 
 
 @every_config

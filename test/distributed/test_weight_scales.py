@@ -20,8 +20,6 @@ from torchao_blockwise.distributed import sync_weight_scales
 from torchao_blockwise.tensors import QuantizedShard
 from torchao_blockwise.tensors.fsdp import ShardLayout, attach
 
-# --- gathers ----------------------------------------------------------------------------------------------------------
-
 
 def test_a_gather_without_scales_is_refused():
     master = MasterWeightTensor(weight(40, 24), FP8)

@@ -162,9 +162,6 @@ def test_a_saved_model_of_transformers(file, tmp_path):
     assert model.model.layers[0].self_attn.q_proj.weight.config == of_version(file, write.config(recipe, {}))
 
 
-# --- an option that goes ----------------------------------------------------------------------------------------------
-
-
 REFUSED = "rounding='up' was removed; take seed"
 CALLS = {
     "config": lambda value: NVFP4TrainingConfig(rounding=value),

@@ -124,9 +124,6 @@ def weights() -> dict[str, nn.Parameter]:
     }
 
 
-# --- digests ----------------------------------------------------------------------------------------------------------
-
-
 def digests(value: object, path: str = "") -> dict[str, str]:
     """A digest of each tensor and number in nested dicts and lists, of weights what is stored: no GEMM is in them."""
     if isinstance(value, MasterWeightTensor):
@@ -148,9 +145,6 @@ def digests(value: object, path: str = "") -> dict[str, str]:
 
 def state_of(layers: nn.Module) -> dict:
     return {"parameters": dict(layers.named_parameters()), "recipe": recipe_state(layers)}
-
-
-# --- files ------------------------------------------------------------------------------------------------------------
 
 
 def write_configs(folder: Path) -> None:
