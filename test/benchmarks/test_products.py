@@ -57,16 +57,6 @@ def any_device(monkeypatch):
     monkeypatch.setattr(peers, "import_deep_gemm", lambda device: None)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", ("bf16", "tensorwise"))
-def test_peers_that_quantize_by_themselves_compute_the_same_product(name, kind, device):
-    torch.manual_seed(0)
-    product = Product(kind, 256, 384, 256)
-    *hp, a, b = product.make(torch.device(device))
-    peer = peers.product_peer(name, product, torch.device(device))
-    assert product_error(peer.run(*peer.prepare(*hp, a, b)), decoded(a), decoded(b)) < 0.1
-
-
 @pytest.mark.parametrize(
     ("name", "shape", "message"),
     (

@@ -1,13 +1,11 @@
-"""Tables of pages are what summary.py makes of the committed results; ranges are of existing rows."""
+"""Tables of pages are what summary.py makes of the committed results."""
 
 from pathlib import Path
 
 import pytest
 import summary
-from common.report import MISSING, markdown
-from llm_training.study import Gap
-from summaries import sources, studies
-from summaries.cells import Results, against, ratio, select, span, whole
+from summaries import sources
+from summaries.cells import Results, ratio
 from summaries.sources import filled, pages
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
@@ -76,24 +74,5 @@ def test_results_name_the_benchmarks_that_wrote_them():
         assert f"benchmarks/{script}.py" in head and " on " in head and ", commit " in head, name
 
 
-def test_ranges():
-    assert span([1.318, 1.459, 1.4]) == "1.32–1.46"
-    assert span([1.318, 1.321]) == "1.32"
-    assert span([12.6, 2.0]) == "2.00–12.6"
+def test_ratios_have_three_digits():
     assert (ratio(9.994), ratio(9.996)) == ("9.99", "10.0")
-    assert span([5737.4, 5744.1], whole) == "5,737–5,744"
-    assert span([]) == MISSING
-    assert markdown(("what", "×"), [("a", span([0.5]))]) == "| what | × |\n|---|--:|\n| a | 0.50 |"
-
-
-def test_rows_are_compared_with_their_like():
-    rows = [{"recipe": "fp8", "at": at, "us": us} for at, us in ((1, 6.0), (2, 8.0), (3, 1.0), (4, None))]
-    others = [{"recipe": "bf16", "at": at, "us": us} for at, us in ((2, 4.0), (1, 2.0), (4, 1.0), (5, 1.0))]
-    assert against(rows, others, "us", ("at",)) == [3.0, 2.0]
-    assert [row["at"] for row in select(rows + others, at=(1, 5))] == [1, 1, 5]
-    assert select(rows, recipe="bf16") == []
-
-
-def test_a_gap_of_what_twice_the_tokens_give_needs_twice_the_tokens():
-    assert studies._more_tokens(Gap(7.0, 0.0, 2), fall=7.0) == "+100.0 % ± 0.0"
-    assert studies._more_tokens(Gap(0.0, 7.0, 2), fall=7.0) == "+0.0 % ± 100.0"

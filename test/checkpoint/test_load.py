@@ -82,21 +82,6 @@ def test_every_model_gets_the_values_of_files(name, format, tmp_path):
         assert held
 
 
-@both_masters
-@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=("f32", "bf16"))
-@pytest.mark.parametrize("seed", range(2))
-def test_nvfp4_comes_back_byte_for_byte(masters, dtype, seed, tmp_path):
-    """Layers that no engine joins: the same forward pass, too."""
-    config = replace(NVFP4, master_weights=masters)
-    model = mlp(config, features=FEATURES, dtype=dtype, seed=seed)
-    before = export(model, tmp_path / "out", "nvfp4_compressed_tensors")
-    other = filled(mlp(config, features=FEATURES, dtype=dtype))
-    checkpoint.load(other, tmp_path / "out")
-    assert_same_tensors(export(other, tmp_path / "again", "nvfp4_compressed_tensors"), before)
-    x = torch.randn(4, FEATURES[0], dtype=dtype)
-    assert_bitwise_equal(other(x).detach(), model(x).detach())
-
-
 @pytest.mark.parametrize("method", ("blockwise_fp8", "blockwise_nvfp4"))
 def test_our_own_plain_checkpoints_are_read(method, tmp_path):
     """Of `integrations.transformers`, whose config.json has the recipe."""

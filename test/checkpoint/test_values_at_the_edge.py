@@ -26,9 +26,10 @@ def values(factor: float) -> torch.Tensor:
 
 @every_format
 @pytest.mark.parametrize("factor", FACTORS)
-def test_what_is_written_is_read_and_written_again(format, factor, tmp_path):
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+def test_what_is_written_is_read_and_written_again(format, factor, dtype, tmp_path):
     """All scales are finite; the values that are read are close, or as good as zero."""
-    x = values(factor)
+    x = values(factor).to(dtype)
     found, other = export(layer(x, format), tmp_path / "out", format), layer(torch.ones_like(x), format)
     checkpoint.load(other, tmp_path / "out")
     again = export(other, tmp_path / "again", format)

@@ -8,14 +8,13 @@ import warnings
 import pytest
 import torch
 from exported_models import export, logits, losses, save, tensors_in, tiny_mixture
-from helpers import FP8, NVFP4, assert_same_tensors, replace
+from helpers import FP8, assert_same_tensors, replace
 from torchao.quantization import quantize_
 
 from torchao_blockwise import (
     BlockwiseFP8TrainingConfig,
     MasterWeightTensor,
     NVFP4TrainingConfig,
-    conversion_report,
     recommended_layers,
     skip_fqns,
 )
@@ -204,18 +203,6 @@ def test_layers_to_leave_out(qwen):
     assert isinstance(weight, MasterWeightTensor) and isinstance(weight.config, NVFP4TrainingConfig)
     expected = decoded.model.layers[0].mlp.up_proj.weight.detach()
     torch.testing.assert_close(weight.hp, expected, rtol=2**-22, atol=0)
-
-
-def test_plain_files_become_quantized_parameters(tmp_path):
-    """As `quantize_` makes them from the values, for adapters on a plain checkpoint."""
-    expected, _ = write("Llama", "plain", tmp_path / "x")
-    expected.requires_grad_(False)
-    quantize_(expected, replace(NVFP4, master_weights=False), filter_fn=recommended_layers(expected, NVFP4))
-    config = replace(NVFP4, stochastic_rounding=False)
-    model = quiet(tmp_path / "x", config, "adapters", dtype=torch.float32)
-    assert str(conversion_report(model)) == str(conversion_report(expected))
-    for name, p in converted(expected).items():
-        assert_bitwise_equal(model.get_parameter(name).qdata, p.qdata, name)
 
 
 def test_adapters_train_and_leave_every_payload(qwen, tmp_path):
