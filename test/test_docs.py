@@ -1,4 +1,4 @@
-"""docs/ and CONTRIBUTING.md: no figure is typed by hand, examples print what is shown, links lead somewhere."""
+"""README.md, CONTRIBUTING.md and docs/: no typed figures, examples print what is shown, links lead somewhere."""
 
 import contextlib
 import io
@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent
 # Written next to the pages by a build of the site.
 GENERATED = {"api", "learn", "results", "changelog.md", "contributing.md"}
 PAGES = [page for page in sorted((ROOT / "docs").glob("**/*.md")) if not GENERATED & {page.parent.name, page.name}]
-PAGES.append(ROOT / "CONTRIBUTING.md")
+PAGES += [ROOT / "CONTRIBUTING.md", ROOT / "README.md"]
 
 # Not measured here: how the board's counter works, results of arithmetic, sizes that are needed.
 RECKONED = (
@@ -58,7 +58,7 @@ EXAMPLES = [page for page in PAGES if blocks(page, "example")]
 
 
 def test_pages_have_examples():
-    assert len(EXAMPLES) == 9
+    assert len(EXAMPLES) == 10
 
 
 class LLM:
