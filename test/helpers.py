@@ -91,11 +91,11 @@ def converted(model: nn.Module, config, filter_fn=None) -> nn.Module:
 class Tied(nn.Module):
     """An embedding, blocks, and a head that shares the embedding's weight."""
 
-    def __init__(self, features: int = 64, blocks: int = 2):
+    def __init__(self):
         super().__init__()
-        self.embed = nn.Embedding(features, features)
-        self.blocks = nn.ModuleList(nn.Linear(features, features) for _ in range(blocks))
-        self.lm_head = nn.Linear(features, features, bias=False)
+        self.embed = nn.Embedding(64, 64)
+        self.blocks = nn.ModuleList(nn.Linear(64, 64) for _ in range(2))
+        self.lm_head = nn.Linear(64, 64, bias=False)
         self.lm_head.weight = self.embed.weight
 
     def forward(self, tokens):
@@ -190,9 +190,3 @@ class NoHostReads(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         assert not any(isinstance(x, (int, float, bool)) for x in (out if isinstance(out, tuple) else (out,))), func
         return out
-
-
-def selected_cases(request) -> list:
-    """The `case` of each selected test of the module that asks: what its one set of processes is to run."""
-    items = [item for item in request.session.items if item.module is request.module and hasattr(item, "callspec")]
-    return [item.callspec.params["case"] for item in items if "case" in item.callspec.params]

@@ -13,7 +13,6 @@ from collections.abc import Iterable
 
 import pytest
 import torch.distributed as dist
-from helpers import selected_cases
 from ranks import gpus, join, run_in_turn, spawn_cases
 
 
@@ -57,7 +56,8 @@ def _runs(case) -> bool:
 def raised_by_ranks(request, tmp_path_factory) -> list[dict]:
     """Return, of each rank, what it raised in each selected case of the module that requests it."""
     left: list[dict] = [{} for _ in range(4)]
-    selected = [case for case in selected_cases(request) if _runs(case)]
+    items = [item for item in request.session.items if item.module is request.module and hasattr(item, "callspec")]
+    selected = [case for case in (item.callspec.params.get("case") for item in items) if case and _runs(case)]
     for pool in request.module.POOLS:
         for processes in range(1, 5):
             cases = [case for case in selected if case[0] in pool and case[1] == processes]

@@ -98,15 +98,12 @@ def _left_in(file: Path, ended: str):
     """What a rank left; of a case that it did not end also why the ranks ended, and where this one was."""
     left = torch.load(file, weights_only=True) if file.exists() else None
     if isinstance(left, dict):
-        where = _stack(file).read_text() if _stack(file).exists() else ""
+        stack = file.with_suffix(".stack")
+        where = stack.read_text() if stack.exists() else ""
         for case, result in left.items():
             if isinstance(result, str) and result == BEGUN:
                 left[case] = f"{BEGUN}: {ended}\n{where}"
     return left
-
-
-def _stack(file: Path) -> Path:
-    return file.with_suffix(".stack")
 
 
 def _start_method() -> str:
@@ -122,7 +119,7 @@ def _start(rank: int, worker, ranks: int, port: int, files: list[Path], device_t
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", message=".*view tensor.*")
     # Of a rank that crashes, or that waits when another one has failed, one wants to know where it was.
-    stack = _stack(files[rank]).open("w")
+    stack = files[rank].with_suffix(".stack").open("w")
     faulthandler.enable(stack)
     faulthandler.register(signal.SIGTERM, stack, chain=True)
     try:
@@ -144,7 +141,8 @@ def run_in_turn(run: Callable, cases: Sequence, size_of: Callable, rank: int, fi
 
     `file` holds what each case raised on this rank, or None.
     """
-    group = patient_group()
+    # Longer than in the cases, where a rank that hangs is to raise.
+    group = dist.new_group(backend="gloo", timeout=datetime.timedelta(minutes=15))
     raised: dict = {}
     for case in cases:
         if rank < size_of(case):
@@ -159,7 +157,11 @@ def run_in_turn(run: Callable, cases: Sequence, size_of: Callable, rank: int, fi
             finally:
                 torch.save(raised, file)
         dist.barrier(group)
-    leave()
+    dist.barrier()
+    # Not by returning: a process group that its last object takes along waits for threads of gloo, which may wait for
+    # the interpreter, that it holds. And a thread that outlives its group asks for the interpreter that is being taken
+    # down, which aborts the process: seen in one of five runs of a DTensor program of PyTorch alone (2.13).
+    _end(0)
 
 
 @contextlib.contextmanager
@@ -191,22 +193,6 @@ def whole_state(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 def values_of(model) -> dict[str, torch.Tensor]:
     return whole_state(model.state_dict())
-
-
-def patient_group() -> dist.ProcessGroup:
-    """All ranks, to wait for each other in between cases: longer than in them, where one that hangs is to raise."""
-    return dist.new_group(backend="gloo", timeout=datetime.timedelta(minutes=15))
-
-
-def leave() -> None:
-    """End this rank when all others have come here too; the last thing that a worker does.
-
-    Not by returning: a process group that its last object takes along waits for threads of gloo, which may wait for the
-    interpreter, that it holds. And a thread that outlives its group asks for the interpreter that is being taken down,
-    which aborts the process: seen in one of five runs of a DTensor program of PyTorch alone (2.13, Python 3.11).
-    """
-    dist.barrier()
-    _end(0)
 
 
 def _end(code: int) -> None:

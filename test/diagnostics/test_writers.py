@@ -13,12 +13,7 @@ import torch
 from helpers import FP8, mlp, weight
 from torch import nn
 
-from torchao_blockwise.diagnostics import (
-    CSVWriter,
-    HTMLWriter,
-    NumericsMonitor,
-    writers,
-)
+from torchao_blockwise.diagnostics import CSVWriter, HTMLWriter, NumericsMonitor, writers
 
 
 def reports(*to, steps: int = 2, model=None):

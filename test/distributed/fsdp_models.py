@@ -29,6 +29,7 @@ CONFIGS = {name: replace(config, backend="reference") for name, config in _ALL.i
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in CONFIGS if name not in ("fp8", "nvfp4")]
 every_config = pytest.mark.parametrize("config", ("fp8", "nvfp4", "mixed", *SLOW))
 both = pytest.mark.parametrize("config", ("fp8", "nvfp4"))
+WIDTH = 48
 # Steps must be bitwise identical; on a GPU foreach, the default only for plain tensors, divides differently.
 FOR_LOOP = {"foreach": False}
 # Results of other kernels, whose sums differ in the last bits: some elements that are quantized next round the other
@@ -57,22 +58,19 @@ def values(p: torch.Tensor) -> torch.Tensor:
 
 
 class Block(nn.Module):
-    def __init__(self, width: int, hidden: int, bias: bool = True):
+    def __init__(self, width: int, hidden: int):
         super().__init__()
         self.norm = nn.LayerNorm(width)
-        self.up = nn.Linear(width, hidden, bias=bias)
-        self.down = nn.Linear(hidden, width, bias=bias)
+        self.up, self.down = nn.Linear(width, hidden), nn.Linear(hidden, width)
 
     def forward(self, x):
         return x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
 
 
-def blocks(
-    config, width: int = 48, hidden: int = 150, count: int = 2, dtype=torch.float32, where=None, times: float = 1
-) -> nn.Sequential:
+def blocks(config, hidden: int = 150, count: int = 2, dtype=torch.float32, where=None, times: float = 1):
     """times: by what its values are multiplied, so that what is not loaded is seen."""
     torch.manual_seed(0)
-    model = nn.Sequential(*(Block(width, hidden) for _ in range(count))).to(where or device(), dtype)
+    model = nn.Sequential(*(Block(WIDTH, hidden) for _ in range(count))).to(where or device(), dtype)
     with torch.no_grad():
         for p in model.parameters():
             p.mul_(times)
@@ -146,8 +144,8 @@ def assert_gathers_exactly(model, config, dtype=None) -> None:
     assert not wholes, f"never gathered: {list(wholes)}"
 
 
-def batch(step: int = 0, width: int = 48, dtype=torch.float32) -> torch.Tensor:
-    return torch.randn(24, width, generator=torch.Generator().manual_seed(step)).to(device(), dtype)
+def batch(step: int = 0, dtype=torch.float32) -> torch.Tensor:
+    return torch.randn(24, WIDTH, generator=torch.Generator().manual_seed(step)).to(device(), dtype)
 
 
 def mean_of_equal(gradient: torch.Tensor, ranks: int) -> torch.Tensor:
@@ -163,9 +161,7 @@ def averages_exactly(mesh) -> bool:
     return device().type == "cpu" or mesh.size() in (1, 2, 4)
 
 
-def train(
-    model, optimizer, steps: int = 3, microbatches: int = 1, clip=None, offset: int = 0, width: int = 48, norms=()
-):
+def train(model, optimizer, steps: int = 3, microbatches: int = 1, clip=None, offset: int = 0, norms=()):
     """The losses, and norms of gradients where they are clipped.
 
     norms: clip by these, one a step, and not by the model's own, which is still returned.
@@ -175,7 +171,7 @@ def train(
         for micro in range(microbatches):
             if microbatches > 1 and hasattr(model, "set_requires_gradient_sync"):
                 model.set_requires_gradient_sync(micro == microbatches - 1)
-            loss = model(batch(step * microbatches + micro, width)).float().square().mean()
+            loss = model(batch(step * microbatches + micro)).float().square().mean()
             loss.backward()
             losses.append(loss.item())
         if clip is not None:
@@ -196,9 +192,8 @@ def adamw(model, **options):
     return torch.optim.AdamW(model.parameters(), **options)
 
 
-def assert_trains_as_unsharded(model, reference, config, mesh, **options) -> None:
+def assert_trains_as_unsharded(model, reference, config, mesh) -> None:
     """Losses and final weights of the sharded model are those of the unsharded one, bit for bit."""
-    optimizer_options = options.pop("optimizer", {})
 
     def average(p):
         p.grad = mean_of_equal(p.grad, mesh.size())
@@ -206,8 +201,9 @@ def assert_trains_as_unsharded(model, reference, config, mesh, **options) -> Non
     for p in reference.parameters():
         if p.requires_grad:
             p.register_post_accumulate_grad_hook(average)
-    optimizers = [adamw(m, **optimizer_options) for m in (reference, model)]
-    expected, actual = (train(m, o, **options) for m, o in zip((reference, model), optimizers))
+    # They hold the masters of quantized Parameters, whose final values are compared.
+    optimizers = [adamw(m) for m in (reference, model)]
+    expected, actual = (train(m, o) for m, o in zip((reference, model), optimizers))
     assert_gathers_exactly(model, config)
     if not averages_exactly(mesh):
         torch.testing.assert_close(torch.tensor(actual), torch.tensor(expected), rtol=ANOTHER_ROUNDING, atol=0)
@@ -218,8 +214,8 @@ def assert_trains_as_unsharded(model, reference, config, mesh, **options) -> Non
         assert_bitwise_equal(gathered(p).cpu(), values(originals[name]).cpu(), name)
 
 
-def assert_same_losses(model, reference, **options) -> None:
-    actual, expected = (train(m, adamw(m), **options) for m in (model, reference))
+def assert_same_losses(model, reference) -> None:
+    actual, expected = (train(m, adamw(m)) for m in (model, reference))
     assert actual == expected, (actual, expected)
 
 

@@ -5,9 +5,9 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from fsdp_models import raises
+from helpers import QUANTIZERS
 from ranks import device
 
-from torchao_blockwise import BlockwiseFP8Tensor, NVFP4Tensor
 from torchao_blockwise.distributed import (
     cast_master_weights,
     cast_master_weights_to_fp8,
@@ -19,15 +19,8 @@ from torchao_blockwise.testing import assert_bitwise_equal, random_tensor
 CANARY = 0x5A
 
 
-def fp8(w):
-    return BlockwiseFP8Tensor.from_hp(w)
-
-
-def fp8_pow2(w):
-    return BlockwiseFP8Tensor.from_hp(w, power_of_2_scales=True)
-
-
-QUANTIZERS = {"fp8": (fp8,), "nvfp4": (NVFP4Tensor.from_hp,), "mixed": (fp8, NVFP4Tensor.from_hp, fp8_pow2)}
+fp8, fp8_pow2, nvfp4 = (QUANTIZERS[name] for name in ("fp8", "fp8_pow2", "nvfp4"))
+MAKERS = {"fp8": (fp8,), "nvfp4": (nvfp4,), "mixed": (fp8, nvfp4, fp8_pow2)}
 CASTS = {"fp8": cast_master_weights_to_fp8, "nvfp4": cast_master_weights_to_nvfp4, "mixed": cast_master_weights}
 SHAPES = ((40, 70), (33, 51), (1, 1), (130, 150), (0, 16), (2, 20, 33), (64, 64))
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -40,11 +33,9 @@ def zeros(*shape: int, dtype=torch.float32) -> torch.Tensor:
 class Weights:
     """Masters of whole weights, what they are quantized to, and model weights that hold nothing of it yet."""
 
-    def __init__(self, kind: str, seed: int = 0):
-        makers = QUANTIZERS[kind]
-        self.hp = [
-            random_tensor(*s, dtype=DTYPES[(i + 2) % 3], seed=seed + i, device=device()) for i, s in enumerate(SHAPES)
-        ]
+    def __init__(self, kind: str):
+        makers = MAKERS[kind]
+        self.hp = [random_tensor(*s, dtype=DTYPES[(i + 2) % 3], seed=i, device=device()) for i, s in enumerate(SHAPES)]
         self.quantizers = [makers[i % len(makers)] for i in range(len(SHAPES))]
         self.dtypes = [DTYPES[i // 2 % 3] for i in range(len(SHAPES))]
         self.model = [make(torch.zeros_like(w, dtype=d)) for make, w, d in zip(self.quantizers, self.hp, self.dtypes)]
@@ -141,7 +132,7 @@ def check_collectives(group, rank, ranks) -> None:
 MISMATCHES = {
     "shape": (fp8, (8, 17), torch.float32, "fp8_128x128 of torch.float32"),
     "dtype": (fp8, (8, 16), torch.bfloat16, "fp8_128x128 of torch.bfloat16"),
-    "format": (NVFP4Tensor.from_hp, (8, 16), torch.float32, "nvfp4_16x16 of torch.float32"),
+    "format": (nvfp4, (8, 16), torch.float32, "nvfp4_16x16 of torch.float32"),
     "scales": (fp8_pow2, (8, 16), torch.float32, "fp8_128x128 of torch.float32, power-of-2 scales"),
     "length": (None, (), None, ""),
 }

@@ -15,14 +15,14 @@ from torchao_blockwise.distributed import MasterWeightOptimizer
 from torchao_blockwise.testing import assert_bitwise_equal
 
 
-def trains_alike(run, config="mixed", optimizer_class=torch.optim.AdamW, params=None, make=net, **options):
+def trains_alike(run, config="mixed", optimizer_class=torch.optim.AdamW, params=None, **options):
     """`run(model, optimizer)` returns the same for master weights and for quantized Parameters with masters.
 
     params: of a model, what the optimizer gets. Returns (result, model with master weights, model, optimizer).
     """
     results, models = [], []
     for master_weights in (True, False):
-        model = make(config, master_weights)
+        model = net(config, master_weights)
         given = list(model.parameters()) if params is None else params(model)
         options = options or {"lr": 1e-2}
         if master_weights:
