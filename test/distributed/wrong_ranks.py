@@ -5,18 +5,12 @@ import time
 import torch
 import torch.distributed as dist
 from fsdp_models import CONFIGS, adamw, blocks, shard, train
-from helpers import converted, replace
+from helpers import replace
 from primary_weight_checks import Net, net
 from ranks import device, join
 from torch.distributed.device_mesh import DeviceMesh
 
 # Over gloo: its collectives raise where a rank is missing, those of NCCL end the process.
-
-
-def _fewer_weights(rank, config):
-    return converted(
-        blocks(None), config, lambda m, name: name.endswith((".up", ".down")) and (rank, name) != (1, "1.up")
-    )
 
 
 def _fails(rank):
@@ -34,7 +28,6 @@ def _frozen_there(rank):
 WRONG = {
     "other_config": lambda rank, config: blocks(replace(config, power_of_2_scales=rank == 1)),
     "other_shape": lambda rank, config: blocks(config, hidden=151 if rank == 1 else 150),
-    "fewer_weights": _fewer_weights,
     "fails_early": lambda rank, config: _fails(rank) or blocks(config),
     "fails_later": lambda rank, config: blocks(config),
     "no_weights": lambda rank, config: blocks(None if rank == 1 else config),
