@@ -16,7 +16,6 @@ from torch import nn
 from torchao_blockwise.checkpoint.engine_layers import FUSED_BY_ENGINES
 from torchao_blockwise.checkpoint.stored_weights import StoredWeights
 
-_LINEAR = nn.Linear(1, 1)
 _EXPERTS = re.compile(r"(.*\bexperts)\.\d+\.")
 # (layer, names in config.json, all layers of the files) -> whether the layer is read in high precision.
 Skips = Callable[[str, list[str], set[str]], bool]
@@ -93,7 +92,7 @@ if importlib.util.find_spec("compressed_tensors") is not None:
 
     def compressed_tensors_itself(layer: str, ignored: list[str], layers: set[str]) -> bool:
         """Its own function, of which the rule above is a copy."""
-        return not is_match(layer, _LINEAR, ["Linear"], ignored)
+        return not is_match(layer, nn.Linear(1, 1), ["Linear"], ignored)
 
     READERS["nvfp4_compressed_tensors"] += (compressed_tensors_itself,)
 
@@ -104,7 +103,7 @@ def ignored_in(settings: dict) -> list[str]:
 
 def check_names(format: str, settings: dict, weights: dict[str, tuple[bool, int]]) -> None:
     """Readers skip each layer that is not quantized, and no other one. weights: {name: (is quantized, dims)}."""
-    ignored, layers = ignored_in(settings), layers_of(weights)
+    ignored, layers = ignored_in(settings), {_layer(name) for name in weights}
     for name, layer, is_quantized in asked(weights):
         for skips in READERS[format]:
             assert skips(layer, ignored, layers) != is_quantized, (skips.__name__, name)
@@ -118,10 +117,6 @@ def check_folder(folder: Path, format: str) -> dict[bool, int]:
     check_names(format, settings, weights)
     kinds = [is_quantized for is_quantized, dims in weights.values() if dims > 1]
     return {kind: kinds.count(kind) for kind in (True, False)}
-
-
-def layers_of(weights: dict[str, tuple[bool, int]]) -> set[str]:
-    return {_layer(name) for name in weights}
 
 
 def asked(weights: dict[str, tuple[bool, int]]) -> Iterator[tuple[str, str, bool]]:

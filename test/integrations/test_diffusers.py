@@ -1,15 +1,14 @@
-"""Models of diffusers: which layers are converted, training with its tools, and what its loader refuses."""
+"""Models of diffusers: training with its tools, and saved models."""
 
 import pytest
 import torch
-from helpers import FP8, NVFP4, assert_bitwise_equal
+from helpers import assert_bitwise_equal, both_formats
 from torch import nn
 from torchao.quantization import quantize_
 
 from torchao_blockwise import recommended_layers
 
 diffusers = pytest.importorskip("diffusers")
-both = pytest.mark.parametrize("config", [FP8, NVFP4], ids=("fp8", "nvfp4"))
 
 
 def transformer(seed: int = 0) -> nn.Module:
@@ -28,13 +27,13 @@ def loss(model: nn.Module) -> torch.Tensor:
     return out.square().mean()
 
 
-def converted(config, seed: int = 0) -> nn.Module:
-    model = transformer(seed)
+def converted(config) -> nn.Module:
+    model = transformer()
     quantize_(model, config, filter_fn=recommended_layers(model, config))
     return model
 
 
-@both
+@both_formats
 def test_checkpointing_ema_and_saving(config, tmp_path):
     model, plain = converted(config), transformer(1)
     loss(model).backward()
