@@ -7,7 +7,6 @@ a matrix that the copy engine moves in tiles that is all that a tensor map is ma
 
 import functools
 import importlib
-import json
 import os
 import subprocess
 import sys
@@ -22,6 +21,9 @@ import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+from torchao_blockwise._compat import triton_launcher
+from torchao_blockwise.ops.launch import Tile, launch
 
 TARGET = 90
 _load_async = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
@@ -53,23 +55,23 @@ class Launches:
         self.get_active_torch_device = lambda: torch.device("cpu")
         triton.runtime.driver.set_active(self)
 
-    def both_ways(self, call) -> dict:
-        """The driver's input from a first and a later launch, and from one by Triton only."""
-        from torchao_blockwise.ops import launch
-
-        known = launch.triton_launcher.launching
+    def both_ways(self, call) -> list[tuple]:
+        """(launches, how many of them by Triton) of a first and a later call, and of one by Triton only."""
+        known = triton_launcher.launching
         first, again = self.of(call), self.of(call)
-        launch.triton_launcher.launching = lambda: None
+        triton_launcher.launching = lambda: None
         plain = self.of(call)
-        launch.triton_launcher.launching = known
-        return {"first": first, "again": again, "plain": plain}
+        triton_launcher.launching = known
+        return [first, again, plain]
 
     class utils:
         load_binary = staticmethod(lambda name, kernel, shared, device: (object(), name, 0, 0, 1024))
         get_device_properties = staticmethod(lambda device: {"max_shared_mem": 232448})
         build_signature_metadata = staticmethod(lambda kinds: kinds)
-        # A tensor map is all that it is made of.
-        fill_tma_descriptor = fill_tma_descriptor_tiled = staticmethod(lambda *given: ["map", *given])
+        # A tensor map is all that it is made of; sizes are lists or tuples.
+        fill_tma_descriptor = fill_tma_descriptor_tiled = staticmethod(
+            lambda *given: [list(x) if isinstance(x, tuple) else x for x in given]
+        )
 
     def launcher_cls(self, src, metadata):
         """Triton's own launcher, in Python, up to what it calls in C."""
@@ -102,12 +104,12 @@ class Launches:
         row |= {"args": read, "pointers": pointers, "packed": list(packed)}
         self.made.append(row | {"flags": flags, "scratch": [scratch, profile_scratch]})
 
-    def of(self, call) -> dict:
-        """The launches of `call`, and how many of the launches went through Triton."""
+    def of(self, call) -> tuple[list[dict], int]:
+        """The launches of `call`, and how many of them went through Triton."""
         self.made.clear()
         self.by_triton = 0
         call()
-        return {"launches": list(self.made), "by_triton": self.by_triton}
+        return list(self.made), self.by_triton
 
 
 if not triton.knobs.runtime.interpret:
@@ -147,21 +149,17 @@ def _kernel_cases():
     return dict({tuple(label.split()[:2]): (label, call) for label, call in reversed(cases)}.values())
 
 
-SIZES = {"1": 1, "16": 16, "17": 17, "32": 32, "33": 33, "0": 0, "-16": -16, "2^31-1": 2**31 - 1, "2^31+1": 2**31 + 1}
-SIZES |= {"2^40": 2**40, "-2^31": -(2**31), "-2^40": -(2**40)}
+SIZES = (1, 16, 17, 32, 33, 0, -16, 2**31 - 1, 2**31 + 1, 2**40, -(2**31), -(2**40))
 
 
 def _argument_cases():
     """{label: call} of launches that differ in what Triton builds for, and in what it does not."""
-    from torchao_blockwise.ops.launch import launch
-
     x, y, flat = torch.zeros(256), torch.zeros(256), torch.zeros(1 << 12)
 
     def case(x=x, y=y, n=100, free=5, **options):
         return functools.partial(launch, _kernel, 2, x, y, n, free, **{"SIZE": 128, "SCALE": 2.0, **options})
 
-    cases = {f"n={label}": case(n=n) for label, n in SIZES.items()}
-    cases |= {f"n={label}, not specialised": case(free=n) for label, n in SIZES.items()}
+    cases = {f"n={n}": case(n=n) for n in SIZES} | {f"free={n}": case(free=n) for n in SIZES}
     return cases | {
         "x off 16 bytes": case(x=x[1:]),
         "y off 16 bytes": case(y=y[3:]),
@@ -180,8 +178,6 @@ def _argument_cases():
 
 
 def _tile(rows, columns, bits, swizzle=0):
-    from torchao_blockwise.ops.launch import Tile
-
     return Tile((rows, columns), gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=bits, rank=2))
 
 
@@ -213,8 +209,6 @@ def _matrices():
 
 def _tile_cases():
     """({label: call} of launches with maps, {label: call} of those that the copy engine cannot make)."""
-    from torchao_blockwise.ops.launch import launch
-
     scales, out, matrices = (torch.zeros(4, 64), _tile(1, 64, 32)), torch.zeros(16), _matrices()
     here = matrices["here"]
 
@@ -243,9 +237,7 @@ def _tile_cases():
 
 def _watchers(launches):
     """(label, how it begins, how it ends) of all that makes a launch Triton's own."""
-    from triton import knobs
-
-    runtime = knobs.runtime
+    runtime = triton.knobs.runtime
     enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
 
     def hook(*args, **kwargs):
@@ -258,113 +250,73 @@ def _watchers(launches):
     yield "another device", lambda: setattr(launches, "device", 0), lambda: setattr(launches, "device", -1)
 
 
-def _main() -> None:
-    from torchao_blockwise.ops.launch import launch
-
-    launches = Launches()
-    tiles, wrong = _tile_cases()
-    results = {
-        group: {label: launches.both_ways(call) for label, call in cases.items()}
-        for group, cases in (("kernels", _kernel_cases()), ("own", _argument_cases() | tiles))
-    }
-
-    def refused(call):
-        launches.made.clear()
-        try:
-            call()
-        except AssertionError:
-            return not launches.made
-        return False
-
-    results["refused"] = {label: refused(call) for label, call in wrong.items()}
-    x = torch.zeros(256)
-
-    def call(n=100):
-        launch(_kernel, 2, x, None, n, 5, SIZE=128, SCALE=2.0)
-
-    results["watched"] = {}
-    for label, begin, end in _watchers(launches):
-        seen = []
-        for watched in (call, tiles["here"]) if label == "another device" else (call,):
-            before, launches.seen = launches.of(watched), 0
-            begin()
-            during = launches.of(watched)
-            end()
-            seen += [before["by_triton"], during["by_triton"], launches.of(watched)["by_triton"]]
-        results["watched"][label] = [seen, launches.seen]
-
-    def by_name():
-        launch(_kernel, 2, x, None, n=100, free=5, SIZE=128, SCALE=2.0)
-
-    results["watched"]["by name"] = [[launches.of(by_name)["by_triton"] for _ in range(2)], 0]
-    json.dump(results, sys.stdout)
-
-
-@pytest.fixture(scope="module")
-def results():
-    environment = os.environ | {"TRITON_INTERPRET": "0", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
-
-
-# --- tests ------------------------------------------------------------------------------------------------------------
-
-
-def without_results(record: dict) -> list:
-    """Launches without the addresses of results, which are made again by every call."""
-    return [
-        {**row, "args": {k: v for k, v in row["args"].items() if k not in row["pointers"]}}
-        for row in record["launches"]
-    ]
-
-
-@pytest.mark.parametrize("group", ("kernels", "own"))
-def test_launches_what_triton_would(results, group):
-    assert len(results[group]) > 20
-    for label, case in results[group].items():
-        assert case["again"]["by_triton"] == 0, label
-        assert case["plain"]["by_triton"] == len(case["plain"]["launches"]) > 0, label
-        # Of one launch the addresses too: the tensors are the same ones each time.
-        first, again, plain = (
-            without_results(case[how]) if group == "kernels" else case[how]["launches"]
-            for how in ("first", "again", "plain")
-        )
-        assert first == again == plain, label
-
+# --- checks in the subprocess -----------------------------------------------------------------------------------------
 
 # Labels of cases that share a build with one before them.
 BUILT_ALREADY = ("n=32", "n=33", "there", "fewer rows", "fewer columns")
 
 
-def test_the_first_launch_of_what_is_built_already_is_direct(results):
-    for label in BUILT_ALREADY:
-        assert results["own"][label]["first"]["by_triton"] == 0, label
-    # The cases are worth comparing: Triton builds many kernels and makes many maps of them.
-    rows = [case["plain"]["launches"][0] for case in results["own"].values()]
-    assert len({row["build"] for row in rows}) > 20
-    assert len({json.dumps(row["args"]["matrix"]) for row in rows if "matrix" in row["args"]}) > 10
+def _without_results(launches: list[dict]) -> list:
+    """Launches without the addresses of results, which are made again by every call."""
+    return [{**row, "args": {k: v for k, v in row["args"].items() if k not in row["pointers"]}} for row in launches]
 
 
-def test_what_watches_launches_sees_them_and_other_arguments_are_left_to_triton(results):
-    hook = [[0, 1, 0], 1]
-    assert results["watched"] == {
-        "enter hook": hook,
-        "exit hook": hook,
-        "pre-run hook": hook,
-        "debug": [[0, 1, 0], 0],
-        "another device": [[0, 1, 0] * 2, 0],
-        "by name": [[1, 1], 0],
-    }
+def _check_launches_are_tritons(launches, cases: dict, has_new_results: bool) -> None:
+    for label, call in cases.items():
+        made, by_triton = zip(*launches.both_ways(call))
+        assert by_triton[1:] == (0, len(made[2])) and made[2], label
+        assert by_triton[0] == 0 or label not in BUILT_ALREADY, label
+        first, again, plain = map(_without_results, made) if has_new_results else made
+        assert first == again == plain, label
 
 
-def test_what_the_copy_engine_cannot_take_is_not_launched(results):
-    assert set(results["refused"].values()) == {True}, results["refused"]
+def _check_what_watches_sees_launches(launches, tile) -> None:
+    """And other arguments are left to Triton."""
+    x = torch.zeros(256)
+
+    def call():
+        launch(_kernel, 2, x, None, 100, 5, SIZE=128, SCALE=2.0)
+
+    for label, begin, end in _watchers(launches):
+        for watched in (call, tile) if label == "another device" else (call,):
+            before, launches.seen = launches.of(watched)[1], 0
+            begin()
+            # The first launch on a device builds, and a second one might be direct.
+            during = [launches.of(watched)[1] for _ in range(2)]
+            end()
+            assert (before, during, launches.of(watched)[1]) == (0, [1, 1], 0), label
+            assert launches.seen == 2 * ("hook" in label), label
+    for _ in range(2):
+        assert launches.of(lambda: launch(_kernel, 2, x, None, n=100, free=5, SIZE=128, SCALE=2.0))[1] == 1
+
+
+def _check_what_the_copy_engine_cannot_take_is_not_launched(launches, cases: dict) -> None:
+    for label, call in cases.items():
+        launches.made.clear()
+        with pytest.raises(AssertionError):
+            call()
+        assert not launches.made, label
+
+
+def _main() -> None:
+    launches = Launches()
+    tiles, wrong = _tile_cases()
+    _check_launches_are_tritons(launches, _kernel_cases(), has_new_results=True)
+    _check_launches_are_tritons(launches, _argument_cases() | tiles, has_new_results=False)
+    _check_what_the_copy_engine_cannot_take_is_not_launched(launches, wrong)
+    _check_what_watches_sees_launches(launches, tiles["here"])
+
+
+# --- tests ------------------------------------------------------------------------------------------------------------
+
+
+def test_launches():
+    environment = os.environ | {"TRITON_INTERPRET": "0", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_fallback_to_tritons_launcher_is_logged_once(monkeypatch, caplog):
-    from torchao_blockwise._compat import triton_launcher
-
     monkeypatch.setattr(triton, "__version__", "3.99.0")
     monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
     monkeypatch.setattr(triton_launcher, "use_writable_cache", lambda: None)
