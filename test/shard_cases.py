@@ -57,8 +57,9 @@ def cut(w: torch.Tensor, cuts) -> list[tuple[int, torch.Tensor]]:
     return [(start, w.flatten()[start:end].clone()) for start, end in itertools.pairwise(ends)]
 
 
-def quantize(w: torch.Tensor, fmt, dtype, power_of_2=False):
-    return ops.quantize(w.to(dtype), fmt, power_of_2_scales=power_of_2, backend="reference").rowwise
+def quantize(w: torch.Tensor, fmt, dtype, power_of_2=False, scale_per_matrix=False):
+    options = {"power_of_2_scales": power_of_2, "scale_per_group": scale_per_matrix}
+    return ops.quantize(w.to(dtype), fmt, **options, backend="reference").rowwise
 
 
 def ranks_of(parts, shapes, dtype, fmt) -> list[Shards]:
@@ -75,13 +76,14 @@ def amaxes(ranks, shapes, fmt, backend) -> torch.Tensor:
     return buffers.amax(0)
 
 
-def scales_of(amax_bits, shapes, fmt, backend, power_of_2=False):
+def scales_of(amax_bits, shapes, fmt, backend, power_of_2=False, scale_per_matrix=False):
     """(encode, scales, global_scales) of tensors, written into buffers with canaries."""
     device = amax_bits.device
     scales, checks = zip(
         *(framed(torch.zeros(fmt.scale_shape(*shape), dtype=fmt.scale_dtype, device=device)) for shape in shapes)
     )
-    global_scales = [torch.full((), -1.0, device=device) for _ in shapes] if fmt.has_global_scale else []
+    of_scales = [shape[:-2] if scale_per_matrix else () for shape in shapes] if fmt.has_global_scale else []
+    global_scales = [torch.full(shape, -1.0, device=device) for shape in of_scales]
     encode = torch.empty_like(amax_bits, dtype=torch.float32)
     firsts = [0, *itertools.accumulate(block_count(shape, fmt) for shape in shapes)][:-1]
     shards.block_scales_op(encode, list(scales), global_scales, amax_bits, firsts, fmt, power_of_2, backend)
@@ -94,17 +96,16 @@ def payload(fmt, shape, fill=0x5A, device="cpu"):
     return torch.full(fmt.qdata_shape(*shape), fill, dtype=torch.uint8, device=device)
 
 
-def check_split(weights, parts, fmt, dtype, backend, power_of_2=False, aligned=False) -> None:
+def check_split(weights, parts, fmt, dtype, backend, power_of_2=False, aligned=False, scale_per_matrix=False) -> None:
     """Shards written into their places in whole payloads, and into separate buffers, are the wholes' bits.
 
     weights: tensors. parts: for each of them (start, shard) of each rank. aligned: whether buffers begin on 16 bytes,
         where kernels move as much at a time if sizes allow it.
     """
     shapes = [w.shape for w in weights]
-    expected = [quantize(w, fmt, dtype, power_of_2) for w in weights]
-    encode, scales, global_scales = scales_of(
-        amaxes(ranks_of(parts, shapes, dtype, fmt), shapes, fmt, backend), shapes, fmt, backend, power_of_2
-    )
+    expected = [quantize(w, fmt, dtype, power_of_2, scale_per_matrix) for w in weights]
+    amax_bits = amaxes(ranks_of(parts, shapes, dtype, fmt), shapes, fmt, backend)
+    encode, scales, global_scales = scales_of(amax_bits, shapes, fmt, backend, power_of_2, scale_per_matrix)
     for i, q in enumerate(expected):
         assert_bitwise_equal(scales[i], q.scale, f"scale {i}")
         if global_scales:

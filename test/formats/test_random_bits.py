@@ -38,11 +38,6 @@ def test_a_block_s_bytes_are_the_words_in_little_endian_order():
     assert torch.equal(block_bytes(torch.tensor([[signed]]), less, 1), made)
 
 
-def test_use_may_be_a_tensor():
-    by_tensor, by_number = (key_of(StochasticRounding(2**64 - 1, 7, use), CPU) for use in (torch.tensor(9), 9))
-    assert torch.equal(by_tensor, by_number)
-
-
 @pytest.mark.parametrize("numbers", ({"seed": -1}, {"seed": 2**64}, {"stream": 2**32}, {"use": -1}, {"use": 2**32},
                                      {"expert": 2**32}), ids=str)  # fmt: skip
 def test_numbers_of_more_bits_are_refused(numbers):

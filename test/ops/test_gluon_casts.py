@@ -36,18 +36,26 @@ KERNELS = {
 }
 OPS = tuple(KERNELS)
 SWIGLU = OPS[2:]
+# Kind of a norm, and dtypes of its weight and bias.
+RMS = ("rms", torch.float32, None)
+NORMS = (
+    RMS, ("rms", None, None), ("rms", torch.bfloat16, None), ("layer", None, None), ("layer", None, torch.float32),
+    ("layer", torch.float32, torch.bfloat16),
+)  # fmt: skip
 
 
-def call(op, dh, gate, up, *, columnwise=True, groups=None, dtype=None, backend="auto", **options):
+def call(op, dh, gate, up, *, columnwise=True, groups=None, dtype=None, norm=RMS, backend="auto", **options):
     """The operation on what it takes of these: `dh` or its norm, with the reference's statistics; gate and up."""
     options = CastOptions(FP8_1X128, columnwise=columnwise, **options)
     if op == "quantize":
         return ops.quantize_by(dh, options, groups if groups is None else as_groups(groups), backend=backend)
     if op == "norm_quantize":
-        statistics = ops.norm_statistics(dh, "rms", EPS, backend="reference")
+        kind, *dtypes = norm
+        statistics = ops.norm_statistics(dh, kind, EPS, backend="reference")
         # Vectors may lie anywhere.
-        weight = torch.linspace(-1, 1, 2 * dh.shape[1], device=dh.device)[::2]
-        return ops.norm_quantize(ops.Norm(dh, weight, None, *statistics, dtype or dh.dtype), options, backend=backend)
+        every = torch.linspace(-1, 1, 2 * dh.shape[1], device=dh.device)
+        vectors = (None if of is None else every.to(of)[::2] for of in dtypes)
+        return ops.norm_quantize(ops.Norm(dh, *vectors, *statistics, dtype or dh.dtype), options, backend=backend)
     if op == "swiglu_quantize":
         return ops.swiglu_quantize(gate, up, options, groups=groups, backend=backend)
     return ops.swiglu_backward_quantize(dh, gate, up, options, groups=groups, backend=backend)
@@ -213,48 +221,26 @@ def special_inputs(*shape: int, dtype, device):
 
 
 # As one argument: the default tier takes all.
-@pytest.mark.parametrize("case", itertools.product(("quantize", *SWIGLU), MATRICES), ids=str)
+CASES = [(op, matrix, RMS) for op in ("quantize", *SWIGLU) for matrix in MATRICES]
+CASES += [("norm_quantize", matrix, norm) for matrix in MATRICES for norm in NORMS]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.usefixtures("guarded")
-def test_matrices_and_swiglu_have_the_bits_of_the_reference(case, launched, device):
-    op, ((M, width), dtype, rowwise) = case
+def test_kernels_have_the_bits_of_the_reference(case, launched, device):
+    op, ((M, width), dtype, rowwise), norm = case
     inputs = special_inputs(M, width, dtype=dtype, device=device)
     ends = torch.tensor([0, M // 3, M // 3, M - M // 8], dtype=torch.int32, device=device)
-    cases = {"padded": False}, {"padded": True}, {"padded": True, "power_of_2_scales": True}, {"groups": ends}
-    cases += SQUARES, {"groups": ends, **SQUARES}
+    cases = [
+        {"padded": False},
+        {"padded": True},
+        {"padded": True, "power_of_2_scales": True},
+        {"padded": True, **SQUARES},
+    ]
+    cases += [{"dtype": torch.float16}] if op == "norm_quantize" else [{"groups": ends}, {"groups": ends, **SQUARES}]
     for options in cases:
         got, expected = (
-            call(op, *inputs, rowwise=rowwise, **options, backend=backend) for backend in ("auto", "reference")
-        )
-        assert_same(got, expected)
-    assert len(launched) == len(cases)
-
-
-VECTORS = {
-    "rms bare": ("rms", None, None),
-    "rms weight bf16": ("rms", torch.bfloat16, None),
-    "layer bare": ("layer", None, None),
-    "layer weight f32 bias bf16": ("layer", torch.float32, torch.bfloat16),
-    "layer bias f32": ("layer", None, torch.float32),
-}
-
-
-@pytest.mark.parametrize(("kind", "weight", "bias"), VECTORS.values(), ids=VECTORS)
-@pytest.mark.parametrize("matrix", MATRICES, ids=str)
-@pytest.mark.usefixtures("guarded")
-def test_norms_have_the_bits_of_the_reference(matrix, kind, weight, bias, launched, device):
-    shape, dtype, rowwise = matrix
-    x = special(*shape, dtype, device)
-    statistics = ops.norm_statistics(x, kind, EPS, backend="reference")
-    weight, bias = (
-        None if d is None else random_tensor(1, shape[1], dtype=d, device=device, seed=seed)[0] / 16
-        for seed, d in enumerate((weight, bias))
-    )
-    plain, padded = (CastOptions(FP8_1X128, rowwise, True, padded=padded) for padded in (False, True))
-    cases = (plain, dtype), (padded, dtype), (padded._replace(power_of_2_scales=True), dtype), (plain, torch.float16)
-    cases += ((padded._replace(**SQUARES), dtype),)
-    for options, out in cases:
-        got, expected = (
-            ops.norm_quantize(ops.Norm(x, weight, bias, *statistics, out), options, backend=backend)
+            call(op, *inputs, rowwise=rowwise, norm=norm, **options, backend=backend)
             for backend in ("auto", "reference")
         )
         assert_same(got, expected)

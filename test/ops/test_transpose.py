@@ -2,8 +2,6 @@
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from quantize_cases import backends, rowwise_of
 
 from torchao_blockwise import ops
@@ -31,14 +29,6 @@ def check(fmt, *shape: int, backend: str, device) -> None:
 @formats
 def test_is_quantizing_the_transpose(fmt, shape, backend, device):
     check(fmt, *shape, backend=backend, device=device)
-
-
-@settings(deadline=None, max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(rows=st.integers(0, 70), columns=st.integers(0, 150))
-@formats
-@backends
-def test_any_shape(backend, fmt, rows, columns, device):
-    check(fmt, rows, columns, backend=backend, device=device)
 
 
 @backends
