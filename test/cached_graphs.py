@@ -2,9 +2,9 @@
 
     python cached_graphs.py RECIPE ...
 
-Prints as JSON what each case of each recipe came to: how far compiled results are from eager ones, how many stored
-graphs were found, and how many were looked for in vain. Layers are bare products in bf16, for which inductor compiles
-no code, so results are the same bits.
+Fails where compiled results are not eager ones. Prints as JSON how many stored graphs each case of each recipe found,
+and how many it looked for in vain. Layers are bare products in bf16, for which inductor compiles no code, so results
+are the same bits.
 """
 
 import json
@@ -90,25 +90,23 @@ def results(run, module) -> list[torch.Tensor]:
     return [t.full_tensor() if isinstance(t, DTensor) else t for t in tensors]
 
 
-def difference(got, expected) -> float:
-    return max(((a.float() - b.float()).norm() / b.float().norm()).item() for a, b in zip(got, expected))
-
-
-def run(case: str, recipe: str, mesh) -> tuple[float | str, int, int]:
+def run(case: str, recipe: str, mesh) -> tuple[int, int]:
     torch._dynamo.reset()
     counters.clear()
     torch.manual_seed(0)
     module = CASES[case](RECIPES[recipe], mesh)
     expected = results(module, module)
-    try:
-        apart: float | str = difference(results(torch.compile(module), module), expected)
-    except Exception as e:
-        apart = f"{type(e).__name__}: {e}"
+    got = results(torch.compile(module), module)
+    assert all(map(torch.equal, got, expected)), f"{case} in {recipe} has other results"
     hits, misses = (
         counters["aot_autograd"][f"autograd_cache_{what}"] + counters["inductor"][f"fxgraph_cache_{what}"]
         for what in ("hit", "miss")
     )
-    return apart, hits, misses
+    return hits, misses
+
+
+# Alone in an empty folder too, backward of this one raises: the gradient of the weight is taken for an NVFP4Tensor.
+NOT_COMPILED = ("nvfp4_weight", "tensor_parallel")
 
 
 if __name__ == "__main__":
@@ -117,7 +115,11 @@ if __name__ == "__main__":
     assert untouched and "torchao_blockwise" not in torch.compiler.config.cache_key_tag, "the import changed PyTorch"
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     one_rank = dist.device_mesh.init_device_mesh("cpu", (1,))
-    print(json.dumps({recipe: {case: run(case, recipe, one_rank) for case in CASES} for recipe in sys.argv[1:]}))
+    found = {
+        recipe: {case: run(case, recipe, one_rank) for case in CASES if (recipe, case) != NOT_COMPILED}
+        for recipe in sys.argv[1:]
+    }
+    print(json.dumps(found))
     sys.stdout.flush()
     # Not by returning: threads of gloo may wait for the interpreter.
     os._exit(0)

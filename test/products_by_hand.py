@@ -17,11 +17,12 @@ def grouped_by_hand(x, hp, ends, dy, config, rounding=None):
     """(output, grad_input, grad_weight) of experts, composed of the operations that the layer promises."""
 
     def quantize(t, **kwargs):
-        options = {"power_of_2_scales": config.power_of_2_scales, **kwargs}
-        return ops.quantize(t, config.activation_format, groups=ends, **options)
+        return ops.quantize(t, config.activation_format, groups=ends, **scales, **kwargs)
 
     hadamard = getattr(config, "hadamard", False)
-    w = ops.quantize(hp, config.weight_format, power_of_2_scales=config.power_of_2_scales).rowwise
+    own = getattr(config, "scale_per_expert", False)
+    scales = {"power_of_2_scales": config.power_of_2_scales, "scale_per_group": own}
+    w = ops.quantize(hp, config.weight_format, **scales).rowwise
     output = ops.grouped_matmul(quantize(x).rowwise, w, ends, out_dtype=config.out_dtype or x.dtype)
     of_dy = quantize(dy, columnwise=True, hadamard=hadamard, stochastic=rounding)
     w_columnwise = ops.transpose(w, columns=hp.shape[2])

@@ -11,6 +11,7 @@ from helpers import (
     FULL,
     HADAMARD,
     NVFP4,
+    PER_EXPERT,
     RECIPES,
     STOCHASTIC,
     assert_same_tensors,
@@ -88,6 +89,8 @@ CONFIGS = RECIPES | {
     "other_signs": replace(HADAMARD, hadamard=(1, -1) * 8, save_activations="high_precision"),
     "stochastic": STOCHASTIC,
     "full": FULL,
+    "per_expert": PER_EXPERT,
+    "per_expert_quantized": replace(PER_EXPERT, master_weights=False),
 }
 every_config = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 

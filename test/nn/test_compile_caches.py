@@ -51,28 +51,15 @@ def first(cache) -> dict:
 
 @pytest.fixture(scope="module")
 def later(cache, first) -> dict:
-    """A later process with the same folder: every other recipe, and the first one again."""
+    """A later process with the same folder: every other recipe, which takes no graph of another, and the first one."""
     return run(cache, *(recipe for recipe in RECIPES if recipe != "fp8"), "fp8")
-
-
-# Alone in an empty folder too, backward of this one raises: the gradient of the weight is taken for an NVFP4Tensor.
-NOT_COMPILED = ("nvfp4_weight", "tensor_parallel")
-
-
-@pytest.mark.parametrize(
-    ("recipe", "case"),
-    [(recipe, case) for recipe in RECIPES for case in CASES if (recipe, case) != NOT_COMPILED],
-)
-def test_a_graph_belongs_to_one_recipe(recipe, case, later):
-    apart, *_ = later[recipe][case]
-    assert apart == 0
 
 
 # PyTorch finds no tensor parallel graph of another process, of plain layers neither.
 @pytest.mark.parametrize("case", [case for case in CASES if case != "tensor_parallel"])
 def test_the_same_recipe_finds_its_graphs(case, first, later):
-    (apart, hits, _), (_, hits_later, _) = first["fp8"][case], later["fp8"][case]
-    assert apart == 0 and hits_later > hits
+    (hits, _), (hits_later, _) = first["fp8"][case], later["fp8"][case]
+    assert hits_later > hits
 
 
 def test_another_version_of_the_package_finds_none(cache, first, tmp_path):

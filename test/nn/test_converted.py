@@ -43,22 +43,12 @@ def test_the_layer_is_what_it_was_to_others(config, masters):
     assert type(fx.symbolic_trace(nn.Sequential(layer)).get_submodule("0")) is type(layer)
 
 
-def test_layers_that_are_not_converted_keep_their_class():
-    model = converted(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), FP8, lambda m, name: name == "0")
-    assert type(model[1]) is nn.Linear and isinstance(model[0], ConvertedLinear) and model[0].fqn == "0"
-
-
 def test_one_class_for_all_layers_of_a_kind_and_no_more_of_them_in_a_second_conversion():
     model = mlp(FP8)
     kind = type(model[0])
     assert type(model[2]) is kind
     quantize_(model, NVFP4)
     assert type(model[0]) is kind and type(mlp(FP8)[0]) is kind
-
-
-def test_a_subclass():
-    layer = converted(Named(64, "mine"), FP8)
-    assert isinstance(layer, Named) and repr(layer) == "Named(tag=mine, weight in fp8_128x128)" and layer.tag == "mine"
 
 
 def test_a_layer_with_its_own_forward_that_shares_the_weight():

@@ -36,6 +36,12 @@ def experts(config, dtype=torch.float32, device="cpu") -> nn.Parameter:
     return nn.Parameter(MasterWeightTensor(hp, config))
 
 
+def quantized(hp: torch.Tensor, config) -> torch.Tensor:
+    if config.weight_format.has_global_scale:
+        return NVFP4Tensor.from_hp(hp, config=config)
+    return BlockwiseFP8Tensor.from_hp(hp, power_of_2_scales=config.power_of_2_scales, config=config)
+
+
 def run(call, x, w, ends, dy):
     """(output, grad_input, grad_weight) of one pass of `call(x, w, ends)` from fresh gradients."""
     w.grad, x = None, x.detach().requires_grad_()
@@ -67,9 +73,15 @@ def case(config, dtype=torch.float32, sizes=(4, 0, 5)):
 @every_recipe
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
-def test_grouped_mm_comes_here(config, call, dtype):
+@pytest.mark.parametrize("kind", ("master", "quantized", "frozen"))
+def test_grouped_mm_comes_here(config, call, dtype, kind):
     x, w, ends, dy = case(config, dtype)
-    assert_same(run(call, x, w, ends, dy), grouped_by_hand(x, w.hp, ends, dy, config), NAMES)
+    *expected, grad_weight = grouped_by_hand(x, w.hp, ends, dy, config)
+    if kind != "master":
+        w = nn.Parameter(quantized(w.hp, config), requires_grad=kind == "quantized")
+        call = transposed_mm if call is CALLS["view"] and config is NVFP4 else call
+    grad_weight = None if kind == "frozen" else grad_weight
+    assert_same(run(call, x, w, ends, dy), (*expected, grad_weight), NAMES)
 
 
 SAVED = replace(FP8, save_weights="quantized")
@@ -149,25 +161,6 @@ def test_a_cast_weight_is_rounded_before_it_is_quantized(config, compiled):
     assert_same(got, (b.to(a.dtype) for a, b in zip(got, expected)), NAMES)
     # Not the cast copy, which would be two bytes a parameter.
     assert saved and not any(t.shape == w.shape and t.dtype == torch.bfloat16 for t in saved)
-
-
-kinds = pytest.mark.parametrize(
-    ("kind", "config"), ((BlockwiseFP8Tensor, FP8), (NVFP4Tensor, NVFP4)), ids=("fp8", "nvfp4")
-)
-
-
-@kinds
-@pytest.mark.parametrize("requires_grad", (True, False), ids=("trained", "frozen"))
-@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
-def test_a_quantized_parameter_trains_like_a_master_weight(kind, config, requires_grad, call):
-    if call is CALLS["view"] and kind is NVFP4Tensor:
-        call = transposed_mm
-    x, w, ends, dy = case(config)
-    expected = run(grouped_linear, x, w, ends, dy)
-    quantized = nn.Parameter(kind.from_hp(w.hp), requires_grad=requires_grad)
-    got = run(call, x, quantized, ends, dy)
-    for name, a, b in zip(NAMES, got, expected):
-        assert a is None if name == "grad_weight" and not requires_grad else torch.equal(a, b), name
 
 
 @every_recipe

@@ -103,30 +103,3 @@ def test_compiled_steps(case, backend):
     (plain, breaks), (ours, own_breaks) = results
     assert own_breaks == breaks
     assert_same(ours, plain)
-
-
-def adamw_step(p, grad, exp_avg, exp_avg_sq, step, lr, beta1, beta2, eps, decay):
-    """As nanochat writes it: all numbers are tensors, so that none of them recompiles."""
-    p.mul_(1 - lr * decay)
-    exp_avg.lerp_(grad, 1 - beta1)
-    exp_avg_sq.lerp_(grad.square(), 1 - beta2)
-    denominator = (exp_avg_sq / (1 - beta2**step)).sqrt() + eps
-    p.add_(exp_avg / denominator, alpha=-(lr / (1 - beta1**step)))
-    p.addcdiv_(exp_avg, denominator, value=-1e-3)
-    p.addcmul_(exp_avg, grad, value=1e-3)
-
-
-@every_backend
-def test_a_step_of_tensors_compiles_whole(backend):
-    results = []
-    for config in (None, FP8):
-        p = mlp(config, features=(32, 48, 32))[0].weight
-        torch.manual_seed(0)
-        grad, exp_avg, exp_avg_sq = torch.randn(p.shape), torch.zeros(p.shape), torch.zeros(p.shape)
-        numbers = [torch.tensor(x) for x in (1.0, 0.01, 0.9, 0.95, 1e-8, 0.1)]
-        step = torch.compile(adamw_step, fullgraph=True, dynamic=False, backend=backend)
-        with torch.no_grad():
-            for _ in range(2):
-                step(p, grad, exp_avg, exp_avg_sq, *numbers)
-        results.append(getattr(p, "hp", p).detach())
-    assert torch.equal(*results)

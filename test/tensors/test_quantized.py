@@ -67,19 +67,6 @@ def test_prints():
 
 
 @every_kind
-def test_to_dtype_changes_only_the_report(from_hp):
-    q = from_hp(weight(64, 48))
-    for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        for moved in (q.to(dtype), q.to("cpu", dtype), q.to(torch.zeros(1, dtype=dtype))):
-            assert moved.dtype == dtype and type(moved) is type(q)
-            assert_bitwise_equal(moved.qdata, q.qdata)
-            assert_bitwise_equal(moved.scale, q.scale)
-    for dtype in (torch.float64, torch.int8, torch.float8_e4m3fn):
-        with pytest.raises(TypeError, match=r"dtype must be bfloat16, float16 or float32, got torch\..*dequantize\(\)"):
-            q.to(dtype)
-
-
-@every_kind
 @pytest.mark.parametrize("shape", ((256, 384), (2, 130, 71)), ids=str)
 def test_meta(from_hp, shape):
     with torch.device("meta"):
@@ -106,29 +93,21 @@ def test_likes(from_hp):
 
 
 @every_kind
-def test_equal_compares_bits_and_kinds(from_hp):
+def test_equal_compares_bits_kinds_shapes_and_blocks(from_hp):
     w = weight(64, 48)
     w[0, 0] = -0.0
     q = from_hp(w)
     assert torch.equal(q, q.clone())
     for other in (w, from_hp(w * 2), from_hp(w[:48])):
         assert not torch.equal(q, other) and not torch.equal(other, q)
+    # Of a row of zeros all blocks of NVFP4 have the same bytes, also without the last column.
+    zeros = from_hp(torch.zeros(1, 16))
+    assert not torch.equal(zeros, from_hp(torch.zeros(1, 15)))
+    for other in (make(torch.zeros(1, 16)) for make in QUANTIZERS.values()):
+        assert zeros.fmt is other.fmt or not torch.equal(zeros, other)
     flipped = q.clone()
     flipped.qdata.view(torch.uint8)[0, 0] ^= 0x80
     assert not torch.equal(q, flipped)
-
-
-OF_THE_SAME_BYTES = {
-    "shape": lambda: NVFP4Tensor.from_hp(torch.zeros(1, 15)),
-    "blocks": lambda: NVFP4Tensor.from_hp(torch.zeros(1, 16), block_size=(1, 16)),
-}
-
-
-@pytest.mark.parametrize("make", OF_THE_SAME_BYTES.values(), ids=OF_THE_SAME_BYTES)
-def test_equal_compares_more_than_bytes(make):
-    q, other = NVFP4Tensor.from_hp(torch.zeros(1, 16)), make()
-    bytes_of_each = [[part.view(torch.uint8).tolist() for part in (t.qdata, t.scale)] for t in (q, other)]
-    assert bytes_of_each[0] == bytes_of_each[1] and not torch.equal(q, other)
 
 
 @every_kind
@@ -212,13 +191,15 @@ def slice_cases(fmt):
         ((slice(None), slice(columns, 2 * columns)), "columns"), ((slice(rows, rows),), "empty"),
         ((slice(-rows if 300 % rows == 0 else rows, None), slice(0, columns)), "both"), ((slice(None),), "all"),
         ((slice(300 // rows * rows, 9999),), "ragged"), ((..., slice(0, columns)), "ellipsis"),
+        ((..., slice(272 // columns * columns, None)), "odd"),
     ]  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", QUANTIZERS)
-@pytest.mark.parametrize("case", range(9), ids=[name for _, name in slice_cases(FP8_128X128)])
+@pytest.mark.parametrize("case", range(10), ids=[name for _, name in slice_cases(FP8_128X128)])
 def test_slices_on_block_borders_are_exact(kind, case):
-    q = QUANTIZERS[kind](weight(300, 272))
+    """The last byte of an odd row in NVFP4 has one element: slices keep count of them."""
+    q = QUANTIZERS[kind](weight(300, 273))
     index = slice_cases(q.fmt)[case][0]
     part = q[index]
     assert type(part) is type(q)
@@ -322,18 +303,3 @@ OTHER_TRANSPOSES = {
 def test_other_transposes_are_refused(kind, transpose, message):
     with pytest.raises((NotImplementedError, ValueError), match=message):
         transpose(QUANTIZERS[kind](weight(2, 128, 128)))
-
-
-@pytest.mark.parametrize("kind", ("nvfp4", "nvfp4_1x16"))
-@pytest.mark.parametrize("columns", (1, 15, 17, 33))
-def test_odd_columns(kind, columns):
-    """The last byte holds one element; slices and views keep count of them."""
-    w = weight(2, 32, columns)
-    q = QUANTIZERS[kind](w)
-    assert q.qdata.shape[-1] == (columns + 1) // 2 and q.shape[-1] == columns
-    decoded = q.dequantize()
-    assert_bitwise_equal(q.view(64, columns).dequantize(), decoded.view(64, columns))
-    assert_bitwise_equal(q[..., columns // 16 * 16 :].dequantize(), decoded[..., columns // 16 * 16 :].contiguous())
-    assert_bitwise_equal(q[1].dequantize(), decoded[1])
-    if kind == "nvfp4":
-        assert_bitwise_equal(q.columnwise()[0], QUANTIZERS[kind](w.mT).qdata)

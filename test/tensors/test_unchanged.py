@@ -23,7 +23,6 @@ from helpers import (
     mlp,
     replace,
     saved_and_loaded,
-    weight,
     weight_calls,
 )
 from machines import Machine
@@ -31,9 +30,8 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torchao.quantization import quantize_
 
-from torchao_blockwise import MasterWeightTensor, weights_unchanged
+from torchao_blockwise import weights_unchanged
 from torchao_blockwise._compat import modes
-from torchao_blockwise.testing import assert_bitwise_equal
 
 
 @pytest.fixture
@@ -286,16 +284,6 @@ def test_copies_belong_to_the_stream_that_made_them(stream):
 
 
 # --- inference tensors, and captures of CUDA graphs, which keep no copy -----------------------------------------------
-
-
-@both_formats
-def test_changes_in_inference_mode_are_seen(config):
-    with torch.inference_mode():
-        w = MasterWeightTensor(weight(40, 24), config)
-        first = w.quantized()
-        expected = MasterWeightTensor(w.hp * -2, config).quantized()
-        assert_bitwise_equal(w.mul_(-2).quantized().qdata, expected.qdata)
-        assert not torch.equal(w.quantized().qdata, first.qdata)
 
 
 @pytest.mark.parametrize("keep", ("rowwise", "both"))
