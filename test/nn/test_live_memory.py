@@ -1,39 +1,57 @@
 """Live memory of a step: nothing that no later operation reads, and the bytes that are saved for backward."""
 
+import itertools
+from typing import NamedTuple
+
 import pytest
 import torch
 from every_layer import CONFIGS, Halves, make, tokens
 from helpers import FP8, converted
-from live_memory import LiveMemory
 from torch import nn
 
-from torchao_blockwise.diagnostics.live_memory import _PRODUCTS, plain_tensors, storage_of
+from torchao_blockwise import _compat
+from torchao_blockwise.diagnostics.live_memory import _PRODUCTS, LiveMemory, plain_tensors, storage_of
 from torchao_blockwise.nn.gemms import AmaxGroups, GemmSpec, weight_comes_first
 from torchao_blockwise.ops.groups.ends import padded_tokens
 from torchao_blockwise.ops.padding import padded_size
 
 
+class Step(NamedTuple):
+    """An operation, and the bytes and storages, by id, that live when it is done: its operands still.
+
+    name: without a namespace for operations of ours, "aten::add" for others. reads: the storages that it reads.
+    """
+
+    name: str
+    nbytes: int
+    reads: set[int]
+    live: set[int]
+
+
 class Trace(LiveMemory):
-    """`operations` gets (name, ids of the storages that it reads, ids of those that live when it is done)."""
+    """Under it `steps` get what lives after each operation, of what was made under it."""
 
     def __init__(self):
         super().__init__()
-        self.operations: list[tuple[str, set[int], set[int]]] = []
+        self.steps: list[Step] = []
         # Keep the references, whose ids would be used again.
         self._refs: dict[int, object] = {}
-        self._reads: set[int] = set()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         read = [self._made.get(storage_of(x)) for x in plain_tensors([*args, *(kwargs or {}).values()])]
-        self._reads = set() if func in _PRODUCTS else {id(made[0]) for made in read if made is not None}
-        return super().__torch_dispatch__(func, types, args, kwargs)
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        # What runs inside of a product was noted there.
+        if func not in _PRODUCTS:
+            name = _compat.schema_of(func).name.removeprefix("torchao_blockwise::")
+            self.note(name, {id(made[0]) for made in read if made is not None})
+        return out
 
-    def note(self, name: str) -> None:
-        super().note(name)
+    def note(self, name: str, reads: set[int] | None = None) -> None:
+        """Add a step of that name now."""
+        nbytes = self.live()
         live = {id(ref): ref for ref, *_ in self._made.values()}
         self._refs |= live
-        self.operations.append((name, self._reads, set(live)))
-        self._reads = set()
+        self.steps.append(Step(name, nbytes, reads or set(), set(live)))
 
 
 def traced(layer, x) -> Trace:
@@ -73,12 +91,11 @@ def test_nothing_lives_that_no_later_operation_reads(name, config):
     layer = layer_of(name, CONFIGS[config])
     # With more tokens than features another order.
     for count in (33, 300):
-        operations = traced(layer, inputs(name, count)).operations
-        *_, (_, _, wanted) = operations
-        for i, (operation, reads, live) in [*enumerate(operations)][:0:-1]:
-            wanted = wanted | reads
-            made_before = operations[i - 1][2]
-            assert "::" in operation or live & made_before <= wanted, f"{i}: {operation}"
+        steps = traced(layer, inputs(name, count)).steps
+        wanted = steps[-1].live
+        for before, step in reversed([*itertools.pairwise(steps)]):
+            wanted = wanted | step.reads
+            assert "::" in step.name or step.live & before.live <= wanted, step.name
 
 
 WEIGHT_FIRST, WEIGHT_LAST = "grad_weight quantize matmul", "quantize matmul grad_weight"
