@@ -1,32 +1,9 @@
-"""Operations of tests, which `define` makes in a separate namespace; and memory between guards."""
-
-import itertools
+"""Memory between guards."""
 
 import pytest
 import torch
 
 from torchao_blockwise.formats import BlockFormat
-from torchao_blockwise.ops import registry
-from torchao_blockwise.ops.backend import Backend, Implementation
-
-NAMESPACE = "torchao_blockwise_test"
-# No name twice in a process: PyTorch remembers operations by name, also those whose library is gone.
-_numbers = itertools.count()
-
-
-@pytest.fixture(scope="module")
-def define():
-    """define(arguments, returns, run, ..): an operation `op<n>` of this schema, in a namespace that goes afterwards."""
-
-    def define(arguments: str, returns: str = "()", run=lambda *args: None, **options):
-        schema = f"op{next(_numbers)}({arguments}) -> {returns}"
-        return registry.Operation(schema, table=[Implementation(Backend.REFERENCE, run)], **options)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(registry, "NAMESPACE", NAMESPACE)
-        patch.setattr(registry, "_library", torch.library.Library(NAMESPACE, "DEF"))
-        yield define
-
 
 GUARD, POISON = 4096, 0xA5
 

@@ -4,6 +4,7 @@ Calls go through PyTorch's dispatcher where modes, subclasses, profilers or comp
 """
 
 import contextlib
+import itertools
 import warnings
 
 import pytest
@@ -13,9 +14,26 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 from torchao_blockwise.formats import NVFP4_1X16
-from torchao_blockwise.ops.backend import Backend
+from torchao_blockwise.ops import registry
+from torchao_blockwise.ops.backend import Backend, Implementation
 
 X = torch.arange(6.0).reshape(2, 3)
+
+
+@pytest.fixture(scope="module")
+def define():
+    """define(arguments, returns, run, ..): an operation `op<n>` of this schema, in a namespace that goes afterwards."""
+    names = (f"op{n}" for n in itertools.count())
+
+    def define(arguments: str, returns: str = "()", run=lambda *args: None, **options):
+        schema = f"{next(names)}({arguments}) -> {returns}"
+        return registry.Operation(schema, table=[Implementation(Backend.REFERENCE, run)], **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(registry, "NAMESPACE", "torchao_blockwise_test")
+        patch.setattr(registry, "_library", torch.library.Library("torchao_blockwise_test", "DEF"))
+        yield define
+
 
 # --- names and checks -------------------------------------------------------------------------------------------------
 
