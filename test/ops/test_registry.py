@@ -10,7 +10,6 @@ import warnings
 import pytest
 import torch
 from shared_inputs import Counter
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 from torchao_blockwise.formats import NVFP4_1X16
@@ -123,12 +122,3 @@ def test_modes_subclasses_a_profiler_and_traces_see_the_operation(double):
         warnings.simplefilter("ignore")
         graph = torch.jit.trace(lambda x: double(x, None, 3), (X,)).graph
     assert double.overload.name() in str(graph)
-
-
-def test_meta_and_fake_tensors_take_the_fake(double):
-    assert double(X.to("meta"), None, 3).shape == X.shape
-    mode = FakeTensorMode()
-    fake = mode.from_tensor(X)
-    assert type(double(fake, None, 3)) is type(fake)
-    with mode:
-        assert type(double(torch.empty(2, 3), None, 3)) is type(fake)
