@@ -81,10 +81,11 @@ def test_views_stay_master_weights_that_share_values(view):
     assert viewed.hp.untyped_storage().data_ptr() == parameter.hp.untyped_storage().data_ptr()
 
 
-def test_in_place_operations_and_copies():
-    parameter, other, plain = master(40, 24), master(40, 24, seed=1), torch.zeros(40, 24)
-    assert torch.equal(parameter, parameter.clone()) and not torch.equal(parameter, other)
-    with torch.no_grad():
+@pytest.mark.parametrize("context", (torch.no_grad, torch.inference_mode))
+def test_in_place_operations_and_copies(context):
+    with context():
+        parameter, other, plain = master(40, 24), master(40, 24, seed=1), torch.zeros(40, 24)
+        assert torch.equal(parameter, parameter.clone()) and not torch.equal(parameter, other)
         assert parameter.add_(1) is parameter and plain.copy_(parameter) is plain
         assert torch.add(plain, 1, out=parameter) is parameter
         assert_bitwise_equal(parameter.hp, plain + 1)
