@@ -1,4 +1,4 @@
-"""What tests of shards share: splits of tensors over ranks, buffers with canaries, and the cast of a split by hand."""
+"""Splits of tensors over ranks, buffers with canaries, and the cast of a split by hand, for tests of shards."""
 
 import itertools
 
@@ -46,13 +46,13 @@ def framed(x: torch.Tensor, aligned: bool = False):
 
     def check():
         outside = torch.cat((buffer[: before * size], buffer[(before + x.numel()) * size :]))
-        assert (outside == CANARY).all(), "wrote beside a buffer"
+        assert (outside == CANARY).all(), "wrote next to a buffer"
 
     return inside, check
 
 
 def cut(w: torch.Tensor, cuts) -> list[tuple[int, torch.Tensor]]:
-    """(start, flat shard in memory of its own) of each rank."""
+    """(start, flat shard in separate memory) of each rank."""
     ends = [0, *sorted(min(c, w.numel()) for c in cuts), w.numel()]
     return [(start, w.flatten()[start:end].clone()) for start, end in itertools.pairwise(ends)]
 
@@ -63,7 +63,7 @@ def quantize(w: torch.Tensor, fmt, dtype, power_of_2=False, scale_per_matrix=Fal
 
 
 def ranks_of(parts, shapes, dtype, fmt) -> list[Shards]:
-    """What each rank holds of a list of tensors. parts: for each tensor (start, shard) of each rank."""
+    """The shards of a list of tensors that each rank holds. parts: for each tensor (start, shard) of each rank."""
     return [Shards.of(*reversed(list(zip(*of_rank))), shapes, dtype, fmt) for of_rank in zip(*parts)]
 
 

@@ -137,7 +137,7 @@ def test_layers(name, shape, config, device):
     assert_by_hand(layers, lambda x: by_hand(layers[1], x, fused), tokens(*shape, device=device), config)
 
 
-# A single matrix is no stack of experts.
+# A single matrix is not a stack of experts.
 ROUTINGS = {name: routing for name, routing in grouped_products.ROUTINGS.items() if len(routing[0]) > 1}
 
 

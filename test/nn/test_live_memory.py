@@ -29,7 +29,7 @@ class Step(NamedTuple):
 
 
 class Trace(LiveMemory):
-    """Under it `steps` get what lives after each operation, of what was made under it."""
+    """Records in `steps` which tensors live after each operation, of those that are made in this mode."""
 
     def __init__(self):
         super().__init__()

@@ -61,7 +61,7 @@ CASES = {routing: ends_of(routing) for routing in ROUTINGS} | {f"{n} of random s
 CASES |= {
     "no tokens": (int32([0, 0, 0]), 0),
     "tiles that begin before their group": (int32([1, 65, 129, 193, 257]), 321),
-    # Of entries a program writes so many at a time.
+    # More entries than a program writes at a time.
     "a long group": (int32([1, 40_000]), 40_001),
     "many tokens of no group": (int32([5]), 40_000),
     "decreasing": (int32([200, 100, 300]), 300),

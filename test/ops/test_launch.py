@@ -84,7 +84,7 @@ class Launches:
             args = given[8:]
         else:
             *flags, packed, about, enter, leave, scratch, profile_scratch, _, _, args = given
-        # A tensor is its address to a kernel; values of constexprs are not read.
+        # Kernels get the address of a tensor; values of constexprs are not read.
         values = [getattr(arg, "data_ptr", lambda arg=arg: arg)() for arg in args]
         for hook in (enter, leave):
             if hook is not None:
@@ -222,7 +222,7 @@ def _tile_cases():
         "another scale": case(SCALE=3.0),
         "out off 16 bytes": case(out=out[1:]),
         "matrix and scales swapped": case(scales, here),
-        # A matrix is told apart from the same memory as a tensor, and dtypes from each other.
+        # A matrix differs from a tensor in the same memory, and so do tensors of different dtypes.
         "out as a view": case(out=out.view(torch.int32)),
         "out as int32": case(out=(out, torch.int32)),
         "out as uint8": case(out=(out, torch.uint8)),
