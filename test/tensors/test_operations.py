@@ -80,6 +80,10 @@ def test_a_refusal_names_the_layer_and_the_remedy():
     model = converted(nn.ModuleDict({"block": mlp()}), FP8)
     with pytest.raises(NotImplementedError, match=r"aten\.mm\.default: block\.2\.weight .*nn\.Linear.*weight\.hp"):
         torch.mm(x(3, 32), model["block"][2].weight.data[:, :].clone())
+    # The values of another layer leave the name.
+    model = mlp(FP8, features=(64, 64, 64))
+    model[0].weight.data = model[2].weight.data
+    assert model[0].weight.layer == "0.weight"
     quantized = mlp(replace(FP8, master_weights=False))[0].weight
     for use in (lambda: torch.mm(quantized, x(64, 3)), lambda: quantized + 1):
         with pytest.raises(NotImplementedError, match=r"0\.weight"):
