@@ -1,4 +1,4 @@
-"""Every layer where others observe it, or change its weights between forward and backward."""
+"""Every layer where others observe it, hold its weights in a buffer, or change them between forward and backward."""
 
 import pytest
 import torch
@@ -108,6 +108,31 @@ def test_no_step_asks_for_a_value(model, config):
     with NoHostCopies():
         layer(x).sum().backward()
     assert x.grad.any()
+
+
+# --- flat buffers -----------------------------------------------------------------------------------------------------
+
+
+@every_model
+@pytest.mark.parametrize("config", ("fp8", "nvfp4", "high_precision"))
+def test_weights_in_one_flat_buffer(model, config, device):
+    """At other distances in each layer, which run in turn: what is kept of one layer is not taken for another."""
+    separate, flat = ([make(model, CONFIGS[config], torch.bfloat16).to(device) for _ in range(3)] for _ in range(2))
+    xs = [tokens(model, 256).to(device, torch.bfloat16) for _ in range(3)]
+    buffer, end = torch.zeros(2**19, dtype=torch.bfloat16, device=device), 0
+    for layer, gap in zip(flat, (0, 1024, 4096)):
+        for p in layer.parameters():
+            with torch.no_grad():
+                p.data = buffer[end : end + p.numel()].view(p.shape).copy_(getattr(p, "hp", p))
+            assert p.untyped_storage().data_ptr() == buffer.data_ptr()
+            # Addresses stay multiples of 16 bytes.
+            end += -(-p.numel() // 64) * 64 + gap
+    # Those in one buffer first: nothing that is kept of the others may make them right.
+    got, expected = (
+        [result for _ in range(3) for layer, x in zip(layers, xs) for result in forward_backward(layer, x)]
+        for layers in (flat, separate)
+    )
+    assert_same(got, expected)
 
 
 # --- weights that change between forward and backward -----------------------------------------------------------------
