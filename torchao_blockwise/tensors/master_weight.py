@@ -275,10 +275,8 @@ def _stays_weight(func: Operation, args: Args, masters: list[MasterWeightTensor]
 
 @MasterWeightTensor.implements_torch_function(torch.Tensor.data.__set__)  # type: ignore[attr-defined]
 def _set_data(func: Function, types: Types, args: Args, kwargs: Kwargs) -> None:
-    """Set the values of `weight` to those of `x` for `weight.data = x`; one of them may be a plain tensor."""
+    """Set the values of `weight` to those of `x`, a weight or a plain tensor, for `weight.data = x`."""
     weight, data = args
-    if not isinstance(weight, MasterWeightTensor):
-        return func(weight, data.hp)
     if not isinstance(data, MasterWeightTensor):
         torch_fsdp.check_not_flattened(data, layers_of([weight]))
     new = data if isinstance(data, MasterWeightTensor) else MasterWeightTensor(data.detach(), weight.config)
