@@ -198,6 +198,20 @@ def test_what_is_only_named_like_modulation_is_converted():
     assert left_out(named("MyAdaNormModel", nn.ModuleList(Gated() for _ in range(2)))) == {}
 
 
+@pytest.mark.parametrize("names", [("lora_a", "lora_b"), ("lora_A", "lora_B"), ("lora_down", "lora_up")], ids=" ".join)
+def test_adapters_of_other_libraries_than_peft(names):
+    """What their names only contain, such as the low-rank projections of DeepSeek's attention, is converted."""
+
+    class Adapted(nn.Linear):
+        def __init__(self):
+            super().__init__(64, 64)
+            for name, shape in zip(names, ((64, 16), (16, 64))):
+                self.add_module(name, nn.Linear(*shape))
+
+    blocks = nn.ModuleList(nn.ModuleDict({"q_proj": Adapted(), "q_lora_a_proj": nn.Linear(64, 16)}) for _ in range(3))
+    assert left_out(nn.ModuleDict({"layers": blocks})) == {f"q_proj.{name}": "low-rank adapter" for name in names}
+
+
 def test_blocks_that_are_in_no_list():
     """A prediction of further tokens, or a middle, has a block of the same class; towers may have stages."""
     layers = nn.ModuleList(Gated() for _ in range(8))

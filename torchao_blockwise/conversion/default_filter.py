@@ -35,6 +35,8 @@ _LOOKED_UP = re.compile("rel_pos_([xy]_)?bias")
 
 _GATE = re.compile(r"(.+_)?(gate|gating)")
 _EXPERTS = re.compile("expert|moe", re.IGNORECASE)
+# Adapters of other libraries than PEFT, whose classes are known.
+_ADAPTER = re.compile("lora_(a|b|down|up)", re.IGNORECASE)
 # Names and classes of modules that compute scales and shifts from the condition of a diffusion model.
 _MODULATION = re.compile(r"(.+_)?(adaln|modulation)(_.+)?|((img|txt)_)?mod|time_emb_proj", re.IGNORECASE)
 _ADAPTIVE_NORM = re.compile(r"\w*Ada(ptive)?(Layer|RMS|Group)?Norm\w*|\w*Norm(Zero|Continuous)\w*")
@@ -46,7 +48,7 @@ def recommended_layers(model: nn.Module, config: TrainingConfig | None = None) -
     Leaves out output heads (also those tied to an embedding) and other layers outside of the blocks (embeddings of
     patches, timesteps and captions, poolers), the modulation of diffusion models, routers and gates, the `weights_proj`
     of DeepSeek-V3.2's indexers, layers with fewer than 16 inputs, layers whose weight is used without calling them
-    (the output projection of `nn.MultiheadAttention`, Mamba's `dt_proj`, WavLM's attention) and, with an
+    (the output projection of `nn.MultiheadAttention`, Mamba's `dt_proj`, WavLM's attention), LoRA adapters and, with an
     `NVFP4TrainingConfig`, the last 15 % of the blocks of each tower. Parameters [E, N, K] count as experts if the name
     or the class of their module contains "expert" or "moe"; `| experts()` adds all others.
 
@@ -105,6 +107,8 @@ def recommended(
             reasons[module] = "nn.MultiheadAttention reads its weight directly"
         elif holder.endswith(_READERS) or _LOOKED_UP.fullmatch(name):
             reasons[module] = f"{holder} reads its weight directly"
+        elif _ADAPTER.fullmatch(name):
+            reasons[module] = "low-rank adapter"
         elif name == "dt_proj":
             reasons[module] = "Mamba multiplies by its weight without calling the layer"
         elif name == "weights_proj" and "indexer" in fqn:
