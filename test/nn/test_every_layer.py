@@ -362,6 +362,16 @@ def test_transforms_of_torch_func_raise(model, config, transform):
         transform(unconvert(layer), tokens(model))
 
 
+@pytest.mark.parametrize(("model", "name"), NAMES.items(), ids=NAMES)
+@both_formats
+def test_batched_gradients_raise(model, name, config):
+    """As `jacobian(vectorize=True)` asks for them."""
+    layer, x = make(model, config), tokens(model).requires_grad_()
+    out, name = layer(x), name if config is FP8 else ""
+    with pytest.raises(NotImplementedError, match=rf"{name}.*is_grads_batched=True.* is not supported"):
+        torch.autograd.grad(out, x, torch.randn(2, *out.shape), is_grads_batched=True)
+
+
 @every_model
 @both_formats
 def test_shapes_on_meta(model, config):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
@@ -34,6 +35,10 @@ def storage_of(x: torch.Tensor) -> int:
 is_profiling: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
 # Whether a transform of `torch.func` is active.
 has_transforms: Callable[[], bool] = torch._C._are_functorch_transforms_active
+# Whether autograd computes a batch of gradients at once (`is_grads_batched`, `vectorize`).
+has_batched_gradients: Callable[[], bool] = functools.partial(
+    torch._C._dispatch_tls_is_dispatch_key_included, "VmapMode"
+)
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _function_modes = torch._C._len_torch_function_stack
 _is_tracing = torch._C._is_tracing

@@ -391,9 +391,16 @@ def refuse_transforms() -> None:
 
 
 def refuse_second_order(layer: str) -> None:
-    """Raise NotImplementedError in a backward pass that is itself differentiated."""
-    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+    """Raise NotImplementedError in a backward pass that is itself differentiated, or of a batch of gradients."""
+    if torch.compiler.is_compiling():
+        return
+    if torch.is_grad_enabled():
         raise NotImplementedError(
             f"{layer}: double backward (create_graph=True) is not supported in low precision; keep the layers that "
             "need it in high precision (filter_fn)"
+        )
+    if modes.has_batched_gradients():
+        raise NotImplementedError(
+            f"{layer}: a batch of gradients (is_grads_batched=True, vectorize=True) is not supported in low precision; "
+            "compute one gradient at a time"
         )
