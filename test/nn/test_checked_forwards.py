@@ -4,6 +4,7 @@ import contextlib
 import inspect
 import pickle
 import threading
+import warnings
 
 import pytest
 import torch
@@ -360,3 +361,54 @@ def test_the_linear_layer_of_falcon_is_one(config):
     for got, expected in zip(*found):
         assert_bitwise_equal(got, expected)
     assert type(unconvert(layer)) is falcon.FalconLinear
+
+
+class ByHand(torch.autograd.Function):
+    """x @ w.T, whose own backward pass multiplies by the weight, as fused layers of other libraries do."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return multiply(x, weight)
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, weight = ctx.saved_tensors
+        return multiply(dy, weight.transpose(-2, -1)), dy.transpose(-2, -1) @ x
+
+
+def multiply(x, weight):
+    return F.linear(x, weight) if weight.dim() == 2 else torch.bmm(x, weight.transpose(-2, -1))
+
+
+class Reversible(torch.autograd.Function):
+    """A layer that runs again in backward, without gradients, to get back its input."""
+
+    @staticmethod
+    def forward(ctx, x, layer):
+        ctx.layer = layer
+        ctx.save_for_backward(x)
+        return x + layer(x)
+
+    @staticmethod
+    def backward(ctx, dy):
+        ctx.layer(ctx.saved_tensors[0])
+        return dy, None
+
+
+@both_formats
+@pytest.mark.parametrize("shape", ((64, 64), (2, 64, 64)), ids=("linear", "bmm"))
+def test_a_backward_pass_by_hand_is_warned_of(shape, config):
+    """Its grad_weight is in high precision. Recomputed layers, and those of reversible networks, are not meant."""
+    weight, x = nn.Parameter(MasterWeightTensor(torch.randn(shape), config)), torch.randn(*shape[:-2], 32, 64)
+    weight.layer = "mlp.down"
+    with pytest.warns(UserWarning, match="multiplies by mlp.down, .* in high precision; call the layer"):
+        ByHand.apply(x.requires_grad_(), weight).sum().backward()
+    layer = converted(nn.Linear(64, 64), config)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for use_reentrant in (False, True):
+            checkpoint(multiply, x, weight, use_reentrant=use_reentrant).sum().backward()
+        Reversible.apply(x, layer).sum().backward()
+        with torch.no_grad():
+            multiply(x, weight)

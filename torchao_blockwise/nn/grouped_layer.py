@@ -18,7 +18,14 @@ from torchao_blockwise.formats import HIGH_PRECISION_DTYPES
 from torchao_blockwise.nn.activations import Input
 from torchao_blockwise.nn.gemms import GemmSpec
 from torchao_blockwise.nn.layer import Layer, cast_for_compute
-from torchao_blockwise.nn.weights import WEIGHTS, check_square_blocks, config_of, in_layer, rounding_key_of
+from torchao_blockwise.nn.weights import (
+    WEIGHTS,
+    check_square_blocks,
+    config_of,
+    in_layer,
+    rounding_key_of,
+    warn_in_backward,
+)
 from torchao_blockwise.ops.operands import check_dtype
 from torchao_blockwise.tensors import BlockwiseFP8Tensor, MasterWeightTensor, NVFP4Tensor, TransposedWeight
 
@@ -58,6 +65,7 @@ def _grouped_linear(
     """contracts_columns: whether K, which `output` contracts, is the last dim of the stored weight."""
     with _compat.no_torch_function():
         x, stored = cast_for_compute(x), _stored(weight)
+        warn_in_backward(stored)
         _check(x, weight, stored, contracts_columns and stored is weight)
         config = config_of(stored)
         out_dtype = out_dtype or config.out_dtype or x.dtype

@@ -34,7 +34,14 @@ from torchao_blockwise.nn.gemms import (
     weight_gemm,
 )
 from torchao_blockwise.nn.sharded_linear import sharded_linear
-from torchao_blockwise.nn.weights import WEIGHTS, check_linear, config_of, in_layer, rounding_key_of
+from torchao_blockwise.nn.weights import (
+    WEIGHTS,
+    check_linear,
+    config_of,
+    in_layer,
+    rounding_key_of,
+    warn_in_backward,
+)
 from torchao_blockwise.ops.backend import may_have_kernels
 from torchao_blockwise.tensors import (
     BlockwiseFP8Tensor,
@@ -294,6 +301,7 @@ def _f_linear(input: torch.Tensor, weight: Any, bias: torch.Tensor | None = None
             f"linear: x must be a plain tensor, got a {type(input).__name__} with a plain weight; only a weight can be "
             "a quantized tensor"
         )
+    warn_in_backward(weight)
     return local_linear(input, weight, bias, weight)
 
 

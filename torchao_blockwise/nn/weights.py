@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -83,6 +84,20 @@ def in_layer(weight: torch.Tensor) -> str:
     """Return the name of the weight for an error, or nothing if it has none."""
     name = layers_of([weight], unnamed="")
     return f" ({name})" if name else ""
+
+
+def warn_in_backward(weight: torch.Tensor) -> None:
+    """Warn if another autograd function multiplies by `weight` in its backward pass, without recording gradients.
+
+    It then computes grad_weight itself. Linear layers do not call this: reversible networks run them in backward.
+    """
+    if not torch.compiler.is_compiling() and not torch.is_grad_enabled() and _compat.in_backward():
+        warnings.warn(
+            f"the backward pass of another autograd function multiplies by {layers_of([weight])}, so it computes the "
+            "gradient of this weight itself, in high precision; call the layer instead (in flash-linear-attention, set "
+            "fuse_swiglu=False), or exclude it (filter_fn=skip_fqns(...))",
+            stacklevel=3,
+        )
 
 
 def check_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
