@@ -103,6 +103,29 @@ def test_parametrized_weights(config, parametrize, assign):
     assert isinstance(converted[0].weight, MasterWeightTensor) and converted(x).isfinite().all()
 
 
+@both_formats
+@both_masters
+def test_models_on_meta_have_the_state_dict_of_a_plain_one(config, masters):
+    """Also after it was loaded; a checkpoint fills them."""
+
+    def build(config):
+        model = nn.ModuleList([mlp(), Model(blocks=1)])
+        quantize_(model, config, is_linear() | experts())
+        return model
+
+    config, plain = replace(config, master_weights=masters), nn.ModuleList([mlp(seed=1), Model(blocks=1)])
+    filled = build(config).to("meta")
+    for _ in range(2):
+        saved = filled.state_dict()
+        described = [[(k, x.shape, x.dtype) for k, x in state.items()] for state in (saved, plain.state_dict())]
+        assert described[0] == described[1] and all(type(x) is torch.Tensor and x.is_meta for x in saved.values())
+        filled.load_state_dict(saved)
+    filled.to_empty(device="cpu").load_state_dict(plain.state_dict())
+    expected = build(config)
+    expected.load_state_dict(plain.state_dict())
+    assert_same_tensors(filled.state_dict(), expected.state_dict())
+
+
 @pytest.mark.parametrize("start", ("cpu", "meta"))
 @both_masters
 def test_assigned_weights_keep_their_names_and_random_bits(masters, start):
