@@ -2,16 +2,16 @@
 Checkpoints: load FP8, export to inference engines
 ==================================================
 
-Models like DeepSeek-V3 are published in blockwise FP8, and vLLM and SGLang run them in this format.
-``checkpoint.load`` reads such files into a model for training. ``checkpoint.export`` writes a trained model in the same
-format, with exactly the bytes that the GEMMs of training read.
+Models like DeepSeek-V3 are published in blockwise FP8, a format that vLLM and SGLang can run. ``checkpoint.load`` reads
+such files into a model for training. ``checkpoint.export`` writes a trained model in the same format, with exactly the
+bytes that the GEMMs use in training.
 """
 
 # %%
 # A published model
 # -----------------
 #
-# Instead of downloading a model, this tutorial quantizes a small Llama on disk with the command line. ``convert``
+# Instead of downloading a model, this tutorial quantizes a small Llama on disk, from the command line. ``convert``
 # processes one tensor at a time, so the model does not have to fit into memory.
 
 import json
@@ -52,8 +52,8 @@ def command_line(*arguments):
 print(command_line("convert", plain, published))
 
 # %%
-# For each layer, the file contains a weight in e4m3 and a scale for each block of 128 × 128. The format calls the
-# scale ``weight_scale_inv``, although the payload is multiplied by it.
+# For each layer, the file contains a weight in e4m3 and a scale for each block of 128 × 128. In this format, the scale
+# is called ``weight_scale_inv``, although the payload is multiplied by it, not divided.
 
 
 def show(path):
@@ -99,8 +99,8 @@ for step in range(10):
 # Export
 # ------
 #
-# ``export`` writes a folder in the format that vLLM and SGLang read (``vllm serve folder``). It writes the folder
-# atomically. This tutorial does not run an engine.
+# ``export`` writes a folder that vLLM and SGLang can read (``vllm serve folder``). The folder appears only when it is
+# complete. This tutorial does not run an engine.
 
 served = Path(folder.name) / "served"
 checkpoint.export(model, served)
@@ -115,8 +115,7 @@ for name, tensor in list(weights)[:4]:
     print(f"{name:50}{tensor.dtype!s:22}{tuple(tensor.shape)}")
 
 # %%
-# ``load`` can also read the files into a plain model, for tools that do not support FP8. The model gets the decoded
-# values.
+# For tools that do not support FP8, ``load`` can also read the files into a plain model, which gets the decoded values.
 
 again = transformers.LlamaForCausalLM(config)
 checkpoint.load(again, served)
@@ -130,5 +129,5 @@ folder.cleanup()
 
 # %%
 # To continue training later, save a plain checkpoint (``torch.save``, ``save_pretrained``,
-# ``torch.distributed.checkpoint``), because master weights have more precision than the export. :doc:`/saving` covers
-# plain checkpoints, sharded models, and other formats.
+# ``torch.distributed.checkpoint``), because master weights are more precise than the exported ones. :doc:`/saving`
+# covers plain checkpoints, sharded models and other formats.

@@ -2,8 +2,8 @@
 A mixture of experts
 ====================
 
-A router sends each token to a few of many experts. The weights of all experts are in one 3D Parameter, and a grouped
-GEMM processes all experts at once. The same ``quantize_`` call converts them. This tutorial trains a small Qwen3-MoE of
+A router sends each token to a few of many experts. The weights of all experts form one 3D Parameter, and a grouped GEMM
+processes all experts at once. The same ``quantize_`` call converts them. This tutorial trains a small Qwen3-MoE from
 transformers in fp32 and in FP8.
 """
 
@@ -11,8 +11,8 @@ transformers in fp32 and in FP8.
 # The model
 # ---------
 #
-# ``experts_implementation="grouped_mm"`` uses PyTorch's grouped GEMM, which can be converted. ``"eager"``, which runs
-# one expert at a time, can also be converted.
+# With ``experts_implementation="grouped_mm"``, experts use PyTorch's grouped GEMM. You can also convert models with
+# ``"eager"``, which runs one expert at a time.
 
 import matplotlib.pyplot as plt
 import torch
@@ -46,8 +46,8 @@ def make_model():
 # Convert
 # -------
 #
-# ``recommended_layers`` selects linear layers and experts. It leaves out the output head and routers, because small
-# errors in a router send tokens to other experts.
+# ``recommended_layers`` selects linear layers and experts. It leaves out the output head, and also routers, because a
+# small error in a router can send a token to a different expert.
 
 model = make_model()
 quantize_(model, BlockwiseFP8TrainingConfig(), filter_fn=recommended_layers(model))
@@ -85,18 +85,18 @@ axes.legend()
 plt.show()
 
 # %%
-# The curves are close, but not identical, because a small error may send a token to another expert.
+# The curves are close but not identical, because a small error may send a token to a different expert.
 #
 # Tokens of each expert
 # ---------------------
 #
-# An expert may have any number of tokens, including none. Nothing is padded to a fixed size, and a change in the
-# routing does not cause recompilation.
+# An expert may have any number of tokens, including none. Nothing is padded to a fixed size, and changes in routing do
+# not cause recompilation.
 
 router_logits = model(input_ids=batch).router_logits[0]
 chosen = router_logits.topk(2, -1).indices
 print("tokens of each expert:", torch.bincount(chosen.flatten(), minlength=8).tolist())
 
 # %%
-# In your own model, call ``F.grouped_mm``, or use ``permute``, ``SwiGLUExperts`` and ``unpermute``. In
-# ``SwiGLUExperts``, the kernel that computes a result also quantizes it. :doc:`/moe` describes both ways.
+# In your own model, call ``F.grouped_mm``, or use ``permute``, ``SwiGLUExperts`` and ``unpermute``. The kernels of
+# ``SwiGLUExperts`` quantize their results as they compute them. :doc:`/moe` describes both ways.

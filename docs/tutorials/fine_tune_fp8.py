@@ -2,17 +2,17 @@
 Fine-tune a Qwen3-FP8 checkpoint
 ================================
 
-Many models, such as ``Qwen/Qwen3-8B-FP8``, are published in FP8: weights in e4m3, with a scale for each block of
-128×128. :func:`~torchao_blockwise.integrations.transformers.from_pretrained` reads such a folder, and returns a
-trainable model. This tutorial trains adapters on the FP8 weights, and then all weights.
+Many models, such as ``Qwen/Qwen3-8B-FP8``, are published in FP8, as e4m3 weights with a scale for each block of
+128×128. :func:`~torchao_blockwise.integrations.transformers.from_pretrained` reads such a folder and returns a
+trainable model. This tutorial first trains adapters on the FP8 weights, and then all weights.
 """
 
 # %%
 # A checkpoint in FP8
 # -------------------
 #
-# This tutorial downloads nothing. It writes a small Qwen3 with random weights, in files that have the names, formats
-# and settings of the published ones. For the real model, use
+# This tutorial downloads nothing. Instead, it writes a small Qwen3 with random weights, with the same file names,
+# formats and settings as the published model. To use the real model, run
 # ``folder = huggingface_hub.snapshot_download("Qwen/Qwen3-8B-FP8")``.
 
 import json
@@ -63,9 +63,8 @@ print(json.loads((folder / "config.json").read_text())["quantization_config"]["w
 # Train adapters on the FP8 weights
 # ---------------------------------
 #
-# With ``trainable="adapters"``, the Parameters are the FP8 weights of the files, byte for byte. They are frozen, and
-# take one byte for each element. Layers that are in bf16 in the files stay in bf16: here the embedding, and the head
-# that is tied to it.
+# With ``trainable="adapters"``, the Parameters are the FP8 weights of the files, byte for byte. They are frozen, with
+# one byte per element. Layers that are bf16 in the files stay in bf16, here the embedding and the head tied to it.
 
 base = from_pretrained(folder, "fp8", trainable="adapters")
 print(conversion_report(base))
@@ -94,8 +93,7 @@ model.print_trainable_parameters()
 train(model, learning_rate=1e-2)
 
 # %%
-# The base has not changed. Without its adapters, it is exported with exactly the bytes of the files that it came
-# from.
+# Training has not changed the base: without the adapters, it is exported with exactly the bytes of the original files.
 
 adapters = Path(temporary.name) / "adapters"
 model.save_pretrained(adapters)
@@ -119,8 +117,8 @@ print(f"loss {merged(input_ids=batch, labels=batch).loss.item():.2f}")
 # Train all weights
 # -----------------
 #
-# With ``trainable="full"``, each converted weight has a master weight. It starts at the decoded value, which
-# quantizes to the codes of the files again. The first step therefore uses the published weights, and the optimizer
+# With ``trainable="full"``, the default, each converted weight has a master weight. It starts with the decoded values,
+# which quantize to the codes of the files again. The first step therefore uses the published weights, and the optimizer
 # updates them in high precision.
 
 model = from_pretrained(folder, "fp8", dtype=torch.float32)
@@ -129,7 +127,7 @@ train(model, learning_rate=1e-3)
 
 # %%
 # The recipe can differ from the format of the files. ``from_pretrained(folder, "nvfp4")`` decodes the weights and
-# trains in NVFP4, with a warning that they are quantized again. ``recipe=None`` decodes them and converts nothing.
-# :doc:`/integrations` has the details, and explains how to shard the model before its weights are loaded.
+# trains in NVFP4, and warns that they are quantized again. With ``recipe=None``, weights are decoded, and nothing is
+# converted. :doc:`/integrations` has the details, and shows how to shard a model before its weights are loaded.
 
 temporary.cleanup()

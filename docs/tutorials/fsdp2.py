@@ -2,17 +2,17 @@
 FSDP2 on two processes
 ======================
 
-``fully_shard`` shards each Parameter over the ranks. Shards stay in high precision for the optimizer, and FP8 values
-are all-gathered for the GEMMs, one byte a parameter. This program starts two processes on the CPU with gloo. The code
-is the same on GPUs with NCCL.
+``fully_shard`` shards each Parameter over the ranks. Shards stay in high precision for the optimizer, but the
+all-gathers for the GEMMs move FP8 values, one byte per parameter. This program starts two processes on the CPU with
+gloo. The code is the same on GPUs with NCCL.
 """
 
 # %%
 # The program of each rank
 # ------------------------
 #
-# Convert, then shard, then train. Compared with plain FSDP2, there is one additional line. The file starts itself:
-# when it runs without a rank, it starts two copies of itself with ``torchrun``, and each copy has a rank.
+# Convert, shard, then train. Compared with plain FSDP2, the only additional line is ``quantize_``. If this file is run
+# without a rank, it starts itself on two ranks with ``torchrun``.
 
 import inspect
 import os
@@ -90,7 +90,7 @@ if "RANK" in os.environ:
 # Run it
 # ------
 #
-# In a shell, use ``torchrun --nproc-per-node 2 fsdp2.py``.
+# From a shell, run ``torchrun --nproc-per-node 2 fsdp2.py``.
 
 command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 done = subprocess.run([*command, inspect.getsourcefile(train)], capture_output=True, text=True)
@@ -101,8 +101,8 @@ print("\n".join(sorted(line for line in done.stdout.splitlines() if line.startsw
 # Compare with one process
 # ------------------------
 #
-# One process trains the whole model on the samples of both ranks. The loss is the same, because the quantized values
-# of sharded and whole weights are bitwise identical.
+# One process trains the whole model on the samples of both ranks. The loss is the same, because sharded and whole
+# weights have bitwise identical quantized values.
 
 model = make_model()
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -117,5 +117,4 @@ for _ in range(5):
 print("whole:  ", [f"{loss:.6f}" for loss in losses])
 
 # %%
-# :doc:`/sharding` covers the details, tensor parallelism and ZeRO. It also shows the speed, and lists what was tested
-# on GPUs.
+# :doc:`/sharding` covers the details, other kinds of parallelism and ZeRO, and shows the speed on GPUs.

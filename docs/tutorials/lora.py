@@ -3,7 +3,7 @@ LoRA on an FP8 base
 ===================
 
 LoRA trains adapters and does not change the base, so the base does not need high-precision values. With
-``master_weights=False``, its Parameters are FP8 tensors with one byte a parameter, or NVFP4 tensors with half a byte.
+``master_weights=False``, its Parameters are FP8 tensors with one byte per parameter, or NVFP4 tensors with half a byte.
 """
 
 # %%
@@ -65,8 +65,8 @@ print(f"loss {losses[0]:.2f} -> {losses[-1]:.2f}")
 # Merge
 # -----
 #
-# ``merge_and_unload`` adds the adapters to the decoded weights and quantizes the sum again. This rounds the merged
-# weights to FP8, so the loss may change slightly.
+# ``merge_and_unload`` adds the adapters to the decoded weights and quantizes the sum. This rounds the merged weights to
+# FP8, so the loss may change slightly.
 
 before = model(input_ids=batch, labels=batch).loss.item()
 merged = model.merge_and_unload()

@@ -10,8 +10,8 @@ during training, tries other recipes on the same tensors, and names the layers t
 # A model with a layer that is hard to quantize
 # ---------------------------------------------
 #
-# In one layer of this model, rows with large values are next to a row with small values. Such weights also occur in
-# training; here they are constructed.
+# In one layer of this model, rows with large values are next to a row with small values. Such weights can occur in
+# training, but here they are constructed.
 
 import matplotlib.pyplot as plt
 import torch
@@ -35,8 +35,8 @@ def make_model():
 # Train in FP8 and evaluate NVFP4
 # -------------------------------
 #
-# The monitor makes a report in every tenth step. Between reports, it costs almost no time. With ``what_if``, it also
-# quantizes the same tensors with another recipe.
+# Here, the monitor makes a report in every tenth step. Between reports, it takes almost no time. With ``what_if``, it
+# also quantizes the same tensors with another recipe.
 
 model = make_model()
 quantize_(model, BlockwiseFP8TrainingConfig())
@@ -58,8 +58,8 @@ for layer in advice:
 # The report
 # ----------
 #
-# A report has one line for each layer, sorted by error, with the largest error first. SQNR is the
-# signal-to-quantization-noise ratio in decibels. An increase of 6 dB halves the error.
+# A report has one line per layer, with the largest error first. SQNR is the signal-to-quantization-noise ratio in
+# decibels. An increase of 6 dB halves the error.
 
 report = [report for report in reports if report is not None][-1]
 print(report)
@@ -86,5 +86,5 @@ quantize_(model, NVFP4TrainingConfig(), filter_fn=skip_fqns(*names))
 print(conversion_report(model))
 
 # %%
-# In real runs, write reports to files. ``writers=[HTMLWriter("numerics.html")]`` writes a page that works offline.
-# :doc:`/monitor` explains each figure, and the use with ``torch.compile`` and sharding.
+# In real runs, write reports to files: ``writers=[HTMLWriter("numerics.html")]`` writes a page that works offline.
+# :doc:`/monitor` explains all figures, and how to use the monitor with ``torch.compile`` and sharding.

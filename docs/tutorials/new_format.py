@@ -2,14 +2,14 @@
 Write a new format
 ==================
 
-A format is data: the shape of a block, the element, and a function from the largest value of a block to its scale.
-After registration, every operation supports it. This tutorial defines FP8 formats with different block lengths, and
-measures the effect of the block length.
+A format consists of the shape of a block, the element type, and a function that computes a block's scale from its
+largest value. Once it is registered, every operation supports it. This tutorial defines FP8 formats with different
+block lengths, and measures the effect of the block length.
 """
 
 # %%
-# A block of 32
-# -------------
+# Blocks of 32
+# ------------
 
 import matplotlib.pyplot as plt
 import torch
@@ -46,14 +46,14 @@ y = ops.matmul(a, b, out_dtype=torch.float32)
 print(f"relative error of the GEMM {((y - x @ w.T).norm() / (x @ w.T).norm()):.3f}")
 
 # %%
-# No kernel supports this format, so the reference implementation computes it, in eager PyTorch on any device. To add
-# a Triton kernel, see :doc:`/extending`.
+# There is no kernel for this format, so the reference implementation runs, in eager PyTorch on any device. To add a
+# Triton kernel, see :doc:`/extending`.
 #
 # Effect of the block length
 # --------------------------
 #
-# The experiment counts how many values of a tensor with outliers become zero, for different block lengths. One value in
-# ten thousand is 30,000 times larger than the others.
+# This experiment counts how many values of a tensor with outliers become zero, for different block lengths. One value
+# in ten thousand is an outlier, 30,000 times larger than the others.
 
 lengths = (16, 32, 64, 128, 512, 4096)
 values = torch.randn(64, 4096)
@@ -64,7 +64,7 @@ for length in lengths:
     made = fp8_1x32 if length == 32 else fp8_format(length)
     decoded = ops.dequantize(ops.quantize(values, made).rowwise)
     lost.append((decoded == 0).float().mean().item() * 100)
-    print(f"blocks of {length:4}: {8 + 32 / length:5.2f} bits a value, {lost[-1]:5.2f} % become zero")
+    print(f"blocks of {length:4}: {8 + 32 / length:5.2f} bits per value, {lost[-1]:5.2f} % become zero")
 
 figure, axes = plt.subplots()
 axes.semilogx(lengths, lost, marker="o", base=2)
@@ -72,8 +72,8 @@ axes.set(title="Values that become zero, by block length", xlabel="values that s
 plt.show()
 
 # %%
-# In a longer block, an outlier turns more values into zeros. With blocks of 128, as in DeepSeek-V3, a 32-bit scale
-# costs a quarter of a bit for each value.
+# In a longer block, an outlier turns more values into zeros, but scales take less space. With blocks of 128, as in
+# DeepSeek-V3, a 32-bit scale costs a quarter of a bit per value.
 #
 # Remove the formats of this experiment:
 
@@ -81,6 +81,5 @@ for length in lengths:
     del FORMATS[f"my_fp8_1x{length}"]
 
 # %%
-# To train with a format, you also need one with square blocks for weights, so that the transposed copy is exact. A
-# config can then name both. :doc:`/extending` shows the steps, and :doc:`/numerics` contains complete definitions of
-# formats.
+# Next: :doc:`/extending` shows how to add a complete format and a kernel, and :doc:`/numerics` specifies the formats of
+# this package.

@@ -2,9 +2,9 @@
 NVFP4 step by step
 ==================
 
-A four-bit element has sixteen values. This tutorial shows how they represent a gradient, and the purpose of each part
-of the recipe of ``NVFP4TrainingConfig``: blocks with scales, stochastic rounding, the Hadamard transform, and layers
-that stay in bf16.
+A four-bit element has only 15 different values. This tutorial shows how they can represent a gradient, and explains
+each part of the ``NVFP4TrainingConfig`` recipe: blocks with scales, stochastic rounding, the Hadamard transform, and
+layers that stay in bf16.
 """
 
 # %%
@@ -22,13 +22,13 @@ from torchao_blockwise.formats import E2M1_VALUES, NVFP4_1X16
 print(E2M1_VALUES)
 
 # %%
-# Scales bring values into the range of -6 to 6. NVFP4 has one e4m3 scale (8 bits) for each 16 values, and one fp32
-# scale for the whole tensor. ``ops.quantize`` computes the payload and both scales.
+# Scales map values to the range from -6 to 6. NVFP4 has an e4m3 scale (8 bits) for each block of 16 values, and one
+# fp32 scale for the whole tensor. ``ops.quantize`` computes the payload and both scales.
 
 torch.manual_seed(0)
 x = torch.randn(32, 256)
 q = ops.quantize(x, NVFP4_1X16).rowwise
-print("payload, two values a byte:", tuple(q.qdata.shape), q.qdata.dtype)
+print("payload, two values per byte:", tuple(q.qdata.shape), q.qdata.dtype)
 print("block scales:              ", tuple(q.scale.shape), q.scale.dtype)
 print("tensor scale:              ", q.global_scale)
 
@@ -40,8 +40,8 @@ def error(got, wanted):
 print(f"relative error {error(ops.dequantize(q), x):.3f}")
 
 # %%
-# The steps between values are finest near zero. Their size depends on the scale of the block. The figure shows the
-# steps in a block whose largest value is 6:
+# The steps between values are smallest near zero, and scale with the block. The figure shows the steps in a block whose
+# largest value is 6:
 
 line = torch.linspace(-6, 6, 1024 * 15).view(-1, 15)
 # A 6 in each block fixes the block's scale.
@@ -58,8 +58,8 @@ plt.show()
 # -------------------
 #
 # With rounding to nearest, 0.2 always becomes 0, because the neighboring values are 0 and 0.5. A gradient with many
-# small values then loses all of them, in every step, in the same direction. Stochastic rounding rounds up with the
-# probability that preserves the mean: 0.2 becomes 0.5 in two of five cases.
+# small values then loses all of them in every step, and the errors add up. Stochastic rounding rounds up with the
+# probability that preserves the mean: 0.2 becomes 0.5 in two out of five cases.
 
 values = torch.tensor([0.1, 0.2, 0.7, 1.3, 2.4, 3.3, 4.5, 6.0]).repeat(2)
 rows = values.repeat(4096, 1)
@@ -71,9 +71,9 @@ print("nearest   ", [f"{v:.2f}" for v in nearest.mean(0)[:8].tolist()])
 print("stochastic", [f"{v:.2f}" for v in stochastic.mean(0)[:8].tolist()], "on average over 4096")
 
 # %%
-# A single stochastic rounding has a larger error, but its mean is correct. The gradient of a weight is a sum over
-# many tokens, in which positive and negative errors cancel. The figure shows the error of the mean of n roundings of
-# a random gradient:
+# A single stochastic rounding has a larger error, but its expected value is correct. The gradient of a weight is a sum
+# over many tokens, in which positive and negative errors cancel. The figure shows the error of the mean of n roundings
+# of a random gradient:
 
 gradient = torch.randn(8, 256) * 0.3
 counts = [1, 4, 16, 64, 256]
@@ -92,17 +92,17 @@ axes.legend()
 plt.show()
 
 # %%
-# ``use`` counts how often a layer has drawn random bits, and ``stream`` distinguishes layers. The bits depend only on
-# these numbers, the seed and the position of the element. A run is therefore reproducible bit for bit, on any device
+# ``use`` counts the backward passes of a layer, and ``stream`` is different for each layer. The random bits depend only
+# on these numbers, the seed and the position of the element. A run is therefore reproducible bit for bit, on any device
 # and on any number of GPUs.
 #
 # The Hadamard transform
 # ----------------------
 #
 # The largest value of a block determines its scale. If it is an outlier, few steps are left for the other 15 values,
-# and most of them become 0. For the gradient of the weight, the recipe multiplies both operands, along the tokens, by
-# an orthogonal 16 × 16 matrix, a *random Hadamard transform*. Every value of a chunk becomes a signed sum of all of
-# them, so an outlier is spread over the chunk. The result of the GEMM does not change, because (Tx)ᵀ(T·dy) = xᵀdy.
+# and most of them become 0. For ``grad_weight``, the recipe therefore multiplies both operands, in chunks of 16 tokens,
+# by an orthogonal 16 × 16 matrix, a *random Hadamard transform*. Every value becomes a signed sum of all values in its
+# chunk, so an outlier is spread over the chunk. The result of the GEMM does not change, because (T·dy)ᵀ(T·x) = dyᵀx.
 
 from torchao_blockwise.formats import hadamard_number, hadamard_transform
 
@@ -122,7 +122,7 @@ right.set(title="the same, transformed", xlabel="value")
 plt.show()
 
 # %%
-# Next, look at the ordinary values that share a chunk with an outlier. The code quantizes with and without the
+# What happens to the ordinary values that share a chunk with an outlier? This code quantizes with and without the
 # transform, decodes, transforms back, and counts the values that become zero.
 
 
@@ -142,13 +142,13 @@ for hadamard in (False, True):
     print(f"{'with' if hadamard else 'without'} the transform".ljust(22), f"{zero:4.0%}")
 
 # %%
-# Without the transform, many ordinary values become zero. With it, almost none do, but each has some noise.
+# Without the transform, many ordinary values become zero. With it, almost none do, but all of them become noisy.
 #
 # The parts combined
 # ------------------
 #
-# The table gives the error of ``grad_weight`` for each combination of the two parts, compared with the exact result.
-# The mean of 16 such results shows which errors cancel:
+# The table shows the error of ``grad_weight``, relative to the exact result, for each combination of the two parts. The
+# error of the mean over 16 steps shows which errors cancel:
 
 exact = dy.T @ x
 
@@ -169,19 +169,18 @@ for hadamard in (False, True):
         print(f"{name:24}{error(products[0], exact):8.3f}{error(torch.stack(products).mean(0), exact):12.3f}")
 
 # %%
-# Stochastic rounding makes a single step worse and the mean of many steps better. The error that remains in the mean
+# Stochastic rounding makes a single step worse, but the mean over many steps better. The error that remains in the mean
 # comes from ``x``, which is rounded to nearest. The transform does not improve this result, because outliers dominate
-# it, and a block represents its largest value best. Instead, the transform preserves the many ordinary values.
-# NVIDIA's paper found that this helps large models in long runs. ``NVFP4TrainingConfig(hadamard=False)`` trains
-# without it, and :doc:`monitor` shows how to measure the difference in your model.
+# it, and a block represents its largest value best. Its benefit is to preserve the many ordinary values. NVIDIA's paper
+# found that this helps large models in long runs. ``NVFP4TrainingConfig(hadamard=False)`` trains without it.
 #
 # The recipe uses stochastic rounding only for gradients, and the transform only for ``grad_weight``.
 #
 # Convert a model
 # ---------------
 #
-# ``NVFP4TrainingConfig`` does all of this by default. The paper also keeps the output head and about 15 % of the
-# layers, the last ones, in bf16. ``recommended_layers`` leaves out the same layers if you call it with the config.
+# ``NVFP4TrainingConfig`` does all of this by default. In the paper, the output head and about the last 15 % of the
+# layers also stay in bf16. If you pass the config to ``recommended_layers``, it leaves out these layers.
 
 from torch import nn
 from torchao.quantization import quantize_

@@ -3,7 +3,7 @@ Quickstart
 ==========
 
 Convert a small language model, train it in FP8, and compare the loss with the same model in bf16. This takes seconds on
-a CPU. The quantized values are bitwise identical on CPU and GPU, but only a GPU is fast.
+a CPU. Quantized values are bitwise identical on CPUs and GPUs, but only GPUs are fast.
 """
 
 # %%
@@ -57,8 +57,8 @@ class Model(nn.Module):
 # Convert the model
 # -----------------
 #
-# ``quantize_`` is a function of torchao. The config selects the recipe, and the filter selects the layers, here all
-# except the output head. The report has one line for each layer.
+# ``quantize_`` is torchao's function. The config selects the recipe, and the filter selects the layers, here all except
+# the output head. The report has one line per layer.
 
 torch.manual_seed(0)
 model = Model()
@@ -66,7 +66,7 @@ quantize_(model, BlockwiseFP8TrainingConfig(), filter_fn=recommended_layers(mode
 print(conversion_report(model))
 
 # %%
-# The columns "before" and "after" show the same bytes, because the Parameters stay in high precision for the
+# The columns "before" and "after" show the same number of bytes, because the Parameters stay in high precision for the
 # optimizer. Each GEMM quantizes the weight that it reads. The names in the state dict do not change.
 #
 # You can combine filters. This one also leaves out the last block. ``dry_run`` reports the result without converting.
@@ -80,7 +80,7 @@ print(dry_run(other, BlockwiseFP8TrainingConfig(), recommended_layers(other) & k
 # Train
 # -----
 #
-# The training loop does not change. The text is Python's own standard library.
+# The training loop does not change. The training text is Python's standard library.
 
 library = Path(argparse.__file__).parent
 text = torch.tensor(list(b"".join(file.read_bytes() for file in sorted(library.glob("[a-c]*.py")))))
@@ -113,7 +113,7 @@ curves = {"fp8": train(model)}
 # Compare with bf16
 # -----------------
 #
-# The same seed gives the same initial weights, and the batches are the same.
+# The initial weights (from the same seed) and the batches are the same.
 
 torch.manual_seed(0)
 curves["bf16"] = train(Model())
@@ -133,7 +133,7 @@ plt.show()
 # Save
 # ----
 #
-# The state dict has the same names and plain tensors as before the conversion. A plain model can load it, and a
+# As before the conversion, the state dict contains plain tensors under the same names. A plain model can load it, and a
 # converted model can load the state dict of a plain model.
 
 plain = Model()

@@ -2,15 +2,15 @@
 torchtitan
 ==========
 
-torchtitan builds its models from a config. One additional line converts a model when it is built. This tutorial does so
-with torchtitan's small Llama 3, and trains it for a few steps on the CPU.
+torchtitan builds its models from a config. One additional line makes it convert the model. This tutorial converts
+torchtitan's small Llama 3, and trains it for a few steps on the CPU.
 """
 
 # %%
 # From the command line
 # ---------------------
 #
-# On GPUs, add one option to the command of your run:
+# To convert the model in a training run, add one option to its command:
 #
 # .. code-block:: bash
 #
@@ -22,8 +22,8 @@ with torchtitan's small Llama 3, and trains it for a few steps on the CPU.
 # In a custom config
 # ------------------
 #
-# ``model_registry`` accepts converters. The model is built and converted on the meta device, where it takes no memory.
-# Then torchtitan shards and initializes it.
+# ``model_registry`` accepts converters. torchtitan builds and converts the model on the meta device, where it takes no
+# memory, and then shards and initializes it.
 
 import logging
 
@@ -56,7 +56,7 @@ print(conversion_report(model))
 # Train
 # -----
 #
-# torchtitan's trainer, and the backward pass of its attention, need a GPU. To run on a CPU, this tutorial uses a
+# torchtitan's trainer, and the backward pass of its attention, are made for GPUs. To run on a CPU, this tutorial uses a
 # plain training loop and PyTorch's attention.
 
 
@@ -87,5 +87,5 @@ print("fp8: ", [f"{loss:.3f}" for loss in train(model)])
 print("fp32:", [f"{loss:.3f}" for loss in train(build(None))])
 
 # %%
-# Checkpoints hold plain tensors, so a run can resume with or without the conversion. :doc:`/integrations` lists the
+# Checkpoints contain plain tensors, so a run can resume with or without conversion. :doc:`/integrations` lists the
 # options, and what was tested on several ranks.

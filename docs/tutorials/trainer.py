@@ -2,9 +2,9 @@
 Fine-tune with Hugging Face's Trainer
 =====================================
 
-``from_pretrained`` converts a model when it loads it, ``Trainer`` trains it, and ``save_pretrained`` writes plain
-weights. This tutorial uses a small Llama with random weights, so nothing is downloaded. Replace its folder with the
-name of your model.
+``from_pretrained`` loads and converts a model, ``Trainer`` trains it, and ``save_pretrained`` writes plain weights.
+This tutorial uses a small Llama with random weights, so nothing is downloaded. Replace its folder with the name of your
+model.
 """
 
 # %%
@@ -37,13 +37,13 @@ model = transformers.AutoModelForCausalLM.from_pretrained(folder.name, quantizat
 print(conversion_report(model))
 
 # %%
-# The output projection, and modules that the model keeps in fp32, are not converted. ``modules_to_not_convert=[...]``
-# excludes more layers. q, k and v share one quantization of their input (:doc:`/fusion`).
+# The output projection, and modules that the model keeps in fp32, are not converted. To choose the excluded layers
+# yourself, pass ``modules_to_not_convert=[...]``. q, k and v share one quantization of their input (:doc:`/fusion`).
 #
 # Train
 # -----
 #
-# Each step has two microbatches. Weights do not change between them, so ``UnchangedWeights`` quantizes each weight
+# Each step has two microbatches. The weights do not change between them, so ``UnchangedWeights`` quantizes each weight
 # only once for both.
 
 text = torch.tensor(list(b"Blocks of 128 share a scale. " * 64))
@@ -72,9 +72,9 @@ print(f"loss {losses[0]:.2f} -> {losses[-1]:.2f}")
 # Save
 # ----
 #
-# The files contain plain weights, and ``config.json`` contains the recipe. If
-# ``torchao_blockwise.integrations.transformers`` is imported, ``from_pretrained`` converts the model again.
-# Otherwise, it loads a plain model.
+# The files contain plain weights, and ``config.json`` contains the recipe. If you import
+# ``torchao_blockwise.integrations.transformers``, ``from_pretrained`` converts the model again. Otherwise, it loads a
+# plain model.
 
 model.save_pretrained(folder.name)
 again = transformers.AutoModelForCausalLM.from_pretrained(folder.name)
@@ -83,5 +83,5 @@ print(type(weight).__name__, torch.equal(weight, model.model.layers[0].mlp.up_pr
 folder.cleanup()
 
 # %%
-# For NVFP4, use ``NVFP4Config`` and add the callback ``RecipeState()``, so that a run resumes bit for bit.
+# For NVFP4, use ``NVFP4Config``, and add the callback ``RecipeState()``, so that runs can be resumed bit for bit.
 # :doc:`/integrations` covers accelerate, Lightning and torchtitan, and lists what was tested on several ranks.

@@ -2,8 +2,8 @@
 ``weights_unchanged``: microbatches, evaluation, CUDA graphs
 ============================================================
 
-A converted layer quantizes its weight in each forward pass and again in backward. It keeps no copy, so a copy is never
-stale. If weights do not change for some time, ``weights_unchanged`` quantizes each of them only once.
+A converted layer quantizes its weight in each forward pass and again in backward. It keeps no quantized copy, so none
+can become stale. If weights do not change for a while, ``weights_unchanged`` quantizes each of them only once.
 """
 
 # %%
@@ -41,9 +41,9 @@ optimizer.step()  # after the scope
 optimizer.zero_grad()
 
 # %%
-# ``keep="rowwise"``, the default, keeps one byte a parameter, and backward quantizes the weight again. ``"both"``
-# keeps two bytes. All copies are freed at the end of the scope. On this CPU, with few rows in a microbatch,
-# quantizing weights takes much of the time:
+# ``keep="rowwise"``, the default, keeps one byte per parameter, and backward computes the transposed copy. ``"both"``
+# keeps two bytes. All copies are freed at the end of the scope. On this CPU, with few rows per microbatch, quantizing
+# weights takes much of the time:
 
 
 def milliseconds(run):
@@ -72,10 +72,10 @@ with weights_unchanged(model), torch.no_grad():
 print(len(outputs), "batches, each weight quantized once")
 
 # %%
-# A change inside the scope raises
-# --------------------------------
+# Changes inside the scope
+# ------------------------
 #
-# If a change inside the scope is detected, an error names the weight:
+# If the optimizer changes a weight inside the scope, the next GEMM with it raises an error:
 
 optimizer.zero_grad()
 try:
@@ -92,8 +92,8 @@ optimizer.zero_grad()
 # -----------
 #
 # On a GPU, small layers are limited by host overhead. A CUDA graph replays the kernels of a whole step without Python.
-# A replay quantizes the *current* weights, so the optimizer may change them between replays. A graph that is captured
-# inside the scope keeps no copies. :doc:`/gpu/cuda_graphs` captures a whole step and compares it with eager mode.
+# A replay quantizes the *current* weights, so the optimizer may change them between replays, even if the graph was
+# captured inside the scope. :doc:`/gpu/cuda_graphs` captures a whole step and compares it with eager mode.
 #
-# ``torch.compile(model, mode="reduce-overhead")`` creates CUDA graphs automatically. :doc:`/compile` describes all
-# methods and their speed.
+# ``torch.compile(model, mode="reduce-overhead")`` creates CUDA graphs automatically. :doc:`/compile` compares the
+# methods.
