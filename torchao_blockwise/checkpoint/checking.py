@@ -36,7 +36,7 @@ def checksums(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str]:
     """Return {name: `checksum` as 16 hexadecimal digits} for an iterable of (name, tensor).
 
     Synchronizes with each device once, at the end. To verify a transfer, compare `checksums(quantized_weights(model))`
-    with the checksums of the tensors that arrived, however they were split on the way. If the model is sharded, all
+    with the checksums of the received tensors, however they were split for the transfer. If the model is sharded, all
     ranks must call it.
     """
     sums = {name: checksum(x) for name, x in tensors}

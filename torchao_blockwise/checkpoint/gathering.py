@@ -52,7 +52,7 @@ def prepare_gather(model: nn.Module) -> bool:
 def gather(x: Any, needs_values: bool) -> torch.Tensor:
     """Return the weight, gathered, on all ranks, bitwise identical to the unsharded model's.
 
-    Weights that FSDP2 gathers quantized are sent quantized: one byte an element in FP8, half a byte in NVFP4 if rows
+    Weights that FSDP2 gathers quantized are sent quantized: one byte per element in FP8, half a byte in NVFP4 if rows
     split evenly. All others are sent in high precision: weights whose values are needed, and those that tensor
     parallelism splits as well.
     """

@@ -49,10 +49,10 @@ def export(
 ) -> None:
     """Write `model` for inference engines and transformers, with its converted weights quantized.
 
-    For a converted weight the files hold the payload and scales that a GEMM would read now: a master weight is
-    quantized, a quantized Parameter is written unchanged. All other tensors are written in their dtype. Tensors have
-    the names that transformers writes, with separate tensors for each expert. torch.compile, checkpoint_wrapper, DDP or
-    your own module around the model do not change names.
+    For a converted weight, the files contain the payload and scales that a GEMM would read now: a master weight is
+    quantized, and a quantized Parameter is written unchanged. All other tensors are written in their dtype. Tensors
+    have the names that transformers uses, with separate tensors for each expert. torch.compile, checkpoint_wrapper, DDP
+    or your own module around the model do not change names.
     directory: written atomically: safetensors files, an index if there are several, and if `model` has a config its
         config.json with `quantization_config`.
     format: "fp8_block", blocks of 128×128 as in DeepSeek-V3's files, with `scale_fmt: "ue8m0"` in config.json if all
@@ -216,10 +216,10 @@ def quantized_weights(model: nn.Module, format: str = FP8.name) -> QuantizedWeig
     """Iterate over the tensors that `export` would write, as (name, tensor), to send them to an inference engine.
 
     Tensors are unsharded and on the model's device; each is new or shares the Parameter's memory. If the model is
-    sharded, all ranks must iterate in lockstep, and weights that FSDP2 shards are gathered quantized. `metadata()` of
-    the result returns names, dtypes and shapes beforehand, and `quantization_config()` the settings with which an
-    engine is started; `checksums` of it can be compared by the receiver.
-    Values are not checked, since that would synchronize: weights with NaN are passed on.
+    sharded, all ranks must iterate in lockstep, and FSDP2 gathers weights in quantized form. `metadata()` of the result
+    returns names, dtypes and shapes in advance, and `quantization_config()` returns the settings with which to start an
+    engine. The receiver can compare `checksums` of the result. Values are not checked for NaN, because that would
+    synchronize.
     Raises ValueError as `export` does.
     """
     return QuantizedWeights("quantized_weights", model, format)

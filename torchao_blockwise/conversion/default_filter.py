@@ -45,11 +45,11 @@ _ADAPTIVE_NORM = re.compile(r"\w*Ada(ptive)?(Layer|RMS|Group)?Norm\w*|\w*Norm(Ze
 def recommended_layers(model: nn.Module, config: TrainingConfig | None = None) -> Filter:
     """Accept the linear layers and experts of `model` that benefit from low precision; the recommended `filter_fn`.
 
-    Leaves out output heads (also those tied to an embedding) and other layers outside of the blocks (embeddings of
-    patches, timesteps and captions, poolers), the modulation of diffusion models, routers and gates, the `weights_proj`
-    of DeepSeek-V3.2's indexers, layers with fewer than 16 inputs, layers whose weight is used without calling them
-    (the output projection of `nn.MultiheadAttention`, Mamba's `dt_proj`, WavLM's attention), LoRA adapters and, with an
-    `NVFP4TrainingConfig`, the last 15 % of the blocks of each tower. Parameters [E, N, K] count as experts if the name
+    Leaves out output heads (also those tied to an embedding) and other layers outside the blocks (embeddings of
+    patches, timesteps and captions, poolers), modulation layers of diffusion models, routers and gates, the
+    `weights_proj` of DeepSeek-V3.2's indexers, layers with fewer than 16 inputs, layers whose weight is used without
+    calling them (the output projection of `nn.MultiheadAttention`, Mamba's `dt_proj`, WavLM's attention), LoRA adapters
+    and, with an `NVFP4TrainingConfig`, the last 15 % of the blocks of each tower. Parameters [E, N, K] count as experts if the name
     or the class of their module contains "expert" or "moe"; `| experts()` adds all others.
 
     model: the model that is passed to `quantize_`, or a model that contains it; layers of other models are left out.

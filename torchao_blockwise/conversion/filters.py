@@ -137,7 +137,7 @@ def experts() -> Filter:
 
 
 def skip_routers() -> Filter:
-    """Leave out routers: their GEMMs cost little, and quantization error would send tokens to other experts.
+    """Leave out routers: their GEMMs are cheap, and quantization errors would send tokens to other experts.
 
     A linear layer is a router if it has fewer outputs than inputs, and its name or the name of its parent module ends
     in "gate" or "router". Routers that are not an `nn.Linear` (Hugging Face's) are never converted.
@@ -244,13 +244,13 @@ def keep_last_blocks(model: nn.Module, count: int | float) -> Filter:
     """Keep the last `count` blocks of `model` in high precision, in each of its towers: encoder and decoder, vision and
     language.
 
-    Blocks are the entries of a ModuleList or numbered ModuleDict with two or more that is not itself inside a block (as
-    a list of experts is). Without a list, they are the entries of an `nn.Sequential` with two or more linear layers
-    each.
+    Blocks are the entries of a ModuleList or numbered ModuleDict that has at least two and is not itself inside a block
+    (unlike a list of experts). Without a list, they are the entries of an `nn.Sequential` with at least two linear
+    layers each.
 
     count: an integer, or a fraction of the blocks as a float from 0 to 1, rounded up: 0.15 of 32 blocks is 5 blocks.
     Source: NVFP4 pretraining (arXiv 2509.25149), which keeps the last 15 % of the layers in bf16.
-    Raises ValueError if the model has no blocks, or its longest tower has fewer than `count`.
+    Raises ValueError if the model has no blocks, or if its longest tower has fewer than `count`.
     """
     lists = block_lists(model, least=2) or block_lists(model)
     if not lists:

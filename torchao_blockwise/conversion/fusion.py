@@ -92,11 +92,11 @@ def fuse(model: nn.Module, *, round_once: bool = False) -> FusionReport:
     round_once: in FP8, also fuse SwiGLU with the quantization of its output, which is then never stored. The output
         h = silu(gate) · up is computed in fp32 and rounded once, as compilers do; the model's code also rounds
         silu(gate).
-    Returns the report. `fusion_report(model)` returns the current state later. Another call replaces the fusion.
+    Returns the report. Later, `fusion_report(model)` returns the current state. Another call replaces the fusion.
 
-    The input is quantized once, and backward holds one columnwise copy for all layers that read it. Without
+    The input is quantized once, and one columnwise copy is saved for backward for all layers that read it. Without
     `round_once`, outputs and gradients are bitwise identical to those of the unfused model. Names, state dicts, hooks,
-    tensor parallel plans and FSDP2 wrapping keep working: each module gets a subclass of its class, and each forward
+    tensor-parallel plans and FSDP2 wrapping do not change: each module gets a subclass of its class, and each forward
     pass checks whether the layers can share. If one of them is not converted, is a DTensor, has hooks or was replaced
     (for example by LoRA), or if configs differ, each layer quantizes its input itself. Modules with an unknown forward
     pass are not changed.

@@ -19,7 +19,7 @@ def recipe_state(model: nn.Module) -> dict[str, dict[str, int]]:
     """Return the state of the random bits of `model`; save it in checkpoints together with the state dict.
 
     Returns {name: {"seed", "stream", "use"}} for each weight whose gradients are rounded stochastically: the seed and
-    stream of its random bits, and how many times they were drawn, as plain integers. Empty for other recipes. Each
+    stream of its random bits, and how many times they were used, as plain integers. Empty for other recipes. Each
     data-parallel rank has a different seed, so each must save its own state. Synchronizes with the device.
     """
     return {name: dict(zip(_NUMBERS, map(int, state_of(keys)[:3]))) for name, keys in _keys(model)}

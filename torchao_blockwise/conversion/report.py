@@ -117,7 +117,7 @@ def conversion_report(model: nn.Module) -> ConversionReport:
 def dry_run(model: nn.Module, config: TrainingConfig, filter_fn: FilterFn | None = None) -> ConversionReport:
     """Return the conversion report as it would be after `quantize_(model, config, filter_fn)`, without converting.
 
-    Layers for which `quantize_` would raise have the status "cannot convert".
+    Layers for which `quantize_` would raise an error have the status "cannot convert".
     Raises TypeError unless `config` is an instance of a training config.
     """
     check_config("dry_run", config)

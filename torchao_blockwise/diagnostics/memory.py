@@ -113,10 +113,10 @@ def memory_report(
     loss: output of the model -> a scalar; default the output's `loss`, or else the sum of all returned tensors.
     optimizer: a class or an optimizer, whose states after a step are predicted.
     accumulate: whether an optimizer step has several microbatches, as with `gradient_accumulation_steps` of Trainer.
-        The gradients of earlier ones are then alive in the next forward and backward pass.
+        Gradients then exist before a forward and backward pass.
 
-    The model does not change: gradients, buffers, random states and training modes are restored. It runs in training
-    mode, under the caller's autocast. On a GPU the measured step runs twice, and the first one is not counted.
+    The model does not change: gradients, buffers, RNG states and training modes are restored. It runs in training mode,
+    under the caller's autocast. On a GPU, the measured step runs twice, and the first run is not counted.
     Raises ValueError for a sharded model with a batch, and if no output of the model requires a gradient.
     """
     if isinstance(model, nn.parallel.DistributedDataParallel):

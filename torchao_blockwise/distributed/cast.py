@@ -88,7 +88,7 @@ def run_partial_casts(casts: Sequence[PartialCast], group: dist.ProcessGroup | N
 
     casts: of the same weights on every rank of `group`, all on one device. group: the ranks that hold them, None if
         this rank holds all. subject, what: for errors of the all-reduce, as in `name_absent_ranks`.
-    One MAX all-reduce of 4 bytes a block. The number of launches does not grow with the list. Does not synchronize.
+    One MAX all-reduce of 4 bytes per block. The number of launches does not grow with the list. Does not synchronize.
     """
     if not casts:
         return

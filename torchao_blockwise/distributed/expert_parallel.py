@@ -86,12 +86,14 @@ def combine_tokens(y: torch.Tensor, exchange: TokenExchange, group: dist.Process
 class ExpertParallel(ParallelStyle):
     """A `parallelize_module` style for modules of experts: their 3D parameters, sharded by expert, and an exchange.
 
-    For a module whose parameters are [E, ..], and which is called with tokens [M, H], sorted by expert, and group ends
-    [E], such as `SwiGLUExperts`. Each rank then holds E / ranks of the experts as DTensors. The module is still called
-    with a rank's tokens of all experts, and returns their results. Call `quantize_` before it and `fully_shard` after.
+    For modules with parameters [E, ..] that are called with tokens [M, H], sorted by expert, and group ends [E], such
+    as `SwiGLUExperts`. Each rank then holds E / ranks of the experts as DTensors. On each rank, you still call the
+    module with the rank's tokens for all experts, and it returns their results. Apply it after `quantize_` and before
+    `fully_shard`.
 
-    In FP8, and in NVFP4 with `scale_per_expert`, quantized values do not depend on the number of ranks. Otherwise in
-    NVFP4 all experts share the tensor scale of a weight, and a rank's received tokens share that of the activations.
+    In FP8, and in NVFP4 with `scale_per_expert`, quantized values do not depend on the number of ranks. In NVFP4
+    without it, all experts of a rank share the tensor scale of a weight, and its received tokens share that of the
+    activations.
     Raises ValueError for a parameter that is not [E, ..], a mesh of several dims, or fewer experts than all ranks need.
     Source: GShard (arXiv 2006.16668), §3.2.
     """

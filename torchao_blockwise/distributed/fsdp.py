@@ -38,11 +38,11 @@ _ROOT = "torchao_blockwise_root"
 
 
 def sync_weight_scales(model: nn.Module) -> None:
-    """Make the scales and the payload of all sharded weights of `model` match their values; a collective.
+    """Make the scales and payload of all sharded weights of `model` match their current values; a collective.
 
-    One MAX all-reduce of int32 amaxes, 4 bytes a block, for all weights of a shard group. It runs automatically when a
-    forward pass or `unshard()` begins. Call it on all ranks after changing values by hand between the forward pass and
-    the gathers of its backward pass. It does nothing for a model without FSDP2.
+    Runs one MAX all-reduce of int32 amaxes, 4 bytes per block, for all weights of a shard group. Called automatically
+    when a forward pass or `unshard()` begins. Call it yourself, on all ranks, after changing values between the forward
+    pass and the all-gathers of its backward pass. Does nothing for a model without FSDP2.
     Raises ValueError if ranks differ in their weights, configs or dtypes, RuntimeError if a rank is missing. Both name
     the rank and the weight.
     """

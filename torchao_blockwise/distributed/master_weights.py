@@ -35,7 +35,7 @@ def cast_master_weights_to_fp8(
     start_offsets: index in the flat weight of the master's first element, or None without a master.
     group: ranks that share the masters. None is the default group, or only this process without one.
     fsdp_shard_model_weights: flat [n] uint8 or e4m3 buffers for the payload, which then is not written to the weights.
-    One MAX all-reduce of 4 bytes a block for the whole call. The number of launches does not grow with the list. Does
+    One MAX all-reduce of 4 bytes per block for the whole call. The number of launches does not grow with the list. Does
     not synchronize. Elements that no rank owns count as zeros. NaN and Inf reach the scales of all ranks.
 
     Raises TypeError for a weight or master of another kind; ValueError for sizes, offsets and devices, and if ranks

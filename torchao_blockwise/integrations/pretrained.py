@@ -42,30 +42,31 @@ def from_pretrained(
     parallelize: Callable[[PreTrainedModel], object] | None = None,
     **options: Any,
 ) -> PreTrainedModel:
-    """Return a model of transformers that trains, from a folder in FP8, NVFP4 or high precision.
+    """Return a trainable transformers model from a folder in FP8, NVFP4 or high precision.
 
     path: a folder with config.json and safetensors files in a format that `checkpoint.load` reads. The model's class is
         the one that config.json names.
     recipe: "fp8", "nvfp4" or a training config. If the files are in the recipe's format, the layers that they quantize
         are converted, and "fp8" uses power-of-two scales if theirs are powers of two. Otherwise the
         `recommended_layers` are. None decodes all weights and converts none.
-    trainable: "full": all Parameters train, and converted ones are master weights, which hold the decoded values. They
-        quantize to the codes of the files again; a warning names weights for which that is impossible. Scales that are
+    trainable: "full": all Parameters train, and converted ones are master weights with the decoded values. They
+        quantize to the codes of the files again; a warning names weights for which this is impossible. Scales that are
         not powers of two may change in the last place of `dtype`. An NVFP4 weight has the tensor scale of its values
         until `checkpoint.export` unifies those of joined layers.
         "adapters": no Parameter trains; add adapters with PEFT. Converted weights are quantized Parameters with the
         payload and scales of the files, bitwise identical. Weights of plain files are quantized.
-    dtype: of all weights that are not quantized, and of master weights. Default: that of config.json, else bfloat16.
+    dtype: of master weights, and of all weights that are not quantized. Default: that of config.json, or else bfloat16.
         The parts that transformers keeps in fp32 stay in fp32.
-    device: of the weights. With "meta" the model has no values, for ranks that receive those of another rank.
+    device: of the weights. With "meta", the model has no values, for ranks that receive them from another rank.
     filter_fn: leaves out further layers, for example `skip_fqns("*.q_proj")`; their weights are decoded.
-    parallelize: called with the converted model before it has values, on all ranks, for `fully_shard`. Then each rank
-        reads all files, one weight at a time, and keeps its shards. Without it each rank has the whole model.
-    options: passed to transformers when it makes the model, such as `attn_implementation`.
+    parallelize: called on all ranks with the converted model, before its weights are loaded, to call `fully_shard`.
+        Each rank then reads all files, one weight at a time, and keeps its shards. Without it, each rank has the whole
+        model.
+    options: passed to transformers when it creates the model, such as `attn_implementation`.
 
-    The model is in evaluation mode, as transformers' own `from_pretrained` returns it. In addition to the model, memory
-    holds one weight at a time, and the pages of the files that are open. Files are read under the rules of
-    `checkpoint.load`: safetensors only, and code that comes with a checkpoint is not run.
+    The model is in evaluation mode, as transformers' own `from_pretrained` returns it. In addition to the model, one
+    weight at a time is in memory, and the pages of the open files. Files are read as by `checkpoint.load`: safetensors
+    only, and code that comes with a checkpoint is not run.
     Raises FileNotFoundError for a folder without a checkpoint; ValueError for an unknown recipe, for files in another
     quantization format, and with "adapters" for files that the recipe's Parameters cannot hold unchanged; and the
     errors of `checkpoint.load`.

@@ -1,7 +1,7 @@
 """The autograd function of every layer, and `linear`: output = activation(inputs) · weightᵀ + bias.
 
 forward     prepare the inputs ▶ quantize the activation, rowwise and columnwise ▶ output GEMM
-saved       the weight, the columnwise copy (one byte an element in FP8), and what the inputs' gradients need
+saved       the weight, the columnwise copy (one byte per element in FP8), and what the inputs' gradients need
 backward    quantize grad_output, rowwise and columnwise ▶ the two GEMMs ▶ gradients of the inputs
 
 An MLP has two such steps: the output of the first is the input of the second, whose backward computes and quantizes

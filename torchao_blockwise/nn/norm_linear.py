@@ -3,7 +3,7 @@
     forward    x → statistics [T]; x → y = norm(x), never stored: rowwise (· wᵀ = output), and columnwise, saved
     backward   dy → rowwise (· w = gradient of y → PyTorch's backward of the norm), columnwise (· columnwise y)
 
-Saved for backward: x, the statistics and one byte an element of y.
+Saved for backward: x, the statistics and one byte per element of y.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class NormLinear(nn.Module):
     For the same statistics, the output is bitwise identical to that of the two modules: y is computed in fp32 and
     rounded once, to the dtype of x or autocast. Gradients are those of the two modules; PyTorch computes that of the
     norm.
-    Raises ValueError for another norm, TypeError for another dtype.
+    Raises ValueError for an unknown norm, TypeError for an unsupported dtype.
     Source: DeepSeek-V3 report (arXiv 2412.19437), §3.2.3 and §3.3.
     """
 

@@ -31,7 +31,7 @@ def swiglu_linear(
         projection.
     weight: [N, H]. bias: [N] or None. Returns [.., N], like `linear`.
     If the weight trains in blockwise FP8, gate and up are cast to the dtype of autocast, if enabled, and
-    h = silu(gate) · up is computed in fp32 and rounded once to that dtype. It saves gate, up and one byte an element of
+    h = silu(gate) · up is computed in fp32 and rounded once to that dtype. Saves gate, up and one byte per element of
     h. Any other weight, NVFP4 or plain, runs F.linear(F.silu(gate) * up, ..).
     Raises TypeError for dtypes, ValueError for shapes.
     Source: GLU Variants Improve Transformer (arXiv 2002.05202); DeepSeek-V3 report (arXiv 2412.19437), §3.2.3.
@@ -58,8 +58,8 @@ class SwiGLUMLP(nn.Module):
     gate_up: `nn.Linear(dim, 2 · hidden)`; the first `hidden` rows are the gate. down: `nn.Linear(hidden, dim)`.
     x: [.., dim] bf16 | f16 | f32 -> [.., dim]. State dict names: `gate_up.weight`, `down.weight` (and biases).
     If both linears train in blockwise FP8 and gate_up has no bias, the MLP is one autograd function: every operand is
-    quantized in the kernel that computes it, in forward and backward. It saves FP8 copies of x and h, and gate_up(x).
-    Otherwise it runs gate_up, then `swiglu_linear`. Register hooks on the SwiGLUMLP itself.
+    quantized in the kernel that computes it, in forward and backward, and FP8 copies of x and h are saved, and
+    gate_up(x). Otherwise, gate_up and `swiglu_linear` run. Register hooks on the SwiGLUMLP itself.
     Raises ValueError or TypeError like `linear`.
     """
 

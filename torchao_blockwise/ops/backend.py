@@ -19,13 +19,13 @@ from torchao_blockwise._names import did_you_mean
 
 
 class Backend(str, Enum):
-    """Implementations of an operation. AUTO selects the fastest that can run. A named one runs or raises.
+    """Implementations of an operation. AUTO selects the fastest that can run. A named one runs or raises an error.
 
     REFERENCE: eager PyTorch on any device, which defines the correct bits. TRITON: GPUs, and CPUs with
-    TRITON_INTERPRET=1. CUBLAS: cuBLASLt block scaling through `torch.nn.functional.scaled_mm`. GLUON: kernels for
-    Hopper only. DEEP_GEMM: the DeepGEMM library, if installed, for FP8 GEMMs on Hopper whose b has square blocks.
-    CUTLASS: kernels in PyTorch through `torch.nn.functional.scaled_grouped_mm`, for GEMMs of experts in NVFP4 on
-    Blackwell.
+    TRITON_INTERPRET=1. CUBLAS: cuBLASLt block scaling through `torch.nn.functional.scaled_mm`. GLUON: GEMMs for Hopper,
+    and quantizers for Hopper and newer GPUs. DEEP_GEMM: the DeepGEMM library, if installed, for FP8 GEMMs on Hopper
+    whose b has square blocks. CUTLASS: kernels in PyTorch through `torch.nn.functional.scaled_grouped_mm`, for GEMMs of
+    experts in NVFP4 on Blackwell.
     """
 
     AUTO = "auto"

@@ -16,7 +16,7 @@ from torchao_blockwise.formats import Operand
 # The widest load and store of a thread, and the alignment of TMA: rows of GEMM operands are multiples of it.
 ROW_BYTES = 16
 # Of FP8 a sector of memory: one that two rows share has to be merged (4097 tokens took 13 % longer on an H200). Of
-# NVFP4, two a byte, 16 bytes.
+# NVFP4, two per byte, 16 bytes.
 _RUN_TOKENS = 32
 
 

@@ -12,13 +12,13 @@ from torchao_blockwise.tensors.quantized import QuantizedTensor
 
 
 class BlockwiseFP8Tensor(QuantizedTensor):
-    """A tensor [.., N, K] stored in 128×128 blocks of e4m3: x ≈ qdata · scale, 1 + 4/16384 bytes an element.
+    """A tensor [.., N, K] stored in 128×128 blocks of e4m3: x ≈ qdata · scale, 1 + 4/16384 bytes per element.
 
     qdata: [.., N, K] e4m3. scale: [.., ⌈N/128⌉, ⌈K/128⌉] f32.
     power_of_2_scales: whether values that are copied into the tensor are quantized with power-of-two scales.
     config: how a layer with this weight trains; None for the defaults of `BlockwiseFP8TrainingConfig`.
 
-    Create one with `from_hp`. It can be the weight of any `nn.Linear`. Slices and views are exact, or raise.
+    Create one with `from_hp`. It can be the weight of any `nn.Linear`. Slices and views are exact, or raise an error.
     Source: DeepSeek-V3 report (arXiv 2412.19437), §3.3.
     """
 

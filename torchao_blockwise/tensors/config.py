@@ -161,21 +161,22 @@ class BlockwiseFP8TrainingConfig(TrainingConfig):
     """Train in blockwise FP8: weights 128×128, activations and gradients 1×128, all three GEMMs in e4m3.
 
     grad_weight_blocks: the blocks in which a layer's input is quantized for `grad_weight`. With "128x128" (default), a
-        block is 128 tokens of 128 features, and `grad_weight` is the same kind of GEMM as `output`, which is faster.
-        With "1x128", it is 128 tokens of one feature, as in the report. `output` and `grad_input` do not depend on this
-        option.
+        block is 128 tokens × 128 features, and `grad_weight` is the same kind of GEMM as `output`, which is faster.
+        With "1x128", a block is 128 tokens × 1 feature, as in the report. `output` and `grad_input` do not depend on
+        this option.
     save_weights: "high_precision" (default) saves the weight itself for backward, which quantizes it again. "quantized"
-        quantizes both copies of a master weight in forward, in one read, and saves the columnwise one: 1 byte a
-        parameter more until backward, and faster if there are few tokens a parameter, as in experts. Gradients are
-        bitwise identical. It has no effect on weights that FSDP2 gathers (backward transposes the gathered bytes), on
-        casts of weights, and on eager layers inside `weights_unchanged`, whose copies compiled layers do not use.
-    save_activations: "quantized" (default) saves the columnwise FP8 copy of the input for `grad_weight`, 1 byte an
+        quantizes both copies of a master weight in forward, in one read, and saves the columnwise one. This takes 1
+        more byte per parameter until backward, and is faster if there are few tokens per parameter, as in experts.
+        Gradients are bitwise identical. It has no effect on weights that FSDP2 gathers (backward transposes the
+        gathered bytes), on casts of weights, and on eager layers inside `weights_unchanged`, whose copies compiled
+        layers do not use.
+    save_activations: "quantized" (default) saves the columnwise FP8 copy of the input for `grad_weight`, 1 byte per
         element. "high_precision" saves the input itself and quantizes it in backward. Gradients are bitwise identical.
     power_of_2_scales: round scales to powers of two.
     master_weights: True (default) keeps the Parameter in high precision, and each GEMM quantizes it, in forward and in
         backward (`weights_unchanged` keeps the copies for several passes). False makes the Parameter itself a quantized
-        tensor, 1 byte a parameter: for frozen base models, and for `distributed.MasterWeightOptimizer`, which owns the
-        master weights.
+        tensor (1 byte per parameter), for frozen base models, and for `distributed.MasterWeightOptimizer`, which holds
+        the master weights.
     backend: AUTO, or the name of a backend; see `ops.Backend`.
     out_dtype: dtype of the layer's output. None (default) is the dtype of the input, or that of autocast.
 
@@ -215,21 +216,21 @@ class NVFP4TrainingConfig(TrainingConfig):
 
     hadamard: apply a random Hadamard transform along the tokens to both operands of `grad_weight`, x and dy, in chunks
         of 16 tokens. It spreads outliers over a chunk and cancels in the GEMM. True (default) uses the 16 signs
-        `formats.DEFAULT_SIGNS`; a tuple sets other signs, which torchao's `config_to_dict` refuses; False disables it.
-        Each rank and each expert starts a chunk.
+        `formats.DEFAULT_SIGNS`. A tuple sets other signs, which torchao's `config_to_dict` does not support. False
+        disables it. Each rank and each expert starts a new chunk.
     stochastic_rounding: round gradients up or down at random, so that the expected value is exact to 1/256 of a step
         (default). False rounds them to nearest, like all other tensors. Random bits depend on the position of the
         element, so they are the same on every device, compiled or not, and for any sharding. To resume a run, save
         `recipe_state(model)`.
     seed: 64-bit seed of the random bits; give each data-parallel rank a different one.
     scale_per_expert: compute a separate tensor scale for each expert of a weight [E, N, K] and for the tokens of each
-        expert. The quantized values of an expert then depend only on its values and tokens, so under expert
-        parallelism they are the same as on one device, without an exchange of amaxes. False (default) computes one
-        scale for all experts. Layers without experts do not depend on this option.
+        expert. The quantized values of an expert then depend only on its values and tokens, so under expert parallelism
+        they are the same as on one device, without an exchange of amaxes. False (default) computes one scale for all
+        experts. Does not affect other layers.
     Other fields as in `BlockwiseFP8TrainingConfig`, without power_of_2_scales (block scales are e4m3),
     grad_weight_blocks and save_weights. Without FP4 tensor cores, GEMMs compute in bf16 on decoded values, with fp32
     accumulation.
-    Keep the last blocks and the head in higher precision (`keep_last_blocks`, `skip_lm_head`). An activation has one
+    Keep the last blocks and the head in high precision (`recommended_layers(model, config)`). An activation has one
     tensor scale for the whole batch, or for the tokens of an expert, so the quantized values of a token depend on the
     other tokens.
 

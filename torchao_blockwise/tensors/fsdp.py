@@ -1,7 +1,7 @@
 """How FSDP2 gathers a master weight: each rank sends its part quantized, with the scales of the whole weight.
 
     master shard ──(its amaxes, MAX over ranks, scales: `distributed.sync_weight_scales`)──▶ QuantizedShard, kept
-    its payload ─ all-gather, 1 byte (FP8) or half a byte (NVFP4) an element ─▶ BlockwiseFP8Tensor | NVFP4Tensor
+    its payload ─ all-gather, 1 byte (FP8) or half a byte (NVFP4) per element ─▶ BlockwiseFP8Tensor | NVFP4Tensor
 
 Each weight sends one tensor, in bytes: FSDP2 keeps only the first tensor in a group of one rank, does not support
 several if it shards another dim than the first, and needs the padded size of the shard if rows split unevenly. Scales
@@ -61,7 +61,7 @@ class ShardLayout:
 
     @property
     def travels_as_stored(self) -> bool:
-        """Whether the stored payload is sent, and not one 4-bit code a byte.
+        """Whether the stored payload is sent, and not one 4-bit code per byte.
 
         FSDP2 supports sizes other than the shard's only for even rows.
         """
@@ -153,7 +153,7 @@ def post_all_gather(
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
     """Return the gathered weight and its tensors that FSDP2 must free, or write to `out`, an earlier result.
 
-    A quantized weight is a view of the gathered bytes, or packed in new memory if one code a byte was sent.
+    A quantized weight is a view of the gathered bytes, or packed in new memory if one code per byte was sent.
     """
     (layout, scale, global_scale), (gathered,) = metadata, all_gather_outputs
     if scale is None:

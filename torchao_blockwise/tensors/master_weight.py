@@ -40,10 +40,10 @@ _OF_ALIASES = "cast_of", "shard", "shard_version"
 class MasterWeightTensor(WeightTensor):
     """A weight that holds high-precision values `hp` and is quantized when a layer uses it.
 
-    Optimizers, initializers and state dicts see the high-precision tensor. `F.linear`, and `F.grouped_mm` with experts
-    [E, N, K], quantize it in forward and in backward, and run the three GEMMs as configured by `config`.
-    `weights_unchanged` keeps the quantized copies for several passes. Operations that could be a GEMM in high precision
-    raise (`tensors.operations`). FSDP2 all-gathers it quantized.
+    Optimizers, initializers and state dicts use the high-precision values. `F.linear`, and `F.grouped_mm` with experts
+    [E, N, K], quantize them in forward and in backward, and run the three GEMMs as configured by `config`.
+    `weights_unchanged` keeps the quantized copies for several passes. Operations that may be GEMMs in high precision
+    raise an error (`tensors.operations`). FSDP2 all-gathers the quantized weight.
 
     hp: [.., N, K] bf16 | f16 | f32; the weight shares its memory.
     config: a `BlockwiseFP8TrainingConfig` or `NVFP4TrainingConfig`.

@@ -16,7 +16,7 @@ _FORMATS: dict[tuple[int, ...], BlockFormat] = {fmt.block: fmt for fmt in (NVFP4
 
 
 class NVFP4Tensor(QuantizedTensor):
-    """A tensor [.., N, K] stored in blocks of e2m1: x ≈ qdata · scale · global_scale, 4.03 bits an element at 16×16.
+    """A tensor [.., N, K] stored in blocks of e2m1: x ≈ qdata · scale · global_scale, 4.03 bits per element at 16×16.
 
     qdata: [.., N, ⌈K/2⌉] uint8, the even element in the low nibble.
     global_scale: f32 scalar, or f32 [..] if each matrix [N, K] (expert) has a separate one.

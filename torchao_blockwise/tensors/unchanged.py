@@ -73,17 +73,17 @@ _scopes: list[Scope] = []
 def weights_unchanged(model: nn.Module, keep: str = "rowwise") -> Iterator[None]:
     """Quantize each master weight of `model` once and keep the copy while the scope is open.
 
-    keep: "rowwise" keeps 1 byte (FP8) or half a byte (NVFP4) a parameter. "both" also keeps the columnwise copy, which
-        backward reads (and the forward of experts stored as [E, K, N]).
+    keep: "rowwise" keeps 1 byte (FP8) or half a byte (NVFP4) per parameter. "both" also keeps the columnwise copy,
+        which is used in backward (and in the forward of experts stored as [E, K, N]).
     Use it for the microbatches of one optimizer step, for evaluation and for generation. Weights must not change inside
     the scope. If a change is detected (through a version counter, or in `load_state_dict`), the next use of the weight
-    or the exit of the scope raises RuntimeError with the weight's name; a replaced Parameter raises at the exit. Shards
-    of FSDP2 are quantized once, in the first forward pass.
-    Scopes can be nested. All threads and compiled layers use the copies; only a view of a weight, such as groups of its
-    rows, is quantized on each use in compiled code. CUDA graphs that are captured inside, also by
-    `torch.compile(mode="reduce-overhead")`, neither read nor keep them. Backward may run after the scope has exited.
-    Quantized Parameters (`master_weights=False`) need no scope.
-    Raises ValueError for another `keep`.
+    or the exit of the scope raises RuntimeError with the weight's name. For a replaced Parameter, the exit raises.
+    FSDP2 shards are quantized once, in the first forward pass.
+    Scopes can be nested. All threads and compiled layers use the copies, except that compiled code quantizes views of a
+    weight, such as groups of its rows, on each use. CUDA graphs captured inside the scope, also by
+    `torch.compile(mode="reduce-overhead")`, do not use the copies. Backward may run after the scope has exited.
+    Quantized Parameters (`master_weights=False`) do not need the scope.
+    Raises ValueError for an unknown `keep`.
     """
     if keep not in (keeps := ("rowwise", "both")):
         raise ValueError(f"weights_unchanged: keep must be one of {keeps}, got {keep!r}")

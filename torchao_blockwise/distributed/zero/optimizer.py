@@ -56,15 +56,16 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         buffers, so use `DistributedDataParallel(init_sync=False)`. None: no other process is involved.
     shard: "zero1" splits masters and optimizer states of the quantized parameters evenly over the ranks of
         process_group (default: all ranks), at any element of the flat weights. Each rank steps its elements. One MAX
-        all-reduce makes the scales equal, and one all-gather moves the payload: 1 byte an element (FP8), or half a byte
-        (NVFP4). Gradients must be unsharded and equal on all ranks, as DistributedDataParallel leaves them. The
+        all-reduce makes the scales equal, and one all-gather moves the payload, with 1 byte per element (FP8) or half a
+        byte (NVFP4). Gradients must be unsharded and equal on all ranks, as DistributedDataParallel leaves them. The
         optimizer must work element by element, as Adam and SGD do. "zero2" splits gradients too: do not use
         DistributedDataParallel, `reduce_gradients` averages the gradients of the ranks. None: every rank has whole
         masters in the weight's shape. FSDP2's shards have masters of the same rows.
 
     `param_groups` holds the model's Parameters, so schedulers, `GradScaler`, `clip_grad_norm_` and `zero_grad` work as
-    usual. With "zero2", use this optimizer's `clip_grad_norm_` and no `GradScaler`, which would see only the gradients
-    of this rank. Values that are copied or loaded into a quantized Parameter go to its master before the next step.
+    usual. With "zero2", use this optimizer's `clip_grad_norm_`, and no `GradScaler`, which would check only the
+    gradients of this rank. Values that are copied or loaded into a quantized Parameter go to its master before the next
+    step.
     Raises TypeError if optimizer_class is not an optimizer class, or model not a module; ValueError for an unknown
     shard, for a weight whose blocks are not square, and if ranks differ in model or options; RuntimeError if a rank is
     missing.

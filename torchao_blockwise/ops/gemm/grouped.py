@@ -29,7 +29,7 @@ _GLUON_PAIRS = {
     "k": FP8_PAIRS | NVFP4_PAIRS,
 }
 # In NVFP4 on Hopper, AUTO decodes before the GEMM if each decoded element is used in at least this number of
-# multiplications, because decoding moves 4 more bytes an element: bf16 is written and read again. On an H100, along
+# multiplications, because decoding moves 4 more bytes per element: bf16 is written and read again. On an H100, along
 # "m", it took 1.2 times as long as decoding in the kernel at 118 (128 tokens an expert), and 0.7 times above 200 (256
 # tokens).
 _DECODED_WORK = 150
@@ -130,7 +130,7 @@ def _check_groups(op: str, a: Operand, b: Operand, groups: Groups, along: str) -
 def _preferred(a: Operand, b: Operand, *_: object) -> Backend | None:
     """Return the backend that AUTO prefers to those above it in the table.
 
-    In NVFP4 on Hopper, this is Triton, which reads 4 bits an element, if each decoded element would be used in too few
+    In NVFP4 on Hopper, this is Triton, which reads 4 bits per element, if each decoded element would be used in too few
     multiplications: along "m" if experts have at most about `_DECODED_WORK` tokens on average (the host knows only the
     average), along "k" if there are at most that many features.
     """

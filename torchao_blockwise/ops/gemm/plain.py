@@ -134,8 +134,8 @@ def _preferred(
 ) -> Backend | None:
     """Return the backend that AUTO prefers to those above it in the table; it warns if this backend cannot run.
 
-    In NVFP4 without FP4 tensor cores, this is Triton up to 64 rows: it reads 4 bits an element, which matters most with
-    few rows. Otherwise Gluon is preferred to cuBLASLt; GPUs other than Hopper support at most one of the two.
+    In NVFP4 without FP4 tensor cores, Triton is preferred up to 64 rows: it reads 4 bits per element, which matters
+    most with few rows. Otherwise Gluon is preferred to cuBLASLt; GPUs other than Hopper support at most one of the two.
 
     FP8 GEMMs have two rules. If b has square blocks (`output`, `grad_input`, and `grad_weight` with such blocks), Gluon
     is preferred, or DeepGEMM if it is installed and faster. If b has one-row blocks (`grad_weight`, where K is the

@@ -63,7 +63,7 @@ def quantize(
 
     x: [.., M, K] bf16 | f16 | f32, any strides; leading dims are independent matrices.
     rowwise: blocks along K: qdata [.., M, K], scale, global_scale; FP8_1X128 scales are [.., ⌈K/128⌉, M], all others
-        [.., M blocks, K blocks]. 4-bit payload is packed two a byte: [.., M, ⌈K/2⌉] uint8.
+        [.., M blocks, K blocks]. 4-bit payload is packed two per byte: [.., M, ⌈K/2⌉] uint8.
     columnwise: `x` with its last two dims swapped, quantized rowwise, contiguous: qdata [.., K, M]. For square blocks
         that is the exact transpose of the rowwise result. FP8_128X128 with `fmt` FP8_1X128: this copy in square blocks,
         with scales [.., ⌈K/128⌉, ⌈M/128⌉].

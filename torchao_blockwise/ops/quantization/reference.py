@@ -44,7 +44,7 @@ def block_amax(x: torch.Tensor, fmt: BlockFormat) -> torch.Tensor:
 
 
 def expand_blocks(grid: torch.Tensor, fmt: BlockFormat, rows: int, columns: int) -> torch.Tensor:
-    """Repeat a value a block [.., ⌈M/R⌉, ⌈K/C⌉] over its elements: [.., M, K]."""
+    """Repeat the value of each block [.., ⌈M/R⌉, ⌈K/C⌉] over its elements: [.., M, K]."""
     block_rows, block_columns = fmt.block
     expanded = grid.repeat_interleave(block_columns, dim=-1)[..., :columns]
     return expanded.repeat_interleave(block_rows, dim=-2)[..., :rows, :]
