@@ -125,7 +125,7 @@ def test_a_file_outside_of_the_folder_is_not_opened(kind, tmp_path):
         name = "sub/outside.safetensors"
     if kind != "link without an index":
         (folder / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(safetensors.load_file(outside), name)}))
-    with pytest.raises(ValueError, match=r"load: .* leads out of the folder, to .*outside\.saf.*; copy that file into"):
+    with pytest.raises(ValueError, match=r"load: .* points outside the folder, to .*outside\.saf.*; copy that file"):
         checkpoint.load(mlp(FP8), folder)
 
 
@@ -187,6 +187,6 @@ def test_a_tokenizer_outside_of_the_folder_is_not_copied(tmp_path):
     (tmp_path / "secret").write_text("secret")
     (source / "tokenizer.json").symlink_to(tmp_path / "secret")
     (source / "vocab.json").write_text("{}")
-    with pytest.warns(UserWarning, match=r"tokenizer\.json leads out of the folder, to .*; it is left out"):
+    with pytest.warns(UserWarning, match=r"tokenizer\.json points outside the folder, to .*; it is left out"):
         checkpoint.export(mlp(FP8), tmp_path / "out", tokenizer_from=source)
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == [SINGLE, "vocab.json"]

@@ -118,7 +118,7 @@ def test_files_in_fp32_say_that_scales_are_powers_of_two(others, masters, tmp_pa
 def test_a_cut_block_is_quantized_again(tmp_path):
     """gate and up of experts of 192 rows share the block of rows 128 to 255."""
     model = language_model("Qwen3Moe", moe_intermediate_size=192)
-    with pytest.warns(UserWarning, match=r"6 weights are quantized again, as they begin inside of a block .*up_proj"):
+    with pytest.warns(UserWarning, match=r"6 weights are quantized again, because they begin inside a block .*up_proj"):
         checkpoint.export(model, tmp_path / "out")
     found, up = tensors_in(tmp_path / "out"), "model.layers.0.mlp.experts.1.up_proj.weight"
     expected = model.model.layers[0].mlp.experts.gate_up_proj.hp[1, 192:]
@@ -245,10 +245,10 @@ def test_products_of_experts_read_what_files_hold(config, masters, device, tmp_p
 REFUSED = {
     "another name": (lambda: mlp(FP8), "fp8_blok", r"got 'fp8_blok'; did you mean 'fp8_block'"),
     "no weight": (mlp, "fp8_block", "no weight of Sequential is converted; call quantize_ first"),
-    "another format": (lambda: mlp(NVFP4), "fp8_block", r"0\.weight trains in nvfp4_16x16, and fp8_block holds fp8_12"),
+    "another format": (lambda: mlp(NVFP4), "fp8_block", r"0\.weight trains in nvfp4_16x16, but fp8_block stores fp8_1"),
     "other scales": (lambda: mlp(FP8), "fp8_block_ue8m0", r"0\.weight trains with .* not powers of .* as fp8_block"),
     "cut blocks": (lambda: mlp(NVFP4, features=(200, 304, 144)), "nvfp4_compressed_tensors",
-                   r"the rows of 0\.weight are not a multiple of 16 long, .* leave the layer unconv.*--skip"),
+                   r"the number of columns of 0\.weight is not a multiple of 16, .* leave the layer unconv.*--skip"),
 }  # fmt: skip
 
 

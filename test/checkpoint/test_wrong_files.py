@@ -185,7 +185,7 @@ FILES = {
     "a shard lost": (copied("model-1-of-2"), r"has no model.*index\.json, and 1 files .* their names say 2; copy the"),
     "two sets": (
         copied("model-1-of-2", "model-2-of-2", "model-1-of-1"),
-        r"3 files .* say 1 and 2; .*remove other ones",
+        r"3 files .* say 1 and 2; .*remove the extra ones",
     ),
     "index of more": (indexed("0.weight", "9.bias"), r"index\.json lists 9\.bias in model.*, which lacks it; copy"),
     "index of nothing": (written(INDEX, "{}"), r"index\.json has no weight_map"),

@@ -276,8 +276,8 @@ def test_a_plain_call_warns_once_of_heads_and_routers():
     for options in ({}, {"filter_fn": None}):
         model = Model()
         assert warned(model, FP8, **options) == [
-            "quantize_: without a filter, it also converts layers.1.router (router or gate), lm_head (output head); to "
-            "leave these out, convert a new model with filter_fn=recommended_layers(model, config)"
+            "quantize_: without a filter, these layers are converted, too: layers.1.router (router or gate), lm_head "
+            "(output head); to leave them out, convert a new model with filter_fn=recommended_layers(model, config)"
         ]
         assert isinstance(model.lm_head.weight, MasterWeightTensor)
 

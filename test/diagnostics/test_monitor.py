@@ -171,7 +171,7 @@ UNSEEN = {
     ),
     "many_layers": (
         lambda: nn.ModuleList(mlp(replace(FP8, master_weights=False))[0] for _ in range(5)), lambda model: None,
-        f"x in 5 of 5 layers (0, 1, 2, 3, ..), {NOT_RUN}; of w in 5 of 5 layers (0, 1, 2, 3, ..), {NO_MASTER}",
+        f"x in 5 of 5 layers (0, 1, 2, 3, ..), {NOT_RUN}; for w in 5 of 5 layers (0, 1, 2, 3, ..), {NO_MASTER}",
     ),
     "not_converted": (
         mlp, lambda model: model(tokens()), "any layer, because none is converted; name recipes in what_if",
@@ -187,7 +187,7 @@ def test_what_is_not_observed_is_said_once(make, run, message):
         for _ in range(3):
             run(model)
             assert "step " in str(monitor.step())
-    assert [str(w.message) for w in caught] == [f"NumericsMonitor: step 0 has no figures of {message}"]
+    assert [str(w.message) for w in caught] == [f"NumericsMonitor: step 0 has no figures for {message}"]
 
 
 def test_nothing_is_said_of_layers_that_are_observed():

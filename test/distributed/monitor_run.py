@@ -176,7 +176,7 @@ def ranks_outside(rank: int) -> None:
             model(batch(rank)).square().sum().backward()
             monitor.step()
     messages = [str(w.message) for w in caught if "NumericsMonitor" in str(w.message)]
-    assert messages == ["NumericsMonitor: step 0 has no figures of ranks outside of `group`"]
+    assert messages == ["NumericsMonitor: step 0 has no figures for ranks outside of `group`"]
 
 
 RUNS = {run.__name__: run for run in (expert_parallel, pipeline, layers_of_one_rank, nonfinite, ranks_outside)}

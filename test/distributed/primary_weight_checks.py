@@ -245,10 +245,10 @@ def refuses_other_parts(group) -> None:
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     optimizer = adamw(net("fp8", master_weights=False), process_group=group, shard="zero1")
     state, other = optimizer.state_dict(), "save full_state_dict() to load it elsewhere"
-    mine = f"the part of rank {rank} of {ranks}, this is an optimizer with whole masters; {other}"
+    mine = f"the shard of rank {rank} of {ranks}, but this is an optimizer with whole masters; {other}"
     with raises(ValueError, mine):
         adamw(net("fp8", master_weights=False)).load_state_dict(state)
-    with raises(ValueError, f"the part of rank {rank} of 7, this is rank {rank} of {ranks}; {other}"):
+    with raises(ValueError, f"the shard of rank {rank} of 7, but this is rank {rank} of {ranks}; {other}"):
         optimizer.load_state_dict({**state, "shard": {"rank": rank, "ranks": 7}})
     with raises(ValueError, "load the full_state_dict() of the same model"):
         optimizer.load_state_dict({key: value for key, value in state.items() if key != "shard"})

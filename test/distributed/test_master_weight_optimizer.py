@@ -135,7 +135,7 @@ def test_groups():
         optimizer.add_param_group({"params": [rows]})
     assert len(optimizer.param_groups) == len(optimizer.inner.param_groups) == 3
     model.frozen.weight.requires_grad_(True)
-    with pytest.warns(UserWarning, match="1 of 1 weights begin with the quantized values: frozen.weight; make"):
+    with pytest.warns(UserWarning, match="1 of 1 weights start from the quantized values: frozen.weight; create"):
         optimizer.add_param_group({"params": [model.frozen.weight]})
     assert_bitwise_equal(optimizer.master(model.frozen.weight), model.frozen.weight.dequantize())
 

@@ -55,7 +55,7 @@ def test_values_are_freed_by_the_first_use(config):
     gc.collect()
     assert kept() is None and made.weight.pending_master.hp is None
     before = copy.deepcopy(made.weight)
-    with pytest.warns(UserWarning, match="masters of 1 of 1 weights begin with the quantized values: weight; make the"):
+    with pytest.warns(UserWarning, match="masters of 1 of 1 weights start from the quantized values: weight; create"):
         optimizer = adamw(made)
     assert_bitwise_equal(optimizer.master(made.weight), made.weight.dequantize())
     assert torch.equal(made.weight, before)
@@ -118,7 +118,7 @@ def test_a_broadcast_frees_the_values(config):
     """On the rank that sends, too, so that the masters of all ranks agree."""
     made, _ = layer(config)
     torch.distributed.broadcast(made.weight.data, 0)
-    with pytest.warns(UserWarning, match="begin with the quantized values: weight"):
+    with pytest.warns(UserWarning, match="start from the quantized values: weight"):
         optimizer = adamw(made)
     assert_bitwise_equal(optimizer.master(made.weight), made.weight.dequantize())
     with pytest.raises(NotImplementedError, match="the optimizer has the master weight of weight, which a broadcast"):

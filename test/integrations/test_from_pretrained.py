@@ -242,14 +242,14 @@ REFUSED = {
     "a dtype": (".", {"dtype": torch.int8}, {}, ValueError, "must be bfloat16, float16 or float32, got torch.int8"),
     "another recipe than the files'": (
         ".", {"recipe": "nvfp4", "trainable": "adapters"}, {}, ValueError,
-        r"weights in fp8_128x128, and trainable='adapters' .* nvfp4_16x16 cannot; choose the recipe of the"),
+        r"weights in fp8_128x128, but trainable='adapters' .* is in nvfp4_16x16; choose the recipe of the"),
     "scales that the config does not have": (
         ".", {"recipe": POWERS, "trainable": "adapters"}, {}, ValueError,
-        r"are not powers of two, so a quantized Parameter cannot hold .*; choose trainable='full'"),
+        r"are not powers of two, so quantized Parameters cannot represent .*; choose trainable='full'"),
     "a format without a recipe": (".", {}, {"quantization_config": {"quant_method": "mxfp4"}}, ValueError,
                                   r"quant_method is 'mxfp4', but only .* are supported; use a plain checkpoint in"),
     "code in the folder": (".", {}, OF_CODE, ValueError,
-                           r"config\.json of .* is not that of a model of the installed transformers"),
+                           r"the installed transformers has no model for config\.json of "),
     "another size, before it has memory": (".", {}, {"intermediate_size": 1 << 40}, ValueError,
                                            r"\], but the model needs \[.*1099511627776.*\]; use files of this model"),
     "files that miss a layer": (".", {}, THREE, KeyError, r"has no model\.layers\.2\."),
@@ -295,7 +295,7 @@ def test_payloads_that_no_parameter_can_hold(family, format, change, sizes, reas
     recipe = RECIPE_OF[format]
     with pytest.raises(ValueError, match=reason + r".*model\.layers\.\*\.mlp\.experts.*; choose trainable='full'"):
         from_pretrained(tmp_path / "x", recipe, "adapters")
-    with pytest.warns(UserWarning, match=reason + ".*are the decoded values .* train with other codes") as warned:
+    with pytest.warns(UserWarning, match=reason + ".*are the decoded values .* quantize to different codes") as warned:
         model = from_pretrained(tmp_path / "x", recipe, dtype=torch.float32)
     assert warned[0].filename == __file__
     decoded = from_pretrained(tmp_path / "x", None, dtype=torch.float32)

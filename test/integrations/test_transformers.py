@@ -209,7 +209,7 @@ def test_bad_options(options, error, message):
 
 
 def test_what_is_refused(folder, tmp_path):
-    with pytest.raises(ValueError, match=r"LlamaForCausalLM: no layer was converted out of 8 .*; widen the filter"):
+    with pytest.raises(ValueError, match=r"LlamaForCausalLM: none of the 8 .* was converted; widen the filter"):
         load(folder, quantization_config=ours.BlockwiseFP8Config(["lm_head", "model.layers"]))
     load(folder, quantization_config=ours.BlockwiseFP8Config()).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="quantized with BlockwiseFP8Config but you are passing a NVFP4Config"):

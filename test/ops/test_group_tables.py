@@ -218,9 +218,7 @@ WRONG = {
 @pytest.mark.parametrize("op", takers(FP8_1X128))
 @pytest.mark.parametrize("wrong", WRONG)
 def test_wrong_tables_are_refused(op, wrong):
-    message = (
-        r"what ops.make_groups makes of 3 ends, .* and blocks of 128 on .*, got .* shape .*; make them of the same"
-    )
+    message = r"the result of ops.make_groups for 3 ends, .* and blocks of 128 on .*, got .* shape .*; compute them for"
     with pytest.raises(ValueError, match=f"^{op}: .*{message}"):
         takers(FP8_1X128)[op](Groups(ENDS, WRONG[wrong]()), "reference")
 

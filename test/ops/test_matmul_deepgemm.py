@@ -151,7 +151,7 @@ def test_what_is_installed_and_broken_is_warned_about_once(broken, reason, libra
 
 NOT_THE_PACKAGE = {
     None: r"deep_gemm is not installed \(pip install -e '\.\[deep_gemm\]' in a clone of this package\)",
-    "another": "must be of sgl-deep-gemm 0.1.4 or newer and below 0.2.0, got another package",
+    "another": "must be sgl-deep-gemm 0.1.4 or newer and below 0.2.0, got another package",
     "0.1.3": "got 0.1.3",
     "0.2.0": "got 0.2.0",
 }

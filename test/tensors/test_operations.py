@@ -210,13 +210,13 @@ def test_values_that_are_no_weight_are_plain(read):
 def test_copies_in_another_dtype_are_refused_with_the_remedy():
     w = master(N, K)
     for make in (lambda: w.double(), lambda: w * torch.ones(K, dtype=torch.float64)):
-        with pytest.raises(NotImplementedError, match=r"can be bfloat16, float16 or float32, got .* weight\.hp"):
+        with pytest.raises(NotImplementedError, match=r"can only be bfloat16, float16 or float32, got .* weight\.hp"):
             make()
     # Tensors without values of the weight are not copies.
     for empty in (torch.empty_like(w, dtype=torch.float64), w.new_zeros(2, 3, dtype=torch.float64)):
         assert type(empty) is torch.Tensor and empty.dtype is torch.float64
     with pytest.raises(
-        NotImplementedError, match=r"a converted weight can be .* got torch\.float8_e4m3fn; .*unconvert"
+        NotImplementedError, match=r"a converted weight can only be .* got torch\.float8_e4m3fn; .*unconvert"
     ):
         w.to(torch.float8_e4m3fn)
 

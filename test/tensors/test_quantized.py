@@ -126,7 +126,9 @@ def test_copy_from_plain_same_kind_and_wrong(from_hp):
     with pytest.raises(TypeError, match="must be bfloat16, float16 or float32"):
         q.copy_(w.int())
     other = next(f(w) for f in QUANTIZERS.values() if f(w).fmt is not q.fmt)
-    with pytest.raises(ValueError, match=f"formats differ, {q.fmt.name} from {other.fmt.name}; copy from source.deq"):
+    with pytest.raises(
+        ValueError, match=f"the target is {q.fmt.name}, the source {other.fmt.name}; copy from source.deq"
+    ):
         q.copy_(other)
     assert_same(q, from_hp(w))
 

@@ -106,7 +106,7 @@ def test_is_saved_and_copied_by_its_bytes(config):
     with torch.no_grad():
         empty.copy_(x)
     assert torch.equal(empty, x) and not empty.pending_master.awaits_cast
-    with pytest.raises(ValueError, match="the source other rows"), torch.no_grad():
+    with pytest.raises(ValueError, match="the source has other rows"), torch.no_grad():
         x.copy_(other)
     with pytest.raises(ValueError, match=r"the target has shape \[20, 33\], the source \[3, 33\]"), torch.no_grad():
         x.copy_(weight(3, 33))

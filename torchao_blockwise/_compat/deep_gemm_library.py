@@ -44,7 +44,7 @@ def why_absent() -> str | None:
         version = "another package"
     if _FROM <= version < _BELOW:
         return None
-    return f"{_MODULE} must be of {_PACKAGE} {_FROM} or newer and below {_BELOW}, got {version}"
+    return f"{_MODULE} must be {_PACKAGE} {_FROM} or newer and below {_BELOW}, got {version}"
 
 
 @functools.cache

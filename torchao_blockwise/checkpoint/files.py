@@ -48,7 +48,7 @@ def inside(folder: Path, name: str) -> Path:
     home, path = folder.resolve(), (folder / name).resolve()
     blobs = (place.parent / "blobs" for place in home.parents if place.name == "snapshots")
     if not any(path.is_relative_to(place) for place in (home, *blobs)):
-        raise ValueError(f"{folder / name} leads out of the folder, to {path}; copy that file into the folder")
+        raise ValueError(f"{folder / name} points outside the folder, to {path}; copy that file into the folder")
     if not path.is_file():
         raise ValueError(f"{folder / name} is missing or not a file; copy it again")
     return path
@@ -282,8 +282,8 @@ def _without_index(folder: Path, names: list[str]) -> list[str]:
     counts = set(shards.values())
     if _SINGLE not in names and counts and counts != {len(shards)}:
         raise ValueError(
-            f"load: {folder} has no {INDEX}, and {len(shards)} files model-*-of-*.safetensors where their names say "
-            f"{' and '.join(map(str, sorted(counts)))}; copy the index and the missing files, or remove other ones"
+            f"load: {folder} has no {INDEX}, and {len(shards)} files model-*-of-*.safetensors, but their names say "
+            f"{' and '.join(map(str, sorted(counts)))}; copy the index and the missing files, or remove the extra ones"
         )
     return [_SINGLE] if _SINGLE in names else list(shards) or names
 

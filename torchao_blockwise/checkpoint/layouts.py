@@ -90,8 +90,8 @@ class Layout(NamedTuple):
             return
         if weight.qdata.shape[-1] * self.format.element.per_byte != weight.scale.shape[-1] * self.format.block[1]:
             raise ValueError(
-                f"{self.name}: the rows of {part.name} are not a multiple of {self.format.block[1]} long, and files "
-                "in NVFP4 cannot hold them; leave the layer unconverted (filter_fn; convert: --skip)"
+                f"{self.name}: the number of columns of {part.name} is not a multiple of {self.format.block[1]}, as "
+                "NVFP4 files require; leave the layer unconverted (filter_fn; convert: --skip)"
             )
         scale = weight.scale.view(torch.uint8).repeat_interleave(rows, -2)[..., : weight.qdata.shape[-2], :]
         factor = weight.global_scale.reciprocal().reshape(1) if self.has_reciprocal else weight.global_scale.reshape(())

@@ -35,7 +35,7 @@ def unwrapped(op: str, model: nn.Module) -> nn.Module:
     """
     if hugging_face.adapters_in(model):
         raise ValueError(
-            f"{op}: {type(model).__name__} has PEFT adapters that are not merged, and files cannot hold them; export "
+            f"{op}: {type(model).__name__} has PEFT adapters that are not merged, which files cannot contain; export "
             "the model that model.merge_and_unload() returns, and load files before PEFT adds adapters"
         )
     model = _wrapped_in(model)
@@ -50,7 +50,7 @@ def check_read_as_stored(op: str, model: nn.Module) -> None:
         is_derived = isinstance(module, nn.Linear) and "weight" not in _compat.parameters_of(module)
         if is_derived and any(map(is_converted, module.parameters())):
             raise ValueError(
-                f"{op}: {fqn} is parametrized or pruned, so files would not hold the weight that it reads; first call "
+                f"{op}: {fqn} is parametrized or pruned, so files would not contain its effective weight; first call "
                 "torch.nn.utils.parametrize.remove_parametrizations or torch.nn.utils.prune.remove"
             )
 

@@ -50,10 +50,10 @@ def load(model: nn.Module, directory: str | os.PathLike[str]) -> None:
         otherwise the block's scale is subnormal.
     For files of other tools, quantized Parameters are reproduced except for scales of zero, and master weights in
     blocks whose scale follows from the largest value.
-    Names are those that transformers writes. Tied weights may be missing. Files may have further tensors that
+    Names are those that transformers uses. Tied weights may be missing. Files may contain other tensors that
     transformers ignores, such as layers for multi-token prediction, and scales of activations and of an engine's cache.
-    If FSDP2, tensor or expert parallelism shard the model, all ranks must call it: each reads the files and keeps its
-    shards, one weight at a time.
+    If the model is sharded by FSDP2, tensor or expert parallelism, all ranks must call it: each reads the files and
+    keeps its shards, one weight at a time.
     Everything is checked, on all ranks, before the first value changes.
     Raises ValueError for other quantization methods, truncated files, scales that are missing, not finite or of a wrong
     shape, and tensors of a wrong shape; KeyError for names that do not match; NotImplementedError for rows that
@@ -212,8 +212,8 @@ def warn_of_scales(model: nn.Module, weights: StoredWeights, parts: Mapping[str,
     if option or (False, True) in kinds:
         where, theirs = weights.files.where(kinds[option, not option]), "" if option else "not "
         warnings.warn(
-            f"load: scales of {where} are {theirs}powers of two, and those that the model trains with are"
-            f"{' not' * option}, so GEMMs and exports use other codes than the files have; to keep the codes, convert "
-            f"the model with BlockwiseFP8TrainingConfig(power_of_2_scales={option})",
+            f"load: the scales of {where} are {theirs}powers of two, but those of the model are{' not' * option}, so "
+            "GEMMs and exports use different codes than the files; to keep the codes, convert the model with "
+            f"BlockwiseFP8TrainingConfig(power_of_2_scales={option})",
             stacklevel=2,
         )

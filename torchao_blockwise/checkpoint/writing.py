@@ -61,13 +61,13 @@ def export(
         activations in high precision.
     tokenizer_from: a folder whose tokenizer files are copied; default the folder that the model was loaded from.
     shard_bytes: the size at which a new file is started; at most this much is held on the CPU.
-    If FSDP2, tensor or expert parallelism shard the model, all ranks must call it, and the first one writes. Weights
-    are gathered one at a time, and the files are bitwise identical to those of the model on one device.
+    If the model is sharded by FSDP2, tensor or expert parallelism, all ranks must call it, and the first one writes.
+    Weights are gathered one at a time, and the files are bitwise identical to those of the model on one device.
 
-    If the width of an expert is not a multiple of 128, its up projection begins inside of a block and is quantized
-    again from the weight's values, with a warning. In NVFP4 the same happens to weights that engines fuse (q, k and v;
-    gate and up; all experts) if their tensor scales differ: all get the largest one. Weights with an amax below 3.2e-35
-    get the smallest tensor scale that engines can read.
+    If the width of an expert is not a multiple of 128, its up projection begins inside a block and is quantized again
+    from the weight's values, with a warning. In NVFP4, the same happens to weights that engines fuse (q, k and v; gate
+    and up; all experts) if their tensor scales differ: all get the largest one. Weights with an amax below 3.2e-35 get
+    the smallest tensor scale that engines can read.
     Raises on all ranks: ValueError for an unknown format, for one that engines do not read for this model
     ("fp8_block_ue8m0" for a Llama), for a model without converted weights or with weights in another format, for the
     experts of a layer in one tensor under a name that no reader quantizes (GraniteMoe's input_linear), for converted
@@ -113,11 +113,11 @@ def export(
 
     on_all_ranks(shared, write)
     if requantized := weights.requantized:
-        why = "they begin inside of a block of their Parameter"
+        why = "they begin inside a block of their Parameter"
         if weights.layout.format.has_global_scale:
             why += ", are fused by engines with weights of another tensor scale, or are too small for a tensor scale"
         names = ", ".join(dict.fromkeys(re.sub(r"\.\d+\b", ".*", name) for name in requantized))
-        warnings.warn(f"export: {len(requantized)} weights are quantized again, as {why}: {names}", stacklevel=2)
+        warnings.warn(f"export: {len(requantized)} weights are quantized again, because {why}: {names}", stacklevel=2)
 
 
 class QuantizedWeights:
@@ -246,12 +246,12 @@ def _layout_for(op: str, model: nn.Module, format: str, converted: dict[str, tor
         fmt: Any = format_of(x)
         if fmt is not layout.format:
             raise ValueError(
-                f"{op}: {name} trains in {fmt.name}, and {layout.name} holds {layout.format.name}; convert the "
+                f"{op}: {name} trains in {fmt.name}, but {layout.name} stores {layout.format.name}; convert the "
                 "model with another config, or unconvert it and call save_pretrained"
             )
         if layout is FP8_UE8M0 and not has_power_of_2_scales(x):
             raise ValueError(
-                f"{op}: {name} trains with scales that are not powers of two, and {layout.name} holds only powers of "
+                f"{op}: {name} trains with scales that are not powers of two, but {layout.name} stores only powers of "
                 f"two; convert the model with power_of_2_scales=True, or export it as {FP8.name}"
             )
         local: Any = _compat.local_of(x)

@@ -70,8 +70,8 @@ def warn_of_plain(model: nn.Module, config: TrainingConfig, chosen: Iterable[str
     unwanted = [f"{fqn} ({why})" for fqn, why in left_out.items() if why is not None]
     if unwanted:
         warnings.warn(
-            f"quantize_: without a filter, it also converts {shown(unwanted)}; to leave these out, convert a new model "
-            "with filter_fn=recommended_layers(model, config)",
+            f"quantize_: without a filter, these layers are converted, too: {shown(unwanted)}; to leave them out, "
+            "convert a new model with filter_fn=recommended_layers(model, config)",
             stacklevel=3,
         )
 

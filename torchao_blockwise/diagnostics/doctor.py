@@ -17,7 +17,7 @@ class Examination:
     """The result of `examine`; print it for tables.
 
     facts: versions and the device. operations: the backends of each operation and their test results. products: the
-    errors of the GEMMs of a layer, for each recipe. findings: problems and notes about the environment. tested: whether
+    errors of a layer's GEMMs for each recipe. findings: problems and notes about the environment. tested: whether
     operations were run.
     """
 
@@ -85,7 +85,7 @@ def examine(device: torch.device | str | None = None, *, run: bool = True) -> Ex
     """Check the environment, list the backends of every operation on `device`, and test all that can run.
 
     device: default the GPU, or the CPU if there is none. run: whether to run operations; the first run on a GPU builds
-    kernels, which takes a minute or two. Random states do not change.
+    kernels, which takes a minute or two. RNG states do not change.
     """
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -53,9 +53,9 @@ _REASONS = {
 
 
 class NumericsMonitor(contextlib.AbstractContextManager["NumericsMonitor"]):
-    """Report the error of quantization, for each tensor, on every `every`-th step.
+    """Report the quantization error of each tensor in every `every`-th step.
 
-    model: the model to observe. Make the monitor last, after `quantize_`, `fuse`, sharding and loading checkpoints.
+    model: the model to observe. Create the monitor last, after `quantize_`, `fuse`, sharding and loading checkpoints.
     every: steps between reports; the first report covers the next step.
     layers: `fnmatch` patterns of the names of linear layers and weights of experts.
     what_if: further recipes ("fp8", "fp8_pow2", "fp8_1x128", "nvfp4", or configs) to try on the tensors of every
@@ -63,12 +63,12 @@ class NumericsMonitor(contextlib.AbstractContextManager["NumericsMonitor"]):
     writers: receive each report, on the first rank only: objects with `write` and `close`, such as `HTMLWriter`; runs
         of Weights & Biases; TensorBoard's `SummaryWriter`.
     step: the step of the training run, if it continues one.
-    group: the ranks that train the model together, None for all. Making a monitor, and `step`, are collectives.
+    group: the ranks that train the model together, None for all. Creating a monitor and `step` are collectives.
 
     Call `step()` once after each optimizer step; all microbatches before it are part of one report. Used as a context
     manager, the monitor closes itself. Compiled modules run eagerly in steps that are reported.
     Warns once about layers and tensors that it cannot observe, with the reason.
-    Raises ValueError for a pattern that matches nothing, or an unknown recipe; TypeError for another kind of writer.
+    Raises ValueError for a pattern that matches nothing, or an unknown recipe; TypeError for an unsupported writer.
     Source: FP4 All the Way (arXiv 2505.19115), abstract, for the ratio of the gradient to its quantization noise.
     """
 
@@ -200,7 +200,8 @@ class NumericsMonitor(contextlib.AbstractContextManager["NumericsMonitor"]):
         report = self.report
         if self._is_first and not self._has_warned and (missing := self._missing(report)):
             self._has_warned = True
-            warnings.warn(f"NumericsMonitor: step {self._step} has no figures of {'; of '.join(missing)}", stacklevel=3)
+            figures = "; for ".join(missing)
+            warnings.warn(f"NumericsMonitor: step {self._step} has no figures for {figures}", stacklevel=3)
         self._call_writers(lambda writer: write_to(writer, report))
         return report
 

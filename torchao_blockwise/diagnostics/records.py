@@ -60,7 +60,7 @@ class TensorReport:
 
 @dataclass(frozen=True)
 class GradientReport:
-    """The norm of a weight's gradient over the noise that quantizing x and dy adds to it. layer: "" for all layers."""
+    """The norm of a weight's gradient divided by its noise from quantizing x and dy. layer: "" for all layers."""
 
     layer: str
     recipe: str

@@ -35,8 +35,8 @@ def checked_writers(writers: Iterable[Any]) -> list[Any]:
     for writer in checked:
         if not any(hasattr(writer, name) for name in ("write", "add_scalar", "log")):
             raise TypeError(
-                "NumericsMonitor: writers must hold objects with write(report), W&B runs, or SummaryWriters of "
-                f"TensorBoard, got {writer!r}; for a file, use HTMLWriter(path) or CSVWriter(path)"
+                "NumericsMonitor: writers must hold objects with write(report), W&B runs, or TensorBoard "
+                f"SummaryWriters, got {writer!r}; for a file, use HTMLWriter(path) or CSVWriter(path)"
             )
     return checked
 
@@ -122,8 +122,8 @@ def scalars(report: Report) -> Iterator[tuple[str, float]]:
 class HTMLWriter:
     """Write an HTML page with recommendations, curves over steps, a table of layers, and the error of other recipes.
 
-    Curves show the reports since this writer was made, thinned out if there are many; all else shows the last report.
-    The page needs no network. Raises OSError if the file cannot be written.
+    Curves show the reports since this writer was created, thinned out if there are many. The rest shows the last
+    report. The page needs no network. Raises OSError if the file cannot be written.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:

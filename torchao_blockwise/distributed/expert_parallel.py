@@ -116,8 +116,8 @@ class ExpertParallel(ParallelStyle):
         most = -(-count // ranks)
         if most * (ranks - 1) >= count:
             raise ValueError(
-                f"ExpertParallel: {count} experts over {ranks} ranks leave ranks with none, where each of the others "
-                f"takes {most}; take fewer ranks for the experts"
+                f"ExpertParallel: {count} experts over {ranks} ranks, {most} per rank, leave some ranks without "
+                "experts; use fewer ranks"
             )
         for name, parameter in parameters.items():
             sharded = distribute_tensor(parameter, device_mesh, [Shard(0)])
@@ -135,7 +135,7 @@ class ExpertParallel(ParallelStyle):
                 got = f"{len(args)} positional argument{'s' * (len(args) != 1)} ({layers})"
                 raise TypeError(
                     "ExpertParallel: a module must be called with tokens [M, H], sorted by expert, and group_ends [E], "
-                    f"got {got}; sort tokens with permute, or for a model of transformers use its "
+                    f"got {got}; sort tokens with permute, or for a transformers model use its "
                     "DistributedConfig(ep_size=...)"
                 )
             for parameter in module.parameters(recurse=False):

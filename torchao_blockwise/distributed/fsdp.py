@@ -174,9 +174,8 @@ def _cast_of_master(p: FsdpParameter, shard: QuantizedShard, new_scales: bool) -
             split_groups = tuple(group for group, _ in p.splits)
         elif any(dim >= len(p.shape) - 2 for _, dim in p.splits):
             raise ValueError(
-                f"fully_shard: {p.name} {list(p.shape)} is split inside of experts by tensor parallelism, and each of "
-                "its experts has a separate tensor scale; distribute whole experts over ranks (ExpertParallel), or use "
-                "scale_per_expert=False"
+                f"fully_shard: tensor parallelism splits the experts of {p.name} {list(p.shape)}, but each expert has "
+                "one tensor scale; distribute whole experts over ranks (ExpertParallel), or use scale_per_expert=False"
             )
     blocks = shard.scale.numel()
     entries = blocks + bool(split_groups)
@@ -196,7 +195,7 @@ def _reshard_wholly(states: tuple[torch_fsdp.State, ...]) -> None:
         module.set_reshard_after_forward(True, recurse=False)
     if modules:
         warnings.warn(
-            "reshard_after_forward as a number of ranks: FSDP2 cannot gather weights quantized from such shards; "
+            "reshard_after_forward as a number of ranks is not supported by FSDP2 for quantized all-gathers; "
             f"{len(modules)} modules reshard to all ranks, as with reshard_after_forward=True",
             stacklevel=2,
         )

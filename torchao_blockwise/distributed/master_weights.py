@@ -94,8 +94,8 @@ def _cast(
         for i, (w, master, start) in enumerate(zip(weights, masters, starts)):
             if not isinstance(w, kind):
                 raise TypeError(
-                    f"{name}: weight {i} must be a {kind.__name__}, got {type(w).__name__}; weights of several kinds "
-                    f"go through {cast_master_weights.__module__}.cast_master_weights"
+                    f"{name}: weight {i} must be a {kind.__name__}, got {type(w).__name__}; for several kinds, "
+                    f"use {cast_master_weights.__module__}.cast_master_weights"
                 )
             if (before := first.setdefault(id(w), i)) != i:
                 raise ValueError(f"{name}: weight {i} is the same tensor as weight {before}; list a tied weight once")

@@ -42,7 +42,7 @@ class BlockwisePrecision(Precision):
     """`Trainer(plugins=[BlockwisePrecision("fp8")])` converts the module before its optimizers are made.
 
     recipe: "fp8", "nvfp4", or a training config.
-    precision: for everything else, as in `Trainer(precision=...)`: "32-true", "bf16-mixed" or "bf16-true".
+    precision: of everything else, as in `Trainer(precision=...)`: "32-true", "bf16-mixed" or "bf16-true".
     filter_fn: the layers to convert; default `recommended_layers(module, config)`.
     fuse: let layers that read the same input share its quantized copies; see `torchao_blockwise.fuse`.
     Raises ValueError for another name, and if no layer is converted.

@@ -112,8 +112,8 @@ def _converted_model(
     config: Any = None if recipe is None else replace(training_config(recipe), master_weights=not keeps_payload)
     if config is not None and keeps_payload and stored - {config.weight_format}:
         raise ValueError(
-            f"from_pretrained: {folder} has weights in {' and '.join(sorted(fmt.name for fmt in stored))}, and "
-            f"trainable='adapters' keeps them as they are, which a recipe in {config.weight_format.name} cannot; "
+            f"from_pretrained: {folder} has weights in {' and '.join(sorted(fmt.name for fmt in stored))}, but "
+            f"trainable='adapters' keeps weights unchanged, and the recipe is in {config.weight_format.name}; "
             "choose the recipe of the files, trainable='full', or recipe=None to decode them"
         )
     model = hugging_face.model_on_meta(_model_config(folder), dtype, options)
@@ -138,8 +138,8 @@ def _model_config(folder: Path) -> PreTrainedConfig:
         config: PreTrainedConfig = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(
-            f"from_pretrained: config.json of {folder} is not that of a model of the installed transformers ({error}); "
-            "upgrade transformers, or make the model yourself, convert it, and call checkpoint.load"
+            f"from_pretrained: the installed transformers has no model for config.json of {folder} ({error}); "
+            "upgrade transformers, or create the model yourself, convert it, and call checkpoint.load"
         ) from error
     for part in (config, config.get_text_config(decoder=True)):
         vars(part).pop(SETTINGS, None)
@@ -186,12 +186,12 @@ def _check_payloads(
     why = next(iter(reasons.values()))
     if keeps_payload:
         raise ValueError(
-            f"from_pretrained: {why}, so a quantized Parameter cannot hold {layers} as {weights.files.path} does, and "
-            "trainable='adapters' keeps weights as they are; choose trainable='full' or recipe=None, which decode "
-            "them, or leave these layers out (filter_fn=skip_fqns(...))"
+            f"from_pretrained: {why}, so quantized Parameters cannot represent {layers} of "
+            f"{weights.files.path} unchanged, as trainable='adapters' requires; choose trainable='full' or "
+            "recipe=None, which decode them, or leave these layers out (filter_fn=skip_fqns(...))"
         )
     warnings.warn(
-        f"from_pretrained: {why}, so master weights of {layers} are the decoded values of {weights.files.path} and "
-        "train with other codes",
+        f"from_pretrained: {why}, so master weights of {layers} are the decoded values of {weights.files.path}, "
+        "but quantize to different codes",
         stacklevel=6,
     )

@@ -71,8 +71,8 @@ def convert(
     report = conversion_report(model)
     if not report.totals["converted"]:
         raise ValueError(
-            f"{type(model).__name__}: no layer was converted out of {report.totals['layers']} linear layers and "
-            f"experts; widen the filter, or train the model without a recipe\n{report}"
+            f"{type(model).__name__}: none of the {report.totals['layers']} linear layers and experts was "
+            f"converted; widen the filter, or train the model without a recipe\n{report}"
         )
     fusion = conversion.fuse(model) if fuse else conversion.fusion_report(model)
     logging.getLogger(__name__).info("Converted by torchao_blockwise:\n%s\n%s", report, fusion)

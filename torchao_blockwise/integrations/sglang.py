@@ -33,8 +33,9 @@ def update_weights(
         to the layout of its kernels.
     bucket_bytes: the size of one call, held in addition to the model; a larger tensor is sent by itself. Only the
         last call lets the engine flush its cache.
-    Raises RuntimeError if the engine refuses or fails, after all weights were gathered, so that other ranks do not
-    hang; the engine then holds a mix of two steps until the next update. Raises ValueError like `checkpoint.export`.
+    Raises RuntimeError if the engine rejects an update or fails, but only after all weights were gathered, so that
+    other ranks do not hang; the engine then has weights of two steps until the next update. Raises ValueError like
+    `checkpoint.export`.
     """
     failures: list[Exception] = []
 

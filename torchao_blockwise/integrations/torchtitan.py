@@ -25,8 +25,8 @@ try:
     from torchtitan.protocols.model import BaseModel
 except ImportError as e:
     raise ImportError(
-        "torchao_blockwise.integrations.torchtitan needs torchtitan 0.3 and a PyTorch that it runs on, and an import "
-        f"failed ({e}); pip install -U torchtitan torch"
+        "torchao_blockwise.integrations.torchtitan needs torchtitan 0.3 and a PyTorch that supports it, but an "
+        f"import failed ({e}); pip install -U torchtitan torch"
     ) from e
 
 from torchao_blockwise import _compat
@@ -131,6 +131,6 @@ def _parallelize(model: Any, parallel_dims: Any) -> None:
                 why = f"lacks the amax of the whole weight, by which {fmt.name} scales; use fp8"
             if have != every and why:
                 raise ValueError(
-                    f"{name}: tensor parallelism leaves a rank {have} of {every} {what}, which {why}, or exclude the "
+                    f"{name}: tensor parallelism gives a rank {have} of {every} {what}, which {why}, or exclude the "
                     "layer"
                 )

@@ -182,7 +182,7 @@ class UnchangedWeights(TrainerCallback):
 class RecipeState(ExportableState, TrainerCallback):
     """Save `recipe_state(model)` in each checkpoint, and restore it when training resumes.
 
-    Each rank keeps the seed of its config and restores the number of draws.
+    Each rank keeps the seed of its config and restores the positions in its streams of random bits.
     """
 
     def __init__(self) -> None:

@@ -38,7 +38,7 @@ def weight_source(model: nn.Module, format: str = "fp8_block") -> Any:
         source, described = base.WeightSource, base.ParamMeta
     except (ImportError, AttributeError) as error:
         raise ImportError(
-            f"weight_source: needs a vLLM that has WeightSource in {_BASE}; install vllm, or pass "
+            f"weight_source needs a version of vLLM that has WeightSource in {_BASE}; install vllm, or pass "
             "checkpoint.quantized_weights(model) to your engine yourself"
         ) from error
     weights = quantized_weights(model, format)

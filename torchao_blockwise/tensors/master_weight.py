@@ -249,8 +249,9 @@ def _warn_of_high_precision_gather() -> None:
 
 def _refusal_of_dtype(func: Operation, masters: list[MasterWeightTensor], dtype: torch.dtype) -> str:
     return (
-        f"{func}: {layers_of(masters)} can be bfloat16, float16 or float32, got {dtype}; weight.hp has its values; "
-        "before another recipe (torchao's float8, accelerate's mixed_precision='fp8'), call unconvert(model)"
+        f"{func}: {layers_of(masters)} can only be bfloat16, float16 or float32, got {dtype}; for other dtypes, use "
+        "weight.hp; before you apply another recipe (torchao's float8, accelerate's mixed_precision='fp8'), call "
+        "unconvert(model)"
     )
 
 

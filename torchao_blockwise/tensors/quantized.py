@@ -283,12 +283,12 @@ def source_for(op: str, x: QuantizedTensor, src: Tensor) -> QuantizedTensor:
         # Rounded to the reported dtype first, like master weights; `_requantize` refuses other dtypes.
         src = x._requantize(hp.to(x.dtype) if hp.dtype in HIGH_PRECISION_DTYPES else hp)
     if type(src) is not type(x) or src.fmt is not x.fmt:
-        raise ValueError(f"{op}: formats differ, {x.fmt.name} from {src.fmt.name}; copy from source.dequantize()")
+        raise ValueError(f"{op}: the target is {x.fmt.name}, the source {src.fmt.name}; copy from source.dequantize()")
     shapes = [None if y.global_scale is None else list(y.global_scale.shape) for y in (x, src)]
     if shapes[0] != shapes[1]:
         raise ValueError(
-            f"{op}: shapes of tensor scales differ, {shapes[0]} from {shapes[1]} (one for all experts, or one for each "
-            "with scale_per_expert); copy from source.dequantize()"
+            f"{op}: the target has tensor scales of shape {shapes[0]}, the source {shapes[1]} (one for all experts, or "
+            "one for each with scale_per_expert); copy from source.dequantize()"
         )
     if x.pending_master is not None:
         if hp is not None and x.pending_master.is_owned and hp.dtype == x.dtype and same_bits(hp, plain_values(x)):

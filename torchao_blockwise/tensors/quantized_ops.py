@@ -121,7 +121,7 @@ def _as_strided(
     """Return an alias with the same size and strides, which FSDP2 needs. Other strides would cut blocks."""
     if list(size) != list(x.shape) or list(stride) != list(x.stride()) or storage_offset:
         raise NotImplementedError(
-            f"as_strided: only with the tensor's own size {list(x.shape)} and strides {list(x.stride())}, got "
+            f"as_strided: size and strides must be the tensor's own, {list(x.shape)} and {list(x.stride())}, got "
             f"{list(size)} and {list(stride)}; dequantize() first"
         )
     return map_tensors(x, lambda t: t.detach())

@@ -173,7 +173,9 @@ def _copy_(x: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) -> to
     if x.pending_master is getattr(src, "pending_master", None):
         return x
     if not isinstance(src, QuantizedShard) or src.part != x.part:
-        raise ValueError(f"copy_: the target is {x.part}, but the source other rows; copy from source.dequantize()")
+        raise ValueError(
+            f"copy_: the source has other rows than the target ({x.part.name}); copy from source.dequantize()"
+        )
     pairs = list(zip(x.parts().values(), src.parts().values()))
     x.pending_master.note_copy(None, pairs)
     for mine, theirs in pairs:

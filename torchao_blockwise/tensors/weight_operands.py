@@ -118,7 +118,7 @@ class KeptCopies:
 def raise_unchanged(name: str, how: str) -> None:
     raise RuntimeError(
         f"weights_unchanged: {name} was {how} inside the scope, which keeps quantized copies of the old values; exit "
-        "the scope before optimizer steps, loads and edits"
+        "the scope before you step an optimizer, load values or edit a weight"
     )
 
 

@@ -130,7 +130,7 @@ def checked_states(
     saved_by = state_dict.get("shard")
     if saved_by is not None and saved_by != shard:
         raise ValueError(
-            f"{NAME}: the state dict is the part of rank {saved_by['rank']} of {saved_by['ranks']}, this is "
+            f"{NAME}: the state dict is the shard of rank {saved_by['rank']} of {saved_by['ranks']}, but this is "
             + (f"rank {shard['rank']} of {shard['ranks']}" if shard else "an optimizer with whole masters")
             + "; save full_state_dict() to load it elsewhere"
         )

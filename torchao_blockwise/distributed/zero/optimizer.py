@@ -46,14 +46,14 @@ from torchao_blockwise.distributed.zero.weights import (
 class MasterWeightOptimizer(torch.optim.Optimizer):
     """`optimizer_class` over fp32 masters: master ← step(master, fp32(grad)), then weight ← quantize(dtype(master)).
 
-    optimizer_class: any `torch.optim.Optimizer` class; it receives optimizer_kwargs, such as `lr`.
+    optimizer_class: any `torch.optim.Optimizer` class; optimizer_kwargs, such as `lr`, are passed to it.
     model: converted with `master_weights=False`. Its quantized Parameters that require a gradient get masters: the
         values before quantization or of a later load, which are kept until the first GEMM with the weight; after that
         GEMM the decoded values, with a warning. `add_param_group` accepts frozen ones when they train.
     params: parameters, (name, parameter) pairs, or groups of them with options, as for any optimizer; by default all
         parameters of the model.
     process_group: ranks that train the same model. They start with the first rank's values of all parameters and
-        buffers, so use `DistributedDataParallel(init_sync=False)`. None: no other process is involved.
+        buffers, so use `DistributedDataParallel(init_sync=False)`. None: only this process.
     shard: "zero1" splits masters and optimizer states of the quantized parameters evenly over the ranks of
         process_group (default: all ranks), at any element of the flat weights. Each rank steps its elements. One MAX
         all-reduce makes the scales equal, and one all-gather moves the payload, with 1 byte per element (FP8) or half a
@@ -286,9 +286,9 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
             self._weights[weight] = added
         if quantized_only:
             warnings.warn(
-                f"{NAME}: the masters of {len(quantized_only)} of {len(weights)} weights begin with the quantized "
-                f"values: {', '.join(quantized_only[:4])}{', ...' * (len(quantized_only) > 4)}; make the optimizer "
-                "before the first forward pass, and let weights require gradients when they are converted",
+                f"{NAME}: the masters of {len(quantized_only)} of {len(weights)} weights start from the quantized "
+                f"values: {', '.join(quantized_only[:4])}{', ...' * (len(quantized_only) > 4)}; create the optimizer "
+                "before the first forward pass, and convert weights while they require gradients",
                 stacklevel=3,
             )
         return [self._weights[weight] for weight in weights]

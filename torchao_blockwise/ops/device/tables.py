@@ -106,8 +106,8 @@ def _new_table(
 ) -> tuple[torch.Tensor, torch.cuda.Event | None]:
     if is_capturing:
         raise RuntimeError(
-            "a CUDA graph captures a call for a list of tensors that was not seen before; a table of their addresses "
-            "must be in device memory first: make the same call once before the capture"
+            "a CUDA graph captures a call with a new list of tensors, whose addresses must already be on the device; "
+            "make the same call once before the capture"
         )
     if device.type != "cuda":
         return torch.tensor(table, dtype=torch.int64, device=device), None

@@ -49,7 +49,7 @@ def unpermute(
     """Invert `permute`, summing by token: out[t] = Σ over k of weights[t, k] · y[i] with source[i] = t · top_k + k.
 
     y: [T · top_k, H] bf16 | f16 | f32. source: int32 [T · top_k], as `permute` returns it. weights: [T, top_k] in high
-    precision; None counts as ones. Returns [T, H] of y's dtype.
+    precision, or None for ones. Returns [T, H] of y's dtype.
     Products and sums, with k ascending, are rounded to fp32, and the result to y's dtype, so all backends are bitwise
     identical. Rows after the last group are included; the grouped GEMMs return zeros there.
     The host does not read `source`. If it is not a permutation, values are undefined, but kernels do not access memory

@@ -72,8 +72,9 @@ def check_groups(
     if not fits:
         wanted = f"{count} ends, {tokens} tokens{' with their padding' * padded} and blocks of {block}"
         raise ValueError(
-            f"{op}: tables of groups must be what ops.make_groups makes of {wanted} on {device}, got {got.dtype} of "
-            f"shape {list(got.shape)} on {got.device}; make them of the same ends, tokens and format, or pass the ends"
+            f"{op}: tables of groups must be the result of ops.make_groups for {wanted} on {device}, got {got.dtype} "
+            f"of shape {list(got.shape)} on {got.device}; compute them for the same ends, tokens and format, or pass "
+            "the ends"
         )
 
 
