@@ -25,12 +25,12 @@ _LARGE = 64 * 2**20
 
 
 def kernels(results: Results) -> str:
-    columns = ("kernel", "writes", "of its floor", "compared with", "× that")
+    columns = ("kernel", "writes", "fraction of floor", "compared with", "speed-up")
     return markdown(columns, _bytes(results), left=2)
 
 
 def gemms(results: Results) -> str:
-    columns = ("GEMM", "bound by", "of its floor", *(f"× {peer}" for peer in PEERS))
+    columns = ("GEMM", "bound by", "fraction of floor", *(f"× {peer}" for peer in PEERS))
     return markdown(columns, (row for part in (_products, _grouped) for row in part(results)), left=2)
 
 

@@ -85,7 +85,7 @@ class Part(NamedTuple):
 
 def _table(rows: Iterable[Sequence[str]]) -> str:
     """A table of rows, without the columns in which none has a figure."""
-    columns = ("what", "GPU", "recipe", *(f"× {peer}" for peer in PEERS), "peak memory, × bf16")
+    columns = ("benchmark", "GPU", "recipe", *(f"× {peer}" for peer in PEERS), "peak memory, × bf16")
     shown = [cells for cells in zip(columns, *rows, strict=True) if set(cells[1:]) != {MISSING}]
     head, *body = zip(*shown)
     return markdown(head, body, left=3)
@@ -193,8 +193,8 @@ def energy(results: Results) -> str:
 
 def moe_speed(results: Results) -> str:
     """× bf16 by routing, the share of quantizing, and the host's time of a step."""
-    columns = ("experts of, on one GPU", SHAPE, "tokens an expert", "balanced", "skewed", "empty")
-    columns += ("weights in FP8: balanced", "skewed", "empty", "quantizing, % of kernels", "host ms", "bf16's")
+    columns = ("model, share of experts", SHAPE, "tokens per expert", "balanced", "skewed", "empty")
+    columns += ("FP8 Parameters: balanced", "skewed", "empty", "quantization, % of kernels", "host ms", "bf16 host ms")
     rows = results.rows(MOE)
 
     def host_ms(some: Iterable[dict]) -> str:
@@ -231,7 +231,7 @@ def moe_memory(results: Results) -> str:
 
 def moe_peers(results: Results) -> str:
     """× torchao's: each at its best, both eager, and only the time of kernels."""
-    columns = (SHAPE, "FP8", "weights in FP8", "eager against eager", "only kernels")
+    columns = (SHAPE, "FP8", "FP8 Parameters", "eager vs. eager", "kernels only")
     rows = [row | {"kernels us": sum(kernel["us"] for kernel in row["kernels"])} for row in results.rows(MOE_PEERS)]
 
     def cells(shape: str) -> list[str]:

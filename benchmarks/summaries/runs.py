@@ -65,8 +65,8 @@ def gaps(results: Results, name: str) -> dict[str, dict[str, float]]:
 
 def fsdp(results: Results) -> str:
     """Two H200s, eager, then compiled: bytes gathered, time, memory, and what making scales takes."""
-    columns = ("recipe", "gathered MiB a step", "of bf16", "ms a step", "× bf16", "× torchao, FP8 gather", "peak GiB")
-    columns += ("scales, ms a step", "their all-reduce")
+    columns = ("recipe", "gathered MiB per step", "of bf16", "ms per step", "× bf16", "× torchao, FP8 gather")
+    columns += ("peak GiB", "scales, ms per step", "their all-reduce")
     return markdown(columns, (cells for name in FSDP for cells in _fsdp_rows(results.rows(name))))
 
 
@@ -95,4 +95,4 @@ def graphs(results: Results) -> str:
         return [WAYS[way], tenths(bf16["ms a step"]), *shown]
 
     there = {row["way"] for row in rows}
-    return markdown(("way", "bf16, ms a step", "FP8", "NVFP4"), (cells(way) for way in WAYS if way in there))
+    return markdown(("method", "bf16, ms per step", "FP8", "NVFP4"), (cells(way) for way in WAYS if way in there))
