@@ -1,5 +1,6 @@
 """README.md, CONTRIBUTING.md and docs/: no typed figures, examples print what is shown, links lead somewhere."""
 
+import ast
 import contextlib
 import io
 import re
@@ -119,6 +120,27 @@ def test_examples_print_what_is_shown(page, tmp_path, monkeypatch):
 
 # docs/extensions/ writes it next to the pages; git does not have it.
 MADE_WITH_THE_SITE = {"errors.rst"}
+
+# Names under which snippets use PyTorch.
+PYTORCH = {"torch", "nn", "F", "dist"}
+
+
+def misused_imports(text: str) -> list[str]:
+    """Names of PyTorch that a snippet with imports lacks, also from earlier snippets; imports that no snippet uses."""
+    imported, used, wrong = set(), set(), []
+    for code in re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL):
+        nodes = list(ast.walk(ast.parse(code)))
+        imports = [alias for node in nodes if isinstance(node, ast.Import | ast.ImportFrom) for alias in node.names]
+        loaded = {node.id for node in nodes if isinstance(node, ast.Name)}
+        imported |= {(alias.asname or alias.name).partition(".")[0] for alias in imports}
+        wrong += [f"{name} is not imported" for name in sorted(PYTORCH & loaded - imported) if imports]
+        used |= loaded
+    return wrong + [f"{name} is not used" for name in sorted(imported - used)]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_snippets_import_what_they_use(page):
+    assert misused_imports(page.read_text(encoding="utf-8")) == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
