@@ -49,8 +49,8 @@ def recommended_layers(model: nn.Module, config: TrainingConfig | None = None) -
     patches, timesteps and captions, poolers), modulation layers of diffusion models, routers and gates, the
     `weights_proj` of DeepSeek-V3.2's indexers, layers with fewer than 16 inputs, layers whose weight is used without
     calling them (the output projection of `nn.MultiheadAttention`, Mamba's `dt_proj`, WavLM's attention), LoRA adapters
-    and, with an `NVFP4TrainingConfig`, the last 15 % of the blocks of each tower. Parameters [E, N, K] count as experts if the name
-    or the class of their module contains "expert" or "moe"; `| experts()` adds all others.
+    and, with an `NVFP4TrainingConfig`, the last 15 % of the blocks of each tower. Parameters [E, N, K] count as experts
+    if the name or the class of their module contains "expert" or "moe"; `| experts()` adds all others.
 
     model: the model that is passed to `quantize_`, or a model that contains it; layers of other models are left out.
     Raises TypeError unless `model` is a module, and `config` a training config or None.
