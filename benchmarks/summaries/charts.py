@@ -20,12 +20,11 @@ _SPEED = {
     "torchao_rowwise": "torchao rowwise",
     "torchao": "torchao blockwise",
     "torchao_tensorwise": "torchao tensorwise",
-    "fp8": "this package, FP8",
-    "fp8_fused_once": "FP8, fuse",
-    "fp8_128x128": "FP8, 128x128 blocks",
-    "fp8_128x128_fused_once": "FP8, 128x128, fuse",
+    "fp8": "FP8, 1x128 blocks",
+    "fp8_128x128": "this package, FP8",
+    "fp8_128x128_fused_once": "FP8, fuse",
 }
-_LOSS = {"fp8": "FP8", "fp8_128x128": "FP8, 128x128 blocks", "fp8_power_of_2": "FP8, power-of-2 scales"}
+_LOSS = {"fp8_128x128": "FP8", "fp8": "FP8, 1x128 blocks", "fp8_power_of_2": "FP8, power-of-2 scales"}
 _MEMORY = {
     "bf16": "bf16",
     "fp8": "FP8",

@@ -34,12 +34,12 @@ FP8_AND_PEERS = "fp8_on_demand"
 TORCHAO = {"torchao blockwise": "torchao", "tensorwise": "torchao_tensorwise", "rowwise": "torchao_rowwise"}
 PEERS = {"bf16": "bf16", "compiled bf16": "bf16_compiled"} | TORCHAO
 # Name -> recipe.
-FP8 = {"FP8": "fp8"}
-PARAMETERS = {"FP8": "fp8", "FP8 Parameters": "fp8_primary"}
-SQUARE = {"FP8": "fp8", "FP8, 128×128": "fp8_128x128"}
-SAVED = SQUARE | {"FP8, saved weights": "fp8_saved", "FP8, 128×128, saved weights": "fp8_128x128_saved"}
+FP8 = {"FP8, 1×128": "fp8"}
+PARAMETERS = FP8 | {"FP8 Parameters": "fp8_primary"}
+SQUARE = FP8 | {"FP8": "fp8_128x128"}
+SAVED = SQUARE | {"FP8, 1×128, saved weights": "fp8_saved", "FP8, saved weights": "fp8_128x128_saved"}
 # With `fuse` and `round_once`.
-FUSED = SQUARE | {"FP8, `fuse`": "fp8_fused_once", "FP8, 128×128, `fuse`": "fp8_128x128_fused_once"}
+FUSED = SQUARE | {"FP8, 1×128, `fuse`": "fp8_fused_once", "FP8, `fuse`": "fp8_128x128_fused_once"}
 # Benchmark -> columns of speed and memory of its rows, and columns in which rows that are compared agree.
 COMPARED = {
     "linear": ("TFLOP/s", "", ("shape",)),
@@ -128,7 +128,7 @@ def models(results: Results) -> str:
             for name, mode in (("fsdp_nvidia_h200", "eager"), ("fsdp_compiled_nvidia_h200", "compiled"))
         ),
         Part("fsdp_compiled_128x128_nvidia_h200", fsdp, FUSED, ", DeepGEMM, compiled"),
-        Part(STUDY_1B, "1.07 billion parameters", FP8 | {"NVFP4": "nvfp4_full"}, ", compiled, in a CUDA graph"),
+        Part(STUDY_1B, "1.07 billion parameters", SQUARE | {"NVFP4": "nvfp4_full"}, ", compiled, in a CUDA graph"),
     )
 
 
@@ -257,7 +257,7 @@ def headlines(results: Results) -> str:
     """The figures of the first page, a cell each."""
     layers, memory, gather = HEADLINES
     (default, fast) = (
-        results.rows(layers, recipe=recipe, mode="compiled")[0] for recipe in ("fp8", "fp8_128x128_fused_once")
+        results.rows(layers, recipe=recipe, mode="compiled")[0] for recipe in ("fp8_128x128", "fp8_128x128_fused_once")
     )
     held = {name: row["held between forward and backward MiB"] for name, row in results.load(memory)["rows"].items()}
     gathered = {row["recipe"]: row["gathered MiB"] for row in results.rows(gather)}
@@ -267,7 +267,7 @@ def headlines(results: Results) -> str:
 
     cells = (
         f"**{default['x bf16']:.2f} × the speed** of bf16: four Llama-8B layers in FP8, compiled, with DeepGEMM, on an "
-        f"H100; {fast['x bf16']:.2f} × with 128×128 blocks and `fuse` ({link('measured', layers)})",
+        f"H100; {fast['x bf16']:.2f} × with `fuse` ({link('measured', layers)})",
         f"**{of_bf16(held, 'fp8')} the memory** saved for backward in bf16, in MLPs; {of_bf16(held, 'nvfp4')} in NVFP4 "
         f"({link('measured', memory)})",
         f"**{of_bf16(gathered, 'fp8')} the traffic** of bf16 when FSDP2 all-gathers weights; "
