@@ -192,14 +192,14 @@ def _spread(records: Sequence[Mapping[str, Any]], metric: str, *recipes: str) ->
 def gap(records: Sequence[Mapping[str, Any]], recipe: str, metric: str, base: str = BASE) -> Gap | None:
     """The gap of a recipe to `base`, start by start; None where no start has runs of both.
 
-    The spread is that of the draws of both recipes and of bf16 together, over all starts.
+    The spread is that of the draws of all recipes together, over all starts.
     """
     groups = _from_each_start(records, metric, base, recipe)
     if not groups:
         return None
     mean = statistics.fmean(statistics.fmean(own) for _, own in groups)
     runs = sum(len(own) for _, own in groups)
-    deviation, degrees = _spread(records, metric, *dict.fromkeys((base, recipe, BASE)))
+    deviation, degrees = _spread(records, metric, *dict.fromkeys(record["recipe"] for record in records))
     if deviation is None:
         return Gap(mean, None, runs)
     error = deviation * math.sqrt(sum(1 / len(values) for group in groups for values in group)) / len(groups)

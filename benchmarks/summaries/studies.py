@@ -18,7 +18,7 @@ OTHERS = ("study_6m_long", "study_85m_long", "study_350m", "study_1b")
 EXPERTS = "study_moe_400m"
 # Study -> the same with more tokens.
 LONGER = {"study_6m": "study_6m_long", "study_85m": "study_85m_long"}
-# Study -> where the speed of its model is measured: in a CUDA graph if it is small.
+# Study -> where the speed of its model in a CUDA graph is measured: its own runs if they had a GPU each.
 SPEEDS = {
     "study_85m": "throughput_125m_compiled_graph_nvidia_h100_80gb_hbm3",
     "study_350m": "throughput_350m_compiled_graph_nvidia_h100_80gb_hbm3",
