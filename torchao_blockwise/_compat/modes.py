@@ -37,7 +37,7 @@ is_profiling: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ign
 has_transforms: Callable[[], bool] = torch._C._are_functorch_transforms_active
 # Whether autograd computes a batch of gradients at once (`is_grads_batched`, `vectorize`).
 has_batched_gradients: Callable[[], bool] = functools.partial(
-    torch._C._dispatch_tls_is_dispatch_key_included, "VmapMode"
+    torch._C._dispatch_tls_is_dispatch_key_included, torch._C._dispatch_key_parse("VmapMode")
 )
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _function_modes = torch._C._len_torch_function_stack

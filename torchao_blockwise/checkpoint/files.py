@@ -41,7 +41,7 @@ def safetensors() -> Any:
 
 
 def inside(folder: Path, name: str) -> Path:
-    """Return the path of file `name` in `folder`; raise ValueError if it is not a file or lies outside of the folder.
+    """Return the path of file `name` in `folder`; raise ValueError if it is not a file or lies outside the folder.
 
     Hugging Face's cache links files in `snapshots/<revision>` to `blobs`, so `blobs` counts as part of the folder.
     """
@@ -63,7 +63,7 @@ class Folder(AbstractContextManager["Folder"]):
         it behind, as a hidden folder.
     done: {tensor: number of its finished file}. nbytes: the bytes of all tensors so far.
     Raises FileExistsError if the folder exists and is not empty, ValueError if it cannot be replaced, OSError if it
-    cannot be written, also for errors of the file system inside of the `with` statement.
+    cannot be written, also for errors of the file system inside the `with` statement.
     """
 
     def __init__(self, directory: str | os.PathLike[str], shard_bytes: int, resume: object = None) -> None:

@@ -80,7 +80,7 @@ class Layout(NamedTuple):
     def tensors(self, part: Part, weight: Operand) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (name, tensor) in files for a part of a quantized weight.
 
-        Raises ValueError for NVFP4 rows that end inside of a block, which files cannot represent.
+        Raises ValueError for NVFP4 rows that end inside a block, which files cannot represent.
         """
         names, rows = self.names(part.name), self.format.block[0]
         if weight.global_scale is None:
@@ -90,8 +90,8 @@ class Layout(NamedTuple):
             return
         if weight.qdata.shape[-1] * self.format.element.per_byte != weight.scale.shape[-1] * self.format.block[1]:
             raise ValueError(
-                f"{self.name}: the number of columns of {part.name} is not a multiple of {self.format.block[1]}, as "
-                "NVFP4 files require; leave the layer unconverted (filter_fn; convert: --skip)"
+                f"{self.name}: the number of columns of {part.name} must be a multiple of {self.format.block[1]} for "
+                "NVFP4 files; leave the layer unconverted (filter_fn; convert: --skip)"
             )
         scale = weight.scale.view(torch.uint8).repeat_interleave(rows, -2)[..., : weight.qdata.shape[-2], :]
         factor = weight.global_scale.reciprocal().reshape(1) if self.has_reciprocal else weight.global_scale.reshape(())

@@ -56,7 +56,7 @@ def check_read_as_stored(op: str, model: nn.Module) -> None:
 
 
 def _wrapped_in(model: nn.Module) -> nn.Module:
-    """Return the model inside of torch.compile, checkpoint_wrapper and DistributedDataParallel, or `model` itself."""
+    """Return the model inside torch.compile, checkpoint_wrapper and DistributedDataParallel, or `model` itself."""
     if isinstance(model, nn.parallel.DistributedDataParallel):
         return _wrapped_in(model.module)
     inner = next((m for name, m in model.named_children() if not _own_name(name)), None)
@@ -126,7 +126,7 @@ class Part(NamedTuple):
         return self._replace(place=(*expert, slice(rows.start // block, -(-rows.stop // block))))
 
     def cuts(self, block: int) -> bool:
-        """Whether this part begins inside of a block of `block` rows, which it then shares with another part."""
+        """Whether this part begins inside a block of `block` rows, which it then shares with another part."""
         return bool(self.place) and self.place[-1].start % block != 0
 
 

@@ -145,7 +145,7 @@ def why_requantized(x: torch.Tensor, parts: list[Part], weights: StoredWeights) 
             found = "in high precision" if stored_as is None else f"in {stored_as.name}"
             return f"{part.name} is stored {found}, but the weight has blocks of {fmt.name}"
         if part.cuts(fmt.block[0]):
-            return f"{part.name} begins inside of a block of {fmt.block[0]} rows of the weight that holds it"
+            return f"{part.name} begins inside a block of {fmt.block[0]} rows of the weight that holds it"
         if needs_powers_of_2 and not read.power_of_2_scales:
             return f"scales of {part.name} are not powers of two"
         tensor_scale = read.global_scale if tensor_scale is None else tensor_scale

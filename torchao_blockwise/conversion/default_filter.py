@@ -81,7 +81,7 @@ def recommended(
 ) -> Filter:
     """Return `recommended_layers` with further options.
 
-    heads: also convert output heads and other layers outside of the blocks.
+    heads: also convert output heads and other layers outside the blocks.
     last_blocks: how many blocks to leave out; None for the config's default.
     """
     reasons: dict[nn.Module, str | None] = dict.fromkeys(model.modules())
@@ -123,7 +123,7 @@ def recommended(
 
 
 def _narrow(model: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Linear]:
-    """Return the linear layers with few inputs, and those outside of the blocks with few outputs."""
+    """Return the linear layers with few inputs, and those outside the blocks with few outputs."""
     in_blocks = {m for block in blocks for m in block.modules()}
     linears = [m for m in model.modules() if isinstance(m, nn.Linear)]
     least = {m: m.in_features if m in in_blocks else min(m.in_features, m.out_features) for m in linears}
@@ -140,7 +140,7 @@ def _outside_of_blocks(model: nn.Module, blocks: list[nn.Module]) -> dict[nn.Mod
     layers = [m for m in model.modules() if isinstance(m, nn.Linear) or expert_weights(m)]
     outer = [m for m in layers if m not in inner]
     if 4 * len(outer) < len(layers):
-        return dict.fromkeys(outer, "outside of the blocks")
+        return dict.fromkeys(outer, "outside the blocks")
     is_last = len(outer) < len(layers) and layers[-1] not in inner
     return {layers[-1]: "last layer, after the blocks"} if is_last else {}
 

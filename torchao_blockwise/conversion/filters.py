@@ -18,7 +18,7 @@ from torchao_blockwise import _compat
 from torchao_blockwise._names import nearest_names
 from torchao_blockwise.conversion.weights import expert_weights
 
-# Names of output heads, outside of numbered blocks: "lm_head", "heads", "score", "predictions".
+# Names of output heads, outside numbered blocks: "lm_head", "heads", "score", "predictions".
 _HEAD = re.compile(
     r"(?!multi)(.+_)?heads?|output|embed_out|unembed|score|(?!pre_)(.+_)?classifier|class_embed|qa_outputs|"
     r"(.+_)?predictions|pred_layer|fc_out"

@@ -40,7 +40,7 @@ def aligned(header: tuple[str, ...], rows: Sequence[tuple[str, ...]], total: tup
 
 @dataclass(frozen=True)
 class LayerReport:
-    """A linear layer, or a weight outside of linear layers.
+    """A linear layer, or a weight outside linear layers.
 
     fqn: the name of the layer, or of the weight ("layers.0.experts.down_proj").
     status: "converted", "skipped", "cannot convert" or "replaced". reason: why, or the format of a converted weight.

@@ -14,7 +14,7 @@ from torchao_blockwise.nn import gemms
 from torchao_blockwise.ops.registry import NAMESPACE
 
 _OURS = f"{NAMESPACE}::"
-# Operations that make copies of a weight inside of a GEMM with it.
+# Operations that make copies of a weight inside a GEMM with it.
 _OF_WEIGHTS = {"quantize", "global_scale", "transpose"}
 
 

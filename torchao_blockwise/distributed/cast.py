@@ -9,7 +9,7 @@ The cast is the same for master weights that FSDP2 shards, for quantized Paramet
 split itself. MAX is exact, so for every split the result is bitwise identical to the whole weight quantized at once.
 Amaxes are reduced as integers, magnitudes viewed as int32, because a MAX of floats loses NaN.
 
-A shard of dim 0 is a flat range of the weight, which may begin and end inside of blocks. All such shards go through one
+A shard of dim 0 is a flat range of the weight, which may begin and end inside blocks. All such shards go through one
 call. A shard of another dim is not a flat range. It is quantized as a separate tensor, its frame, which zeros extend to
 the border of a block; the blocks of the frame are a part of the weight's grid.
 """

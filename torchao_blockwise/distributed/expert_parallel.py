@@ -92,8 +92,8 @@ class ExpertParallel(ParallelStyle):
     `fully_shard`.
 
     In FP8, and in NVFP4 with `scale_per_expert`, quantized values do not depend on the number of ranks. In NVFP4
-    without it, all experts of a rank share the tensor scale of a weight, and its received tokens share that of the
-    activations.
+    without it, the experts of all ranks share the tensor scale of a weight, and the tokens that a rank receives share
+    that of the activations.
     Raises ValueError for a parameter that is not [E, ..], a mesh of several dims, or fewer experts than all ranks need.
     Source: GShard (arXiv 2006.16668), §3.2.
     """

@@ -154,7 +154,7 @@ def _shard_of_master(p: FsdpParameter) -> QuantizedShard | ShardLayout:
         # Modules other than linear layers, such as embeddings, need the values.
         return layout
     fmt = master.fmt
-    # Zeros, because 4-bit rows of odd length end inside of a byte.
+    # Zeros, because 4-bit rows of odd length end inside a byte.
     qdata = torch.zeros(fmt.qdata_shape(*layout.local_shape), dtype=torch.uint8, device=p.device)
     scale = torch.empty(fmt.scale_shape(*layout.shape), dtype=fmt.scale_dtype, device=p.device)
     matrices = layout.shape[:-2] if master.config.scale_per_expert else ()

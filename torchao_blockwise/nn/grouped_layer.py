@@ -65,7 +65,6 @@ def _grouped_linear(
     """contracts_columns: whether K, which `output` contracts, is the last dim of the stored weight."""
     with _compat.no_torch_function():
         x, stored = cast_for_compute(x), _stored(weight)
-        warn_in_backward(stored)
         _check(x, weight, stored, contracts_columns and stored is weight)
         config = config_of(stored)
         out_dtype = out_dtype or config.out_dtype or x.dtype
@@ -119,6 +118,7 @@ def _grouped_mm(
         )
     if bias is not None:
         raise NotImplementedError("grouped_mm: bias is not supported, as in PyTorch; add it to the output row by row")
+    warn_in_backward(_stored(mat2))
     return _grouped_linear(input, mat2, offs, isinstance(mat2, TransposedWeight), out_dtype)
 
 
@@ -134,6 +134,7 @@ def _bmm(
     if not (input.dim() == mat2.dim() == 3 and input.shape[::2] == mat2.shape[:2]):
         got = f"{list(input.shape)} and {list(mat2.shape)}{in_layer(_stored(mat2))}"
         raise ValueError(f"bmm: x [E, m, K] and weight [E, K, N] must agree in E and K, got {got}")
+    warn_in_backward(_stored(mat2))
     experts, tokens, _ = input.shape
     ends = torch.arange(1, experts + 1, dtype=torch.int32, device=input.device) * tokens
     y = _grouped_linear(input.flatten(0, 1), mat2, ends, isinstance(mat2, TransposedWeight), out_dtype)

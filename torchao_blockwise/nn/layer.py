@@ -399,7 +399,10 @@ def refuse_transforms() -> None:
 
 
 def refuse_second_order(layer: str) -> None:
-    """Raise NotImplementedError in a backward pass that is itself differentiated, or of a batch of gradients."""
+    """Raise NotImplementedError in a backward pass that is itself differentiated, or of a batch of gradients.
+
+    Kernels cannot read batched tensors.
+    """
     if torch.compiler.is_compiling():
         return
     if torch.is_grad_enabled():
@@ -409,6 +412,6 @@ def refuse_second_order(layer: str) -> None:
         )
     if modes.has_batched_gradients():
         raise NotImplementedError(
-            f"{layer}: a batch of gradients (is_grads_batched=True, vectorize=True) is not supported in low precision; "
-            "compute one gradient at a time"
+            f"{layer}: a batch of gradients (is_grads_batched=True, vectorize=True) is not supported; compute one "
+            "gradient at a time"
         )

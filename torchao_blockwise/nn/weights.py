@@ -87,15 +87,16 @@ def in_layer(weight: torch.Tensor) -> str:
 
 
 def warn_in_backward(weight: torch.Tensor) -> None:
-    """Warn if another autograd function multiplies by `weight` in its backward pass, without recording gradients.
+    """Warn if PyTorch's functions multiply by `weight` in the backward pass of another autograd function.
 
-    It then computes grad_weight itself. Linear layers do not call this: reversible networks run them in backward.
+    It runs without recording gradients there, so that grad_weight is not computed by this package. Layers do not call
+    this: reversible networks run them again in backward.
     """
     if not torch.compiler.is_compiling() and not torch.is_grad_enabled() and _compat.in_backward():
         warnings.warn(
-            f"the backward pass of another autograd function multiplies by {layers_of([weight])}, so it computes the "
-            "gradient of this weight itself, in high precision; call the layer instead (in flash-linear-attention, set "
-            "fuse_swiglu=False), or exclude it (filter_fn=skip_fqns(...))",
+            f"the backward pass of another autograd function multiplies by {layers_of([weight])}; if this weight is "
+            "trained, its gradient is computed there, in high precision; call the layer instead (in "
+            "flash-linear-attention, set fuse_swiglu=False), or exclude it (filter_fn=skip_fqns(...))",
             stacklevel=3,
         )
 

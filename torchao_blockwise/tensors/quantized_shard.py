@@ -92,7 +92,7 @@ class QuantizedShard(QuantizedTensor):
         self._check()
         fmt, start, end = self.fmt, self.part.start, self.part.start + self.shape[0]
         block = fmt.block[0] if self.dim() == 2 else 1
-        # The shard may begin inside of a block.
+        # The shard may begin inside a block.
         border, (rows, columns) = start % block, self.shape[-2:]
         scale = self.scale[start // block : -(-end // block)].float()
         values = fmt.element.decode(self.qdata, columns) * expand_blocks(scale, fmt, border + rows, columns)[border:]
@@ -174,7 +174,8 @@ def _copy_(x: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) -> to
         return x
     if not isinstance(src, QuantizedShard) or src.part != x.part:
         raise ValueError(
-            f"copy_: the source has other rows than the target ({x.part.name}); copy from source.dequantize()"
+            f"copy_: the source must be a shard with the rows, dtype and config of the target ({x.part.name}); copy "
+            "from source.dequantize()"
         )
     pairs = list(zip(x.parts().values(), src.parts().values()))
     x.pending_master.note_copy(None, pairs)

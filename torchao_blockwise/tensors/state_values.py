@@ -41,8 +41,8 @@ def plain_values(x: QuantizedTensor, quantize: Callable[[torch.Tensor], Quantize
 
 
 def same_bits(mine: torch.Tensor, theirs: torch.Tensor) -> bool:
-    """Whether two tensors have the same bytes; true on the meta device, where they have none."""
-    if mine.is_meta:
+    """Whether two tensors have the same bytes; true if both are on the meta device, where they have none."""
+    if mine.is_meta and theirs.is_meta:
         return True
     mine, theirs = (x.contiguous().view(-1).view(torch.uint8) for x in (mine, theirs))
     return torch.equal(mine, theirs.to(mine.device))

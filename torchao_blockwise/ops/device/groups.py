@@ -4,7 +4,7 @@
     group       0   0   0   0 │ 2 │ 3   3 │ E          last group (E); later tiles have no tokens
 
 A program loads all ends at once and clamps them: the end of group g becomes the maximum over i <= g of
-clamp(ends[i], 0, tokens), so that invalid ends never lead outside of the tensors.
+clamp(ends[i], 0, tokens), so that invalid ends never lead outside the tensors.
 
 Kernels that quantize read the last of the tables of groups instead, with the position of each block of padded tokens:
 

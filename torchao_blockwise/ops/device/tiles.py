@@ -81,7 +81,7 @@ def store_tile(ptr, values, offs_row, offs_column, rows, columns, batch=0):
 
 @triton.jit
 def store_rowwise(
-    y,  # [rows, block] fp32, zero outside of the matrix
+    y,  # [rows, block] fp32, zero outside the matrix
     q_ptr,  # [M, K] e4m3 bytes
     s_ptr,  # [K/BLOCK, M] f32
     tile_k,

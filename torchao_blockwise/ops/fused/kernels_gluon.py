@@ -84,7 +84,7 @@ def _norm_quantize_kernel(
         if bias_ptr is not None:
             low_bias, high_bias = _pair(bias_ptr, word, K)
             low, high = low + low_bias, high + high_bias
-        # Otherwise, a bias or NaN would affect blocks from outside of the matrix.
+        # Otherwise, a bias or NaN would affect blocks from outside the matrix.
         y = gl.where(inside, joined(low, high, B.dtype), 0)
         tile.slice(part * WORDS, WORDS, 1).store(y)
     barrier()

@@ -145,7 +145,7 @@ def _norm_quantize_kernel(
         y *= weight[None, :]
     if bias_ptr is not None:
         y += bias[None, :]
-    # Otherwise, a bias or NaN would affect blocks from outside of the matrix.
+    # Otherwise, a bias or NaN would affect blocks from outside the matrix.
     y = from_f32(tl.where(rows[:, None] & columns[None, :], y, 0.0), DTYPE)
     if B.rowwise:
         store_rowwise(to_f32(y), q_ptr, s_ptr, tile_k, offs_m, offs_k, M, K, B)

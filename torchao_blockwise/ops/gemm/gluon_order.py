@@ -97,7 +97,7 @@ def locate_tile(tile, entry, M, N, K, B: gl.constexpr):
     start, begin, end = 0, 0, M
     if B.along == "m":
         part, first_row, start, end = entry
-        # A schedule made for more tokens must not lead outside of the tensor.
+        # A schedule made for more tokens must not lead outside the tensor.
         end = gl.minimum(end, M)
         tile = _tile_of(tile) - first_row * tiles_n
         begin = start // _ALIGNMENT * _ALIGNMENT

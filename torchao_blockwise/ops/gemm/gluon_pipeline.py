@@ -11,7 +11,7 @@ wgmma accumulates e4m3 products with about 14 bits, so each partial sum covers o
 fp32. A wave is 64 rows, the height of a wgmma. The two waves of a consumer share the registers of one partial sum,
 which leaves room for accumulators of 256×128: with larger tiles, a GEMM reads fewer bytes from the L2 cache.
 
-Ragged M, N and K: TMA reads zeros outside of a tensor, and writes nothing there.
+Ragged M, N and K: TMA reads zeros outside a tensor, and writes nothing there.
 
 Operands that were decoded to bf16 (B.decoded) use the same pipeline without scales: see `gluon_decoded.py`.
 

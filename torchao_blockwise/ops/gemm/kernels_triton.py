@@ -141,7 +141,7 @@ def _locate_in_group(
         tile_m, tile_n = _locate_tile(tl.program_id(0) % (tiles_m * tiles_n), tiles_m, tiles_n)
         first_m, end_m = tile_m * B.tile_m, M
         first_block, end_block = locate_padded_group(ends_ptr, group, columns, groups, B.block, B.e_pad)
-        # Invalid ends must not lead outside of the columns.
+        # Invalid ends must not lead outside the columns.
         end_block = min(end_block, columns // B.block)
     return group, first_m, end_m, tile_n * B.tile_n, first_block, end_block
 

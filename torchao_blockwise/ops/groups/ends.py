@@ -67,7 +67,7 @@ def check_row_blocks(op: str, fmt: BlockFormat) -> None:
 
 
 def clamped_ends(group_ends: torch.Tensor, tokens: int) -> torch.Tensor:
-    """max over i <= g of clamp(group_ends[i], 0, tokens), int32 [E]: ends that never lead outside of the tokens."""
+    """max over i <= g of clamp(group_ends[i], 0, tokens), int32 [E]: ends that never lead outside the tokens."""
     return group_ends.clamp(0, tokens).cummax(0).values
 
 

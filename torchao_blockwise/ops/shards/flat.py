@@ -45,7 +45,7 @@ class Shards(NamedTuple):
         if first_blocks is None:
             first_blocks = list(itertools.accumulate((block_count(shape, fmt) for shape in shapes), initial=0))[:-1]
         for x, start, shape in zip(tensors, starts, shapes, strict=True):
-            # Kernels would read and write outside of the tensors.
+            # Kernels would read and write outside the tensors.
             assert x.dim() == 1 and x.is_contiguous() and 0 <= start <= start + x.numel() <= math.prod(shape)
         flat = [size for *batch, rows, columns in shapes for size in (math.prod(batch), rows, columns)]
         return cls(list(tensors), list(starts), flat, list(first_blocks), dtype, fmt)

@@ -93,7 +93,7 @@ def _transpose_pairs_kernel(
     q_ptr, qt_ptr, s_ptr, st_ptr, M, K, packed_m, packed_k,
     TILE_M: tl.constexpr, TILE_K: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """[B, M, ⌈K/2⌉] -> [B, K, ⌈M/2⌉] bytes of two 4-bit codes; codes outside of the matrix are zero."""
+    """[B, M, ⌈K/2⌉] -> [B, K, ⌈M/2⌉] bytes of two 4-bit codes; codes outside the matrix are zero."""
     batch, tile_m, tile_k, _, _ = locate_tile(tl.program_id(0), M, K, TILE_M, TILE_K, True)
     offs_m = tile_m * (TILE_M // 2) + tl.arange(0, TILE_M // 2)
     offs_k = tile_k * (TILE_K // 2) + tl.arange(0, TILE_K // 2)

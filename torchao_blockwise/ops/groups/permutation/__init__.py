@@ -53,7 +53,7 @@ def unpermute(
     Products and sums, with k ascending, are rounded to fp32, and the result to y's dtype, so all backends are bitwise
     identical. Rows after the last group are included; the grouped GEMMs return zeros there.
     The host does not read `source`. If it is not a permutation, values are undefined, but kernels do not access memory
-    outside of the tensors.
+    outside the tensors.
     Raises TypeError for a dtype, ValueError for shapes, devices, `source` or a backend.
     """
     return unpermute_op(y, source, top_k, weights, backend)

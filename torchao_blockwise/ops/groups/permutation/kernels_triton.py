@@ -11,7 +11,7 @@
     gather    y → out [T, H]                  a strip of a token a program: top_k rows, ascending k, loaded at once
 
 The last two use `row_of`, the inverse of `source`. They check its entries, so that an invalid source never leads
-outside of the tensors.
+outside the tensors.
 """
 
 import torch

@@ -24,7 +24,7 @@ Kernels that quantize read the table of blocks (ops/device/groups.py): each grou
 Without tables, each producer and consumer of a GEMM would read and sum all ends for each tile. Tables depend only on
 the ends and the number of tokens, so layers compute them once, and save them for backward. A cache with the identity of
 the ends as its key would be stale if a part of a CUDA graph is replayed. Invalid ends are clamped, as everywhere, so
-that no entry leads outside of the tensors.
+that no entry leads outside the tensors.
 """
 
 from __future__ import annotations
