@@ -171,6 +171,12 @@ def no_interpreter():
         yield
 
 
+@pytest.fixture(autouse=True)
+def same_numbers():
+    """Random numbers of a test do not depend on the tests before it."""
+    torch.manual_seed(0)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def by_the_reference(request):
     """On a CPU the reference computes tensors, layers and models, except where kernels are tested."""

@@ -135,7 +135,7 @@ class Barriers:
 
 
 class Pointer:
-    """Elements of a contiguous tensor; an access outside of it is an error."""
+    """Elements of a contiguous tensor; an access outside it is an error."""
 
     def __init__(self, base: torch.Tensor, offsets=0):
         self.base, self.offsets = base, offsets

@@ -37,7 +37,7 @@ CANARY = 0xA5
 
 
 def framed(x: torch.Tensor, aligned: bool = False):
-    """A copy of `x` inside of a buffer of canaries, on or off 16 bytes, and a check that the canaries live."""
+    """A copy of `x` inside a buffer of canaries, on or off 16 bytes, and a check that the canaries live."""
     before, after = (64, 64) if aligned else (3, 5)
     size = x.itemsize
     buffer = torch.full(((before + x.numel() + after) * size,), CANARY, dtype=torch.uint8, device=x.device)

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 import summary
-from summaries import sources
+from llm_training.study import Gap
+from summaries import sources, studies
 from summaries.cells import Results, ratio
 from summaries.sources import filled, pages
 
@@ -76,3 +77,9 @@ def test_results_name_the_benchmarks_that_wrote_them():
 
 def test_ratios_have_three_digits():
     assert (ratio(9.994), ratio(9.996)) == ("9.99", "10.0")
+
+
+def test_a_gap_of_what_twice_the_tokens_give_needs_twice_the_tokens():
+    assert studies._more_tokens(Gap(7.0, 0.0, 2), fall=7.0) == "+100.0 % ± 0.0"
+    assert studies._more_tokens(Gap(0.0, 7.0, 2), fall=7.0) == "+0.0 % ± 100.0"
+    assert studies._tokens_factor(Gap(-7.0, 14.0, 2), fall=7.0) == (0.5, 2.0)

@@ -27,7 +27,7 @@ from torchao_blockwise.nn import SwiGLUExperts
 from torchao_blockwise.tensors import MasterWeightTensor
 from torchao_blockwise.testing import assert_bitwise_equal
 
-# Shards end inside of blocks, and unevenly, of a format's first layer at least.
+# Shards end inside blocks, and unevenly, of a format's first layer at least.
 FEATURES = {"fp8_block": (200, 300, 130), "nvfp4_compressed_tensors": (208, 304, 144)}
 IN_BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 

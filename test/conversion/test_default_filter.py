@@ -70,7 +70,7 @@ def test_mixtures_of_experts(family):
 
 
 TIED, NO_EXPERTS, NARROW = "output head, tied to ", "not named like experts", "fewer than 16 features"
-OUTSIDE, MODULATION = "outside of the blocks", "computes scales and shifts of norms"
+OUTSIDE, MODULATION = "outside the blocks", "computes scales and shifts of norms"
 DT_PROJ = "Mamba multiplies by its weight without calling the layer"
 # {what: (family, class, what is left out)}
 OTHERS = {
@@ -162,7 +162,7 @@ class Diffusion(nn.Module):
 
 @pytest.mark.parametrize("kind", [nn.ModuleList, nn.Sequential], ids=("list", "one block"))
 def test_diffusion_models(kind):
-    """The modulation is left out, and what is outside of the blocks. A Sequential of one block is not a list."""
+    """The modulation is left out, and what is outside the blocks. A Sequential of one block is not a list."""
     modulation = ["norm1.emb.0", "norm1.linear", "adaLN_modulation.1", "img_mod.1", "time_emb_proj"]
     outside = ["patches", "proj_out", "caption.0", "caption.2"] if kind is nn.ModuleList else []
     assert left_out(Diffusion(kind)) == dict.fromkeys(modulation, MODULATION) | dict.fromkeys(outside, OUTSIDE)
@@ -241,7 +241,7 @@ def test_a_tower_in_a_list_and_one_in_a_sequence():
 
 
 def test_a_list_of_few_layers_is_not_the_blocks():
-    """Most layers are outside of it, such as a backbone without blocks, so they are converted."""
+    """Most layers are outside it, such as a backbone without blocks, so they are converted."""
     heads = nn.ModuleList(nn.Linear(64, 32) for _ in range(2))
     model = nn.ModuleDict({"backbone": Gated(), "tasks": heads})
     assert left_out(model) == {}

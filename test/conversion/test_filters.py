@@ -115,7 +115,7 @@ class Stack(nn.Module):
      (0.15, 20, 3), (0.1, 10, 1)),
 )  # fmt: skip
 def test_keep_last_blocks(count, blocks, kept):
-    """Entries of a list inside of a block, such as experts, are not blocks."""
+    """Entries of a list inside a block, such as experts, are not blocks."""
     for inner in (0, 9):
         model = Stack(blocks, inner)
         converted = {name.split(".")[1] for name in accepted(keep_last_blocks(model, count), model)}

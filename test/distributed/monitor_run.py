@@ -167,7 +167,7 @@ def nonfinite(rank: int) -> None:
 
 
 def ranks_outside(rank: int) -> None:
-    """Ranks outside of the group take no part in a report, which is said once."""
+    """Ranks outside the group take no part in a report, which is said once."""
     group = [dist.new_group([r]) for r in range(RANKS)][rank]
     model = blocks(config_of("fp8"))
     with NumericsMonitor(model, every=1, group=group) as monitor, warnings.catch_warnings(record=True) as caught:

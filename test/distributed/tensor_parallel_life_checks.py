@@ -49,7 +49,7 @@ def trains(mesh, config):
 
 
 def keeps_copies_in_a_scope(mesh, config):
-    """The same bits, with a tensor's scale from all ranks; outside of the scope nothing is kept."""
+    """The same bits, with a tensor's scale from all ranks; outside the scope nothing is kept."""
     x, dy = tokens(), random_values(*TOKENS, WIDTH)
     model, kept = (parallelize_module(block(config), mesh, PLANS) for _ in range(2))
     with weight_calls() as calls:

@@ -1,6 +1,7 @@
 """Converted LightningModules, and what ranks check of those that Lightning shards, on the CPU over gloo."""
 
 import lightning
+import pytest
 import torch
 import torch.distributed as dist
 from helpers import FP8, assert_same_tensors, converted, mlp
@@ -37,8 +38,13 @@ def fit(module, folder, steps, batches, ckpt_path=None, **options):
 
 
 class Sharded(Module):
+    """Converts before it shards, or forgets to."""
+
+    converts = True
+
     def configure_model(self):
-        self.trainer.precision_plugin.convert_module(self.model)
+        if self.converts:
+            self.trainer.precision_plugin.convert_module(self.model)
         shard(self.model, self._device_mesh)
 
 
@@ -81,6 +87,13 @@ def resumes(rank: int, recipe: str, saved_as: str) -> None:
         assert_same_tensors(values_of(resumed.model), values_of(whole.model))
 
 
+def needs_conversion_before_shards(rank: int) -> None:
+    module = Sharded()
+    module.converts = False
+    with pytest.raises(ValueError, match="a DTensor; convert before sharding"):
+        fit_on_ranks(module, rank, "fp8", ".", 1)
+
+
 def shard(model, mesh=None):
     for layer in (*model, model):
         fully_shard(layer, mesh=mesh and mesh["data_parallel"])
@@ -92,6 +105,7 @@ CASES = {
         [
             ("resumes", "fp8", "shards"),
             ("resumes", "nvfp4", "one_file"),
+            ("needs_conversion_before_shards",),
         ],
         [("resumes", "fp8", "one_file"), ("resumes", "nvfp4", "shards")],
     )

@@ -282,7 +282,7 @@ UNHELD = {
     "scales of experts": ("Qwen3Moe", "nvfp4_modelopt", with_a_tensor_scale_for_each_expert, {},
                           r"experts\.1\..* and .*experts\.0\..* have different tensor scales, but are one weight"),
     "experts that share a block": ("Qwen3Moe", "fp8_block", lambda found: None, {"moe_intermediate_size": 96},
-                                   "up_proj.weight begins inside of a block of 128 rows"),
+                                   "up_proj.weight begins inside a block of 128 rows"),
 }  # fmt: skip
 
 

@@ -160,11 +160,29 @@ def test_nvfp4_keeps_the_last_blocks(tmp_path):
             assert {fqn.split(".")[2] for fqn in rows if "layers" in fqn} == wanted
 
 
-def test_a_monitor_is_stepped_once_an_optimizer_step(folder, tmp_path):
-    """That training is the steps by hand, trainer_checks.py shows on two ranks."""
-    monitored, model = Monitored(), load(folder, quantization_config=ours.BlockwiseFP8Config())
-    trainer(model, tmp_path, 4, [ours.UnchangedWeights(), ours.Numerics(monitored.make)]).train()
+@both
+def test_trainer_is_the_steps_by_hand(cls, config, folder, tmp_path):
+    """With gradient accumulation in `weights_unchanged` and a monitor, bitwise identical, also after resuming."""
+    monitored, model = Monitored(), load(folder, quantization_config=cls())
+    callbacks = [ours.UnchangedWeights(), ours.Numerics(monitored.make), ours.RecipeState()]
+    trainer(model, tmp_path, 4, callbacks).train()
     monitored.check(steps=[0, 2], layers=7)
+
+    from trainer_checks import rows
+
+    by_hand = by_quantize(folder, config).train()
+    optimizer = torch.optim.AdamW(by_hand.parameters(), lr=1e-2, weight_decay=0.0)
+    microbatches = torch.stack([row["input_ids"] for row in rows(16)]).split(2)
+    for first, second in zip(microbatches[::2], microbatches[1::2]):
+        for ids in (first, second):
+            by_hand(input_ids=ids, labels=ids, num_items_in_batch=torch.tensor(2 * 2 * 7)).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_same_tensors(model.state_dict(), by_hand.state_dict())
+
+    resumed = load(folder, quantization_config=cls())
+    trainer(resumed, tmp_path, 4, [ours.UnchangedWeights(), ours.RecipeState()]).train(str(tmp_path / "checkpoint-2"))
+    assert_same_tensors(resumed.state_dict(), by_hand.state_dict())
 
 
 def test_a_training_that_failed_leaves_no_scope(folder, tmp_path):

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 import transformers
@@ -45,9 +46,9 @@ def wrapped_by(wrapper: str):
         yield
 
 
-def plain_model():
+def plain_model(sizes=SIZES):
     torch.manual_seed(0)
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES))
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
 
 
 def rows(count: int) -> list[dict]:
@@ -63,16 +64,15 @@ def arguments(out: Path, **options):
     )  # fmt: skip
 
 
-def trainer(folder: Path, out: Path, wrapper: str, recipe: str):
+def trainer(folder: Path, out: Path, wrapper: str, recipe: str, data: list[dict] | None = None, **options):
     config = RECIPES[recipe][0]()
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, quantization_config=config)
-    fsdp = {}
     if wrapper != "ddp":
         saved_as = "SHARDED_STATE_DICT" if wrapper == "fsdp_shards" else "FULL_STATE_DICT"
-        settings = {"version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "state_dict_type": saved_as}
-        fsdp = {"fsdp": True, "fsdp_config": settings}
-    args = arguments(out, max_steps=STEPS, **fsdp)
-    data = rows(STEPS * ACCUMULATED * PER_RANK * dist.get_world_size())
+        fsdp = {"version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "state_dict_type": saved_as}
+        options |= {"fsdp": True, "fsdp_config": fsdp}
+    args = arguments(out, max_steps=STEPS, **options)
+    data = data or rows(STEPS * ACCUMULATED * PER_RANK * dist.get_world_size())
     return transformers.Trainer(model, args, train_dataset=data, callbacks=[UnchangedWeights(), RecipeState()])
 
 
@@ -119,6 +119,28 @@ def resumes(rank: int, wrapper: str, recipe: str) -> None:
         assert_same_tensors(values_of(again.model), got)
 
 
+def compiled(rank: int, recipe: str) -> None:
+    """Trainer with `torch_compile=True`, whose graphs DDP splits, trains as in eager mode: the same rows each step."""
+    sizes, counts = SIZES | {"hidden_size": 128, "intermediate_size": 256}, torch._dynamo.utils.counters
+    data, losses = rows(ACCUMULATED * PER_RANK * dist.get_world_size()) * STEPS, []
+    # PyTorch's first bucket holds 1 MB, more than half of the model.
+    with shared_folder() as folder, mock.patch.object(dist, "_DEFAULT_FIRST_BUCKET_BYTES", 10_000):
+        if rank == 0:
+            plain_model(sizes).save_pretrained(folder / "plain")
+        dist.barrier()
+        for options in ({}, {"torch_compile": True, "ddp_bucket_cap_mb": 1}):
+            counts.clear()
+            out = folder / str(len(losses))
+            with wrapped_by("ddp"):
+                made = trainer(folder / "plain", out, "ddp", recipe, data, logging_steps=1, **options)
+                made.train()
+            losses.append([entry["loss"] for entry in made.state.log_history if "loss" in entry])
+    assert counts["aot_autograd"]["total"] > 2, "the buckets split no layer from another"
+    eager, with_compiler = losses
+    assert eager[-1] < 0.8 * eager[0]
+    assert with_compiler == pytest.approx(eager, rel=5e-3)
+
+
 def example_resumes(rank: int, wrapper: str) -> None:
     """Two epochs of docs/examples/accelerate_loop.py, and the second one from the first one's state; bit for bit."""
     spec = importlib.util.spec_from_file_location("accelerate_loop", EXAMPLE)
@@ -144,7 +166,8 @@ CASES = {
     2: (
         [("resumes", "ddp", "nvfp4"), ("resumes", "fsdp", "fp8"), ("resumes", "fsdp_shards", "fp8"),
          ("example_resumes", "fsdp")],
-        [("resumes", "ddp", "fp8"), ("resumes", "fsdp", "nvfp4"), ("example_resumes", "ddp")],
+        [("resumes", "ddp", "fp8"), ("resumes", "fsdp", "nvfp4"), ("example_resumes", "ddp"), ("compiled", "fp8"),
+         ("compiled", "nvfp4")],
     )
 }  # fmt: skip
 

@@ -402,7 +402,7 @@ def test_a_backward_pass_by_hand_is_warned_of(shape, config):
     """Its grad_weight is in high precision. Recomputed layers, and those of reversible networks, are not meant."""
     weight, x = nn.Parameter(MasterWeightTensor(torch.randn(shape), config)), torch.randn(*shape[:-2], 32, 64)
     weight.layer = "mlp.down"
-    with pytest.warns(UserWarning, match="multiplies by mlp.down, .* in high precision; call the layer"):
+    with pytest.warns(UserWarning, match="multiplies by mlp.down; .* in high precision; call the layer"):
         ByHand.apply(x.requires_grad_(), weight).sum().backward()
     layer = converted(nn.Linear(64, 64), config)
     with warnings.catch_warnings():

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from every_layer import CONFIGS, every_model, flops, make, tokens
-from helpers import FP8, both_formats, forward_backward
+from every_layer import CONFIGS, counting, every_model, flops, make, tokens
+from helpers import FP8, both_formats, forward_backward, mlp
 
 from torchao_blockwise import ops
 
@@ -40,6 +40,15 @@ def test_a_sum_in_main_grad_counts():
         assert (model.weight.grad is None) == has_main_grad
 
     assert flops(lambda: step(True)) == flops(lambda: step(False)) == 6 * 64 * 48 * 64
+
+
+@both_formats
+def test_counts_by_module_and_operation(config):
+    with counting() as counter:
+        mlp(config)(tokens("two")).sum()
+    by_module = counter.get_flop_counts()
+    assert by_module["Sequential.0"] == {OPS.master_matmul: 2 * 33 * 64 * 160}
+    assert by_module["Sequential.2"] == {OPS.master_matmul: 2 * 33 * 160 * 32}
 
 
 def operands(config, *shapes: tuple[int, ...]):

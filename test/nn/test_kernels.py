@@ -15,12 +15,12 @@ kernels = pytest.importorskip("torchao_blockwise.ops.groups.tables.kernels_trito
 @every_model
 @both_formats
 def test_results_are_those_of_the_reference(model, config, device):
-    """Within the error of sums: those of fp32, and on a GPU those of tensor cores, which change codes between GEMMs."""
+    """Within the error of sums, in fp32 or on tensor cores. Between GEMMs it can change codes: one is some 60 dB."""
     x, has_one_gemm = tokens(model).to(device), "linear" in model or model == "grouped"
-    least = 70 if device == "cpu" else 45 if has_one_gemm else 30
+    least = (45, 70) if device == "cpu" else (30, 45)
     layers = (make(model, replace(config, backend=backend)).to(device) for backend in ("auto", "reference"))
     for got, want in zip(*(forward_backward(layer, x) for layer in layers)):
-        assert sqnr(got, want) > least
+        assert sqnr(got, want) > least[has_one_gemm]
 
 
 @pytest.fixture

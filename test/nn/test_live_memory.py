@@ -40,7 +40,7 @@ class Trace(LiveMemory):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         read = [self._made.get(storage_of(x)) for x in plain_tensors([*args, *(kwargs or {}).values()])]
         out = super().__torch_dispatch__(func, types, args, kwargs)
-        # What runs inside of a product was noted there.
+        # What runs inside a product was noted there.
         if func not in _PRODUCTS:
             name = _compat.schema_of(func).name.removeprefix("torchao_blockwise::")
             self.note(name, {id(made[0]) for made in read if made is not None})

@@ -69,3 +69,10 @@ def test_second_derivatives_are_refused():
     out = layer(x.requires_grad_(), ids, weights)
     with pytest.raises(NotImplementedError, match="unpermute: double backward"):
         torch.autograd.grad(out.sum(), x, create_graph=True)
+
+
+def test_batched_gradients_are_refused():
+    x, ids, weights = routing(4)
+    out = layer(x.requires_grad_(), ids, weights)
+    with pytest.raises(NotImplementedError, match="unpermute: a batch of gradients"):
+        torch.autograd.grad(out, x, torch.randn(3, *out.shape), is_grads_batched=True)

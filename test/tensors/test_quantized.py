@@ -67,6 +67,13 @@ def test_prints():
 
 
 @every_kind
+def test_other_dtypes_are_refused(from_hp):
+    for dtype in (torch.float64, torch.int8, torch.float8_e4m3fn):
+        with pytest.raises(TypeError, match=r"dtype must be bfloat16, float16 or float32, got torch\..*dequantize\(\)"):
+            from_hp(weight(64, 48)).to(dtype)
+
+
+@every_kind
 @pytest.mark.parametrize("shape", ((256, 384), (2, 130, 71)), ids=str)
 def test_meta(from_hp, shape):
     with torch.device("meta"):

@@ -106,7 +106,7 @@ def test_is_saved_and_copied_by_its_bytes(config):
     with torch.no_grad():
         empty.copy_(x)
     assert torch.equal(empty, x) and not empty.pending_master.awaits_cast
-    with pytest.raises(ValueError, match="the source has other rows"), torch.no_grad():
+    with pytest.raises(ValueError, match="the source must be a shard with the rows"), torch.no_grad():
         x.copy_(other)
     with pytest.raises(ValueError, match=r"the target has shape \[20, 33\], the source \[3, 33\]"), torch.no_grad():
         x.copy_(weight(3, 33))
@@ -135,3 +135,15 @@ def test_memory_of_its_own_and_views_of_other_tensors(config):
     assert x.qdata.untyped_storage().nbytes() == x.qdata.nbytes and x.scale.data_ptr() != whole.scale.data_ptr()
     assert type(torch.chunk(whole.detach(), 2)[0]) is type(whole.chunk(2)[0]) is not QuantizedShard
     assert type(whole.new_zeros(3)) is torch.Tensor
+
+
+class Owner:
+    def master(self, weight):
+        return None
+
+
+def test_values_are_not_copied_out_of_meta_tensors():
+    x, owner = rows_of(converted(FP8, 40), 0, 2), Owner()
+    x.pending_master.take(owner.master)
+    with pytest.raises((NotImplementedError, RuntimeError), match="(?i)meta tensor"), torch.no_grad():
+        x.copy_(torch.empty(x.shape, device="meta"))
