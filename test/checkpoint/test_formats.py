@@ -248,7 +248,7 @@ REFUSED = {
     "another format": (lambda: mlp(NVFP4), "fp8_block", r"0\.weight trains in nvfp4_16x16, but fp8_block stores fp8_1"),
     "other scales": (lambda: mlp(FP8), "fp8_block_ue8m0", r"0\.weight trains with .* not powers of .* as fp8_block"),
     "cut blocks": (lambda: mlp(NVFP4, features=(200, 304, 144)), "nvfp4_compressed_tensors",
-                   r"the number of columns of 0\.weight is not a multiple of 16, .* leave the layer unconv.*--skip"),
+                   r"the number of columns of 0\.weight must be a multiple of 16 for NVFP4 files; leave .*--skip"),
 }  # fmt: skip
 
 
