@@ -21,7 +21,8 @@ from torch import nn
 
 from torchao_blockwise import _compat
 from torchao_blockwise._compat import hugging_face, torch_fsdp
-from torchao_blockwise.nn.layer import linear, local_linear, refuse_transforms
+from torchao_blockwise.nn.derivatives import refuse_transforms
+from torchao_blockwise.nn.layer import linear, local_linear
 from torchao_blockwise.nn.weights import WEIGHTS, config_of, is_low_precision
 from torchao_blockwise.tensors import MasterWeightTensor, QuantizedTensor
 from torchao_blockwise.tensors.weight_uses import key_of, recorded_uses, traced_gemms

@@ -16,16 +16,10 @@ import torch
 from torchao_blockwise import _compat
 from torchao_blockwise.formats import HIGH_PRECISION_DTYPES
 from torchao_blockwise.nn.activations import Input
+from torchao_blockwise.nn.derivatives import warn_in_backward
 from torchao_blockwise.nn.gemms import GemmSpec
 from torchao_blockwise.nn.layer import Layer, cast_for_compute
-from torchao_blockwise.nn.weights import (
-    WEIGHTS,
-    check_square_blocks,
-    config_of,
-    in_layer,
-    rounding_key_of,
-    warn_in_backward,
-)
+from torchao_blockwise.nn.weights import WEIGHTS, check_square_blocks, config_of, in_layer, rounding_key_of
 from torchao_blockwise.ops.operands import check_dtype
 from torchao_blockwise.tensors import BlockwiseFP8Tensor, MasterWeightTensor, NVFP4Tensor, TransposedWeight
 

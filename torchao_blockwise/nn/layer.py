@@ -23,6 +23,7 @@ from torchao_blockwise import _compat, ops
 from torchao_blockwise._compat import modes
 from torchao_blockwise.formats import Copies, Groups, Operand, Place
 from torchao_blockwise.nn.activations import Input, as_rows, observe_gemm
+from torchao_blockwise.nn.derivatives import refuse_second_order, refuse_transforms, warn_in_backward
 from torchao_blockwise.nn.gemms import (
     WHOLE,
     AmaxGroups,
@@ -34,14 +35,7 @@ from torchao_blockwise.nn.gemms import (
     weight_gemm,
 )
 from torchao_blockwise.nn.sharded_linear import sharded_linear
-from torchao_blockwise.nn.weights import (
-    WEIGHTS,
-    check_linear,
-    config_of,
-    in_layer,
-    rounding_key_of,
-    warn_in_backward,
-)
+from torchao_blockwise.nn.weights import WEIGHTS, check_linear, config_of, in_layer, rounding_key_of
 from torchao_blockwise.ops.backend import may_have_kernels
 from torchao_blockwise.tensors import (
     BlockwiseFP8Tensor,
@@ -387,31 +381,3 @@ def groups_of(group_ends: torch.Tensor, tokens: int, configs: Sequence[TrainingC
     if needs_none or any(other != wanted for other in others):
         return Groups(group_ends)
     return ops.make_groups(group_ends, tokens, fmt, backend=backend)
-
-
-def refuse_transforms() -> None:
-    """Raise NotImplementedError inside a transform of `torch.func`."""
-    if not torch.compiler.is_compiling() and modes.has_transforms():
-        raise NotImplementedError(
-            "layers in low precision do not support transforms of torch.func, such as vmap and grad; apply them to a "
-            "plain copy, unconvert(copy.deepcopy(model))"
-        )
-
-
-def refuse_second_order(layer: str) -> None:
-    """Raise NotImplementedError in a backward pass that is itself differentiated, or of a batch of gradients.
-
-    Kernels cannot read batched tensors.
-    """
-    if torch.compiler.is_compiling():
-        return
-    if torch.is_grad_enabled():
-        raise NotImplementedError(
-            f"{layer}: double backward (create_graph=True) is not supported in low precision; keep the layers that "
-            "need it in high precision (filter_fn)"
-        )
-    if modes.has_batched_gradients():
-        raise NotImplementedError(
-            f"{layer}: a batch of gradients (is_grads_batched=True, vectorize=True) is not supported; compute one "
-            "gradient at a time"
-        )

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from torchao_blockwise import ops
-from torchao_blockwise.nn.layer import refuse_second_order
+from torchao_blockwise.nn.derivatives import refuse_second_order
 
 
 def permute(x: torch.Tensor, expert_ids: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

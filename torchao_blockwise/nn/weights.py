@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import torch
@@ -84,21 +83,6 @@ def in_layer(weight: torch.Tensor) -> str:
     """Return the name of the weight for an error, or nothing if it has none."""
     name = layers_of([weight], unnamed="")
     return f" ({name})" if name else ""
-
-
-def warn_in_backward(weight: torch.Tensor) -> None:
-    """Warn if PyTorch's functions multiply by `weight` in the backward pass of another autograd function.
-
-    It runs without recording gradients there, so that grad_weight is not computed by this package. Layers do not call
-    this: reversible networks run them again in backward.
-    """
-    if not torch.compiler.is_compiling() and not torch.is_grad_enabled() and _compat.in_backward():
-        warnings.warn(
-            f"the backward pass of another autograd function multiplies by {layers_of([weight])}; if this weight is "
-            "trained, its gradient is computed there, in high precision; call the layer instead (in "
-            "flash-linear-attention, set fuse_swiglu=False), or exclude it (filter_fn=skip_fqns(...))",
-            stacklevel=3,
-        )
 
 
 def check_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
