@@ -182,8 +182,9 @@ def _from_each_start(records: Sequence[Mapping[str, Any]], metric: str, *recipes
     return out
 
 
-def _spread(records: Sequence[Mapping[str, Any]], metric: str, *recipes: str) -> tuple[float | None, int]:
+def _spread(records: Sequence[Mapping[str, Any]], metric: str) -> tuple[float | None, int]:
     """Standard deviation of the draws around the mean of their recipe and start, in %, and its degrees of freedom."""
+    recipes = dict.fromkeys(record["recipe"] for record in records)
     samples = [values for recipe in recipes for (values,) in _from_each_start(records, metric, recipe)]
     degrees = sum(len(values) - 1 for values in samples)
     return math.sqrt(sum(x**2 for values in samples for x in values) / degrees) if degrees else None, degrees
@@ -199,7 +200,7 @@ def gap(records: Sequence[Mapping[str, Any]], recipe: str, metric: str, base: st
         return None
     mean = statistics.fmean(statistics.fmean(own) for _, own in groups)
     runs = sum(len(own) for _, own in groups)
-    deviation, degrees = _spread(records, metric, *dict.fromkeys(record["recipe"] for record in records))
+    deviation, degrees = _spread(records, metric)
     if deviation is None:
         return Gap(mean, None, runs)
     error = deviation * math.sqrt(sum(1 / len(values) for group in groups for values in group)) / len(groups)
@@ -229,7 +230,7 @@ def quantile(degrees: int) -> float:
 
 def chance(records: Sequence[Mapping[str, Any]], metric: str) -> float | None:
     """Standard deviation of the draws of bf16, in % of their mean, over all starts; None with fewer than two."""
-    return _spread(records, metric, BASE)[0]
+    return _spread([record for record in records if record["recipe"] == BASE], metric)[0]
 
 
 def table(study: Study, records: Sequence[Mapping[str, Any]]) -> str:

@@ -10,7 +10,8 @@ from common.report import MISSING, markdown
 from llm_training.config import RunConfig
 from llm_training.study import BASE, METRICS, Gap, gap, growth
 
-from summaries.cells import Results, ratio
+from summaries.cells import Results, column, ratio
+from summaries.layers import COMPARED
 
 # Of one family of models, trained about equally long; longer or shorter ones; of a mixture of experts.
 STUDIES = ("study_6m", "study_12m", "study_25m", "study_50m", "study_85m")
@@ -50,9 +51,8 @@ def blocks(results: Results) -> str:
     for name in (*STUDIES, *OTHERS, EXPERTS):
         runs, config = results.rows(name), config_of(results, name)
         found = [gap(runs, "fp8_128x128", metric, "fp8") for metric in METRICS]
-        size = _millions(config.parameters) + ", mixture of experts" * (name == EXPERTS)
         if all(found):
-            rows.append([size, _millions(_tokens(config)), *map(str, found)])
+            rows.append([_size(results, name), _millions(_tokens(config)), *map(str, found)])
     return markdown(("parameters", "tokens", *METRICS.values()), rows)
 
 
@@ -78,14 +78,13 @@ def speeds(results: Results) -> str:
     """
     rows, fall = [], _fall(results, list(LONGER)[-1])
     for name, measured in SPEEDS.items():
-        runs, per_second = results.rows(name), {}
-        for row in results.rows(measured):
-            per_second.setdefault(row["recipe"], []).append(row.get("tokens/s") or row["tokens_per_second"])
+        runs, (column_of_speed, *_) = results.rows(name), COMPARED[measured.split("_")[0]]
         for recipe in ("fp8", "fp8_128x128"):
-            speed = statistics.fmean(per_second[recipe]) / statistics.fmean(per_second[BASE])
-            left = [speed / more for more in _tokens_factor(gap(runs, recipe, METRIC), fall)]
-            size = _millions(config_of(results, name).parameters) + ", mixture of experts" * (name == EXPERTS)
-            rows.append([size, recipe, ratio(speed), f"{left[0]:.2f} ± {left[0] - left[1]:.2f}"])
+            ours, base = (
+                statistics.fmean(column(results.rows(measured, recipe=key), column_of_speed)) for key in (recipe, BASE)
+            )
+            left = [ours / base / more for more in _tokens_factor(gap(runs, recipe, METRIC), fall)]
+            rows.append([_size(results, name), recipe, ratio(ours / base), f"{left[0]:.2f} ± {left[0] - left[1]:.2f}"])
     return markdown(("parameters", "recipe", "× bf16", "× bf16 at the same loss"), rows)
 
 
@@ -116,6 +115,10 @@ def _recipes(runs: Iterable[Mapping]) -> list[str]:
 
 def config_of(results: Results, name: str) -> RunConfig:
     return RunConfig(**results.load(name)["config"])
+
+
+def _size(results: Results, name: str) -> str:
+    return _millions(config_of(results, name).parameters) + ", mixture of experts" * (name == EXPERTS)
 
 
 def _tokens(config: RunConfig) -> int:
